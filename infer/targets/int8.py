@@ -38,10 +38,8 @@ TEXTS, LENGTH = 48, 256  # of the target's own that it is calibrated on, and the
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
 SAMPLES = 256  # activations that alpha and digits are chosen by
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
-DAMPING, BLOCK = (
-    0.01,
-    128,
-)  # of GPTQ: added to the diagonal, as a share of its mean; inputs whose errors are passed on together
+DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
+BLOCK = 128  # inputs whose errors GPTQ passes on together
 ROOM = 4e9  # bytes for second moments at once
 
 
@@ -53,16 +51,10 @@ def in_pairs() -> bool:
     return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
 
 
-def codes_dtype() -> torch.dtype:
-    """Return the dtype of the activations' codes that this processor multiplies."""
-    return torch.float32 if in_pairs() else torch.int8
-
-
 def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of whole numbers (N, D) from -127 to 127, of `codes_dtype`, with codes (O, D)
-    int8: (N, O) int32, or float32 where the codes are, each sum exact but for one rounding. Next to each
-    other, two codes of an output must not be more than 128 in sum of absolute values, so that pairs of
-    products stay within 16 bits.
+    """Return the product of whole numbers (N, D) from -127 to 127 with codes (O, D), both int8: (N, O)
+    int32; FBGEMM rounds sums of more than 2^24 to float32. Next to each other, two codes of an output
+    must not be more than 128 in sum of absolute values, so that pairs of products stay within 16 bits.
 
     Both ways are private names of PyTorch, and this is their one door; a test holds them against
     integer arithmetic.
@@ -73,7 +65,7 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
             weight = torch._make_per_channel_quantized_tensor(codes, ones, zeros, 0)
         packed = torch.ops.quantized.linear_prepack(weight, None)
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        return lambda whole: product(whole, 1.0, 128, packed)
+        return lambda whole: product(whole.float(), 1.0, 128, packed).int()
     turned = codes.t()
     return lambda whole: torch._int_mm(whole, turned)
 
@@ -88,17 +80,16 @@ class Int8Product:
     digits: int  # of activations
     bias: torch.Tensor | None = None
 
-    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
-        """Return the product (N, O) of states (N, D), behind a norm if there is one."""
-        whole, scales = loops.codes(states, self.smooth, self.digits, codes_dtype(), norm)
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias)
+    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None, *added: object) -> torch.Tensor:
+        """Return the product (N, O) of states (N, D), behind a norm if there is one; added: `loops.finish`."""
+        whole, scales = loops.codes(states, self.smooth, self.digits, norm)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias, *added)
 
     normed = __call__
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
-        whole, scales = loops.codes(states, self.smooth, self.digits, codes_dtype())
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias, before, factor)
+        return self(states, None, before, factor)
 
 
 class Int8Linear(nn.Module):
@@ -216,7 +207,7 @@ class Inputs:
         exact, tried = sample @ weight.t(), []
         for alpha in ALPHAS:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
-            codes, scales = loops.codes(sample, 1 / factors, 1, torch.float32)
+            codes, scales = loops.codes(sample, 1 / factors, 1)
             found = (codes * scales[:, None] * factors) @ weight.t()
             loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
             tried.append((loss.square().mean().sqrt().item(), factors))

@@ -81,42 +81,26 @@ def words(typing, at, count):
     return kind(types.intp, count), generate
 
 
-@intrinsic
-def as_float(typing, bits):
-    """The number that 32 bits are."""
+def cast(source: types.Type, to: types.Type):
+    """Return a function of compiled code that reads the bits of a number as one of another kind."""
 
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+    @intrinsic
+    def turn(typing, value):
+        def generate(context, builder, signature, arguments):
+            return builder.bitcast(arguments[0], context.get_value_type(to))
 
-    return types.float32(types.int32), generate
+        return to(source), generate
+
+    return turn
+
+
+as_float, as_bits = cast(types.int32, types.float32), cast(types.float32, types.int32)
 
 
 @numba.njit(inline="always")
 def number(word):
     """Return the float32 that a word holds (`bits`)."""
     return as_float(np.int32(word))
-
-
-@intrinsic
-def as_bits(typing, value):
-    """The 32 bits of a number."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def power_of_two(typing, shifted):
-    """2^n of a float32 n + SHIFT, whose last bits are n."""
-
-    def generate(context, builder, signature, arguments):
-        bits = builder.bitcast(arguments[0], ir.IntType(32))
-        exponent = builder.add(builder.shl(bits, bits.type(23)), bits.type(127 << 23))
-        return builder.bitcast(exponent, context.get_value_type(types.float32))
-
-    return types.float32(types.float32), generate
 
 
 class Lanes(types.Type):
@@ -133,12 +117,6 @@ LANES, VECTOR = Lanes(), ir.VectorType(ir.FloatType(), WIDTH)
 class LanesModel(models.PrimitiveModel):
     def __init__(self, manager, kind) -> None:
         super().__init__(manager, kind, VECTOR)
-
-
-@intrinsic
-def nothing(typing):
-    """Return lanes of 0."""
-    return LANES(), lambda context, builder, signature, arguments: ir.Constant(VECTOR, None)
 
 
 @intrinsic
@@ -184,8 +162,9 @@ def exp(x):
     shifted = max(x, LEAST) * LOG2 + SHIFT
     n = shifted - SHIFT  # a whole number
     r = (max(x, LEAST) - n * LN2_HIGH) - n * LN2_LOW
+    power = as_float(np.int32(as_bits(shifted) << 23) + np.int32(127 << 23))  # 2^n: the last bits of n + SHIFT are n
     tail = EXP[0] + r * (EXP[1] + r * (EXP[2] + r * (EXP[3] + r * (EXP[4] + r * EXP[5]))))
-    value = (np.float32(1) + (r + r * r * tail)) * power_of_two(shifted)
+    value = (np.float32(1) + (r + r * r * tail)) * power
     return value if x >= LEAST else np.float32(0)
 
 
@@ -231,11 +210,11 @@ def _norm(at):
 def _codes(at):
     """Fill scales (N,) and out (digits N, D) with whole numbers from -127 to 127: states (N, D), behind
     an RMS norm by a weight (D,) unless its address is 0, times smooth (D,) are scales * (out + the second
-    digit / SECOND). Out is of int8 where `small`, else of float32."""
-    states, weight, eps, smooth, out, scales, rows, size, digits, small = words(at, 10)
+    digit / SECOND)."""
+    states, weight, eps, smooth, out, scales, rows, size, digits = words(at, 9)
     inputs, smooth = carray(floats(states), (rows, size)), carray(floats(smooth), size)
-    codes, wide = carray(bytes_(out), (digits * rows, size)), carray(floats(out), (digits * rows, size))
-    scales, row = carray(floats(scales), rows), np.empty(size, np.float32)
+    codes, scales = carray(bytes_(out), (digits * rows, size)), carray(floats(scales), rows)
+    row = np.empty(size, np.float32)
     n = take(at)
     while n < rows:
         if weight != 0:
@@ -251,15 +230,9 @@ def _codes(at):
             row[d] *= factor
         for digit in range(digits):
             to = n + digit * rows
-            if small:
-                for d in range(size):
-                    codes[to, d] = np.int8(as_bits(row[d] + SHIFT))
-            else:
-                for d in range(size):
-                    wide[to, d] = (row[d] + SHIFT) - SHIFT
-            if digit + 1 < digits:
-                for d in range(size):
-                    row[d] = (row[d] - ((row[d] + SHIFT) - SHIFT)) * np.float32(SECOND)
+            for d in range(size):
+                codes[to, d] = np.int8(as_bits(row[d] + SHIFT))
+                row[d] = (row[d] - ((row[d] + SHIFT) - SHIFT)) * np.float32(SECOND)
         n = take(at)
 
 
@@ -274,25 +247,21 @@ def _most(row):
 
 @njit
 def _finish(at):
-    """Put in the place of the first N of sums (digits N, O) of codes, int32 where `small`, else float32:
+    """Put in the place of the first N of sums (digits N, O) of codes, int32:
     before (N, O) + factor * scales (N,) * each (O,) * sums + bias (O,). An address of 0 says that there
     is no bias or nothing before."""
-    sums, scales, each, bias, before, factor, rows, size, digits, small = words(at, 10)
+    sums, scales, each, bias, before, factor, rows, size, digits = words(at, 9)
     out, whole = carray(floats(sums), (digits * rows, size)), carray(ints(sums), (digits * rows, size))
     scales, each = carray(floats(scales), rows), carray(floats(each), size)
     biases, others = carray(floats(bias), size), carray(floats(before), (rows, size))
     n = take(at)
     while n < rows:
         to, counts, last, scale = out[n], whole[n], n + (digits - 1) * rows, scales[n] * number(factor)
-        if small:
-            for o in range(size):
-                to[o] = np.float32(counts[o])
-        if digits == 2 and small:
+        for o in range(size):
+            to[o] = np.float32(counts[o])
+        if digits == 2:
             for o in range(size):
                 to[o] += np.float32(whole[last, o]) / np.float32(SECOND)
-        elif digits == 2:
-            for o in range(size):
-                to[o] += out[last, o] / np.float32(SECOND)
         for o in range(size):
             to[o] *= scale * each[o]
         if bias != 0:
@@ -305,12 +274,10 @@ def _finish(at):
 
 
 @njit
-def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3, adds):
+def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3):
     """`_product` of four rows with STEP columns."""
-    x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = nothing()
-    if adds:
-        x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
-        y0, y1, y2, y3 = load(c0 + BYTES), load(c1 + BYTES), load(c2 + BYTES), load(c3 + BYTES)
+    x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
+    y0, y1, y2, y3 = load(c0 + BYTES), load(c1 + BYTES), load(c2 + BYTES), load(c3 + BYTES)
     for n in range(count):
         low, high = load(b + n * b_step), load(b + n * b_step + BYTES)
         f0, f1, f2, f3 = floats(a0)[n], floats(a1)[n], floats(a2)[n], floats(a3)[n]
@@ -321,16 +288,16 @@ def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3, adds):
 
 
 @njit
-def _product(a, a_step, rows, count, b, b_step, columns, c, c_step, adds):
-    """Put the product of matrices at a (rows, count) and b (count, columns), whose rows are `_step` bytes
-    apart, to c, or add it there. Sums go from the first number to the last. Columns are taken by STEP,
+def _product(a, a_step, rows, count, b, b_step, columns, c, c_step):
+    """Add the product of matrices at a (rows, count) and b (count, columns) to c, whose rows are `_step`
+    bytes apart. Sums go from the first number to the last. Columns are taken by STEP,
     rows by fours, the last one again where there are less."""
     for r in range(0, rows, 4):
         r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
         for at in range(0, 4 * columns, 4 * STEP):
             _four_rows(
                 a + r * a_step, a + r1 * a_step, a + r2 * a_step, a + r3 * a_step, count, b + at, b_step,
-                c + at + r * c_step, c + at + r1 * c_step, c + at + r2 * c_step, c + at + r3 * c_step, adds,
+                c + at + r * c_step, c + at + r1 * c_step, c + at + r2 * c_step, c + at + r3 * c_step,
             )  # fmt: skip
 
 
@@ -339,10 +306,10 @@ def _soften(weights, hides, whole, scale, count):
     """Put e^(score - greatest) in the place of the first `count` scores (S,), scaled and under an additive
     mask (S,), unless the query sees the whole of them, and 0 behind them; return their sum, one by one."""
     tops, total = np.full(WIDTH, np.float32(-3e38)), np.float32(0)
+    for j in range(count):
+        weights[j] *= scale
     for j in range(count, len(weights)):
         weights[j] = np.float32(-3e38)
-    for j in range(len(weights)):
-        weights[j] *= scale
     if not whole:
         for j in range(count):
             weights[j] += hides[j]
@@ -352,8 +319,6 @@ def _soften(weights, hides, whole, scale, count):
     top = tops.max()
     for j in range(len(weights)):
         weights[j] = exp(weights[j] - top)
-    for j in range(count, len(weights)):
-        weights[j] = 0
     for j in range(count):
         total += weights[j]
     return total
@@ -381,7 +346,7 @@ def _attend(at):
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
-        count, most = min(many, width - begin) * groups, 0
+        count, most, weights[:], mixed[:] = min(many, width - begin) * groups, 0, 0, 0
         for r in range(count):
             i, g = r // groups, r % groups
             asked[r], last[i] = q[b, h, g, begin + i], seen
@@ -395,7 +360,7 @@ def _attend(at):
                     turned[e, j] = k[b, place + j, h, e]
             _product(
                 asked.ctypes.data, 4 * size, count, size, turned.ctypes.data, 4 * (PLACES + WIDTH), near,
-                w_at + 4 * place, 4 * up, False,
+                w_at + 4 * place, 4 * up,
             )  # fmt: skip
         for r in range(count):
             hides = asked[0] if whole else hidden[b, begin + r // groups]
@@ -408,7 +373,7 @@ def _attend(at):
             else:
                 for j in range(near):
                     padded[j, :size] = v[b, place + j, h]
-            _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide, place > 0)
+            _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide)
         for r in range(count):
             for e in range(size):
                 to[b, begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
@@ -511,17 +476,17 @@ def gate(both: torch.Tensor, bend: Bend) -> torch.Tensor:
 
 
 def codes(
-    states: torch.Tensor, smooth: torch.Tensor, digits: int, dtype: torch.dtype, norm: Scale | None = None
+    states: torch.Tensor, smooth: torch.Tensor, digits: int, norm: Scale | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whole numbers from -127 to 127 of a dtype, int8 or float32, (digits N, D), and scales (N,),
-    that stand for states (N, D), behind a norm if there is one, times smooth (D,): scale * (first digit +
-    second digit / SECOND)."""
+    """Return whole numbers from -127 to 127, (digits N, D) int8, and scales (N,), that stand for states
+    (N, D), behind a norm if there is one, times smooth (D,): scale * (first digit + second digit /
+    SECOND)."""
     states, (rows, size) = states.contiguous(), states.shape
-    out, scales = states.new_empty((digits * rows, size), dtype=dtype), states.new_empty(rows)
+    out, scales = states.new_empty((digits * rows, size), dtype=torch.int8), states.new_empty(rows)
     weight, eps = (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
     run(
         _codes, rows, rows * size, states.data_ptr(), weight, eps, smooth.data_ptr(), out.data_ptr(),
-        scales.data_ptr(), rows, size, digits, dtype == torch.int8,
+        scales.data_ptr(), rows, size, digits,
     )  # fmt: skip
     return out, scales
 
@@ -534,18 +499,17 @@ def finish(
     before: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return what sums (digits N, O) of codes with scales (N,) and weights' scales `each` (O,) stand for,
+    """Return what sums (digits N, O) int32 of codes with scales (N,) and weights' scales `each` (O,) stand for,
     times a factor, plus bias (O,), added to others (N, O): float32, in place of the first N."""
     rows, size = scales.shape[0], sums.shape[1]
-    digits, small = sums.shape[0] // rows, sums.dtype == torch.int32
+    digits = sums.shape[0] // rows
     before = None if before is None else before.contiguous()
     run(
         _finish, rows, sums.numel(), sums.data_ptr(), scales.data_ptr(), each.data_ptr(),
         0 if bias is None else bias.data_ptr(), 0 if before is None else before.data_ptr(), bits(factor), rows, size,
-        digits, small,
+        digits,
     )  # fmt: skip
-    found = sums.view(torch.float32) if small else sums
-    return found if digits == 1 else found[:rows]
+    return sums.view(torch.float32)[:rows]
 
 
 def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scale: float) -> torch.Tensor:
