@@ -29,10 +29,10 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=96, help="of held-out prompts, and before a pass")
 
 
-def prompts_of(args: argparse.Namespace, tokenizer) -> list[list[int]]:
-    """Return prompts: first questions from all sets of --suite in turn, or held-out ones."""
+def prompts_of(args: argparse.Namespace, tokenizer, outside: int = 0) -> list[list[int]]:
+    """Return prompts: first questions from all sets of --suite in turn, or held-out ones and `outside` others."""
     if args.suite is None:
-        found = evaluation_prompts(DataConfig(), tokenizer, args.prompts, args.prompt_tokens)
+        found = evaluation_prompts(DataConfig(), tokenizer, args.prompts, args.prompt_tokens, outside)
         return [prompt.ids for prompt in found]
     chats = in_turn([one.chats for one in load_suite(SuiteConfig("files", args.suite))])
     settings = {"add_generation_prompt": True, "return_dict": True}
