@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.rows import check_source
-from infer.cli.models import OfData, load_all
+from infer.cli.eval import OfData
+from infer.cli.models import load_all
 from infer.utils.checks import check_parts
 from infer.utils.progress import Progress
 

@@ -4,12 +4,27 @@ model."""
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
-from data.rows import check_source
+from data.rows import DataConfig, check_source
 from data.suites import SuiteConfig
-from infer.cli.models import OfData, load
+from infer.cli.models import OfDrafter, load
+from infer.config import EvaluationConfig
 from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
+
+
+@dataclass
+class OfData(OfDrafter):
+    """Options of a command that decodes held-out text.
+
+    data: see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    """
+
+    FROM_RUN: ClassVar = ("target", "data")
+    data: DataConfig = field(default_factory=DataConfig, kw_only=True)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)
 
 
 @dataclass

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from data.rows import DataConfig
-from infer.config import EvaluationConfig, LoadedConfig, TargetConfig, TextOptions
+from infer.config import LoadedConfig, TargetConfig, TextOptions
 from infer.drafters.families import LOOKUP
 from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
@@ -34,19 +33,6 @@ class OfDrafter(OfTarget):
     """
 
     drafter: LoadedConfig = field(default_factory=LoadedConfig, kw_only=True)
-
-
-@dataclass
-class OfData(OfDrafter):
-    """Options of a command that decodes held-out text.
-
-    data: see DataConfig in data/rows.py
-    evaluation: see EvaluationConfig in infer/config.py
-    """
-
-    FROM_RUN: ClassVar = ("target", "data")
-    data: DataConfig = field(default_factory=DataConfig, kw_only=True)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)
 
 
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
