@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -43,7 +43,6 @@ BLOCK = 128  # inputs whose errors GPTQ passes on together
 ROOM = 4e9  # bytes for second moments at once
 
 
-@cache
 def in_pairs() -> bool:
     """Return whether this processor, an x86 without VNNI, adds products of codes in pairs of 16 bits:
     then FBGEMM's kernels are the fast ones, else oneDNN's."""
@@ -80,16 +79,17 @@ class Int8Product:
     digits: int  # of activations
     bias: torch.Tensor | None = None
 
-    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None, *added: object) -> torch.Tensor:
-        """Return the product (N, O) of states (N, D), behind a norm if there is one; added: `loops.finish`."""
+    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
+        """Return the product (N, O) of states (N, D), behind a norm if there is one."""
         whole, scales = loops.codes(states, self.smooth, self.digits, norm)
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias, *added)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias)
 
     normed = __call__
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
-        return self(states, None, before, factor)
+        whole, scales = loops.codes(states, self.smooth, self.digits)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias, before, factor)
 
 
 class Int8Linear(nn.Module):

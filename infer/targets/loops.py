@@ -247,9 +247,9 @@ def _most(row):
 
 @njit
 def _finish(at):
-    """Put in the place of the first N of sums (digits N, O) of codes, int32:
-    before (N, O) + factor * scales (N,) * each (O,) * sums + bias (O,). An address of 0 says that there
-    is no bias or nothing before."""
+    """Put in the place of the first N of sums (digits N, O) of codes, int32: before (N, O) + factor *
+    scales (N,) * each (O,) * sums + bias (O,). An address of 0 says that there is no bias or nothing
+    before."""
     sums, scales, each, bias, before, factor, rows, size, digits = words(at, 9)
     out, whole = carray(floats(sums), (digits * rows, size)), carray(ints(sums), (digits * rows, size))
     scales, each = carray(floats(scales), rows), carray(floats(each), size)
@@ -290,8 +290,8 @@ def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3):
 @njit
 def _product(a, a_step, rows, count, b, b_step, columns, c, c_step):
     """Add the product of matrices at a (rows, count) and b (count, columns) to c, whose rows are `_step`
-    bytes apart. Sums go from the first number to the last. Columns are taken by STEP,
-    rows by fours, the last one again where there are less."""
+    bytes apart. Sums go from the first number to the last. Columns are taken by STEP, rows by fours, the
+    last one again where there are less."""
     for r in range(0, rows, 4):
         r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
         for at in range(0, 4 * columns, 4 * STEP):
@@ -346,13 +346,15 @@ def _attend(at):
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
-        count, most, weights[:], mixed[:] = min(many, width - begin) * groups, 0, 0, 0
-        for r in range(count):
-            i, g = r // groups, r % groups
-            asked[r], last[i] = q[b, h, g, begin + i], seen
+        count, most = min(many, width - begin) * groups, 0
+        for i in range(count // groups):
+            last[i] = seen
             while not whole and last[i] > 1 and hidden[b, begin + i, last[i] - 1] < 0:
                 last[i] -= 1
             most = max(most, last[i])
+            for g in range(groups):
+                asked[i * groups + g] = q[b, h, g, begin + i]
+        weights[:count, : (most + STEP - 1) // STEP * STEP], mixed[:count] = 0, 0
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
             for j in range(near):
@@ -400,12 +402,7 @@ def _place_heads(at):
         for h in range(heads + shared):
             x = of_position[h]
             if normed:
-                total = np.float32(size * eps)
-                for e in range(size):
-                    total += x[e] * x[e]
-                factor = np.sqrt(np.float32(size) / total)
-                for e in range(size):
-                    x[e] *= factor * weight[h, e]
+                _norm_row(x, weight[h], eps, x)
             to = queries + 4 * (begin + h * width + place) * size if h < heads else keys + slot + 4 * (h - heads) * size
             to = carray(floats(to), size)
             for e in range(half):
@@ -499,8 +496,9 @@ def finish(
     before: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return what sums (digits N, O) int32 of codes with scales (N,) and weights' scales `each` (O,) stand for,
-    times a factor, plus bias (O,), added to others (N, O): float32, in place of the first N."""
+    """Return what sums (digits N, O) int32 of codes with scales (N,) and weights' scales `each` (O,)
+    stand for, times a factor, plus bias (O,), added to others (N, O): float32, in place of the first
+    N."""
     rows, size = scales.shape[0], sums.shape[1]
     digits = sums.shape[0] // rows
     before = None if before is None else before.contiguous()
