@@ -29,11 +29,15 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=96, help="of held-out prompts, and before a pass")
 
 
+def held_out(tokenizer, count: int, tokens: int, outside: int = 0) -> list[list[int]]:
+    """Return held-out prompts of the embedded model's texts, and `outside` others."""
+    return [prompt.ids for prompt in evaluation_prompts(DataConfig(), tokenizer, count, tokens, outside)]
+
+
 def prompts_of(args: argparse.Namespace, tokenizer, outside: int = 0) -> list[list[int]]:
     """Return prompts: first questions from all sets of --suite in turn, or held-out ones and `outside` others."""
     if args.suite is None:
-        found = evaluation_prompts(DataConfig(), tokenizer, args.prompts, args.prompt_tokens, outside)
-        return [prompt.ids for prompt in found]
+        return held_out(tokenizer, args.prompts, args.prompt_tokens, outside)
     chats = in_turn([one.chats for one in load_suite(SuiteConfig("files", args.suite))])
     settings = {"add_generation_prompt": True, "return_dict": True}
     return [tokenizer.apply_chat_template(chat[0], **settings)["input_ids"] for chat in islice(chats, args.prompts)]

@@ -34,9 +34,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from inputs import held_out
 
-from data.prompts import evaluation_prompts
-from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
 from infer.evaluation.ruler import FEWEST, interval
@@ -181,7 +180,7 @@ def main() -> None:
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
     target, drafter = load_target("embedded", device="cpu"), load_drafter(args.drafter)
-    prompts = [prompt.ids for prompt in evaluation_prompts(DataConfig(), target.tokenizer, 64, 64)]
+    prompts = held_out(target.tokenizer, 64, 64)
     asked = [(ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True)) for i, ids in enumerate(prompts)]
     engines = {
         way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), 128, clock)

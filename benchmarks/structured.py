@@ -17,11 +17,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 import torch
+from inputs import held_out
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from data.prompts import evaluation_prompts
-from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, new_drafter
@@ -158,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     target, drafter = load_target("embedded", device="cpu"), load_drafter("embedded")
-    prompts = [prompt.ids for prompt in evaluation_prompts(DataConfig(), target.tokenizer, args.prompts, 64)]
+    prompts = held_out(target.tokenizer, args.prompts, 64)
     gains(target, drafter, prompts, args.tokens)
     shares(target, drafter, prompts, args.tokens)
     shares(*big_target(), [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))], args.tokens // 2)
