@@ -13,11 +13,12 @@ error, have two digits for each activation.
 N positions, D inputs, O outputs of a linear layer.
 """
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -69,6 +70,36 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
     return lambda whole: torch._int_mm(whole, turned)
 
 
+@cache
+def shim() -> ctypes.CDLL | None:
+    """Return PyTorch's library where its C entries for compiled code (AOTInductor's) have the product of
+    whole numbers; None where they do not, or FBGEMM's is the fast one."""
+    try:
+        found = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+        return None if in_pairs() or not found.aoti_torch_cpu__int_mm_out else found
+    except (OSError, StopIteration, AttributeError):
+        return None
+
+
+@cache
+def handle(address: int, sizes: tuple[int, int], strides: tuple[int, int], kind: int) -> int:
+    """Return PyTorch's word for a tensor over memory that is somebody else's."""
+    found, pair = ctypes.c_void_p(), ctypes.c_int64 * 2
+    arguments = ctypes.c_void_p(address), ctypes.c_int64(2), pair(*sizes), pair(*strides), ctypes.c_int64(0)
+    if shim().aoti_torch_create_tensor_from_blob(*arguments, kind, 0, -1, ctypes.byref(found)):
+        raise RuntimeError(f"PyTorch {torch.__version__} makes no tensor over memory for compiled code")
+    return found.value
+
+
+def product_call(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return a C function and its arguments that put the product of whole (N, D) with codes (O, D) into
+    sums (N, O), int32, as `integer_product` has it."""
+    kinds = shim().aoti_torch_dtype_int32(), shim().aoti_torch_dtype_int8()
+    entry = ctypes.cast(shim().aoti_torch_cpu__int_mm_out, ctypes.c_void_p).value
+    matrices = (sums, kinds[0]), (whole, kinds[1]), (codes.t(), kinds[1])
+    return entry, *(handle(x.data_ptr(), tuple(x.shape), x.stride(), kind) for x, kind in matrices)
+
+
 @dataclass(frozen=True)
 class Int8Product:
     """What a linear layer over int8 codes computes: a `lean.Product`."""
@@ -78,6 +109,7 @@ class Int8Product:
     smooth: torch.Tensor  # (D,) that activations are multiplied by
     digits: int  # of activations
     bias: torch.Tensor | None = None
+    codes: torch.Tensor | None = None  # (O, D) of all outputs, where compiled code multiplies by them (`product_call`)
 
     def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
         """Return the product (N, O) of states (N, D), behind a norm if there is one."""
@@ -136,7 +168,8 @@ class Int8Linear(nn.Module):
         for module, place in zip(modules, places, strict=True):
             part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
             module.product = Int8Product(part, module.scales, first.smooth, first.digits, module.bias)
-        return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"))
+        codes = whole["codes"] if shim() else None
+        return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"), codes)
 
 
 class Int8Embedding(nn.Module):

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from infer.targets import loops
 from infer.targets.int8 import Int8Linear, Int8Product
-from infer.targets.lean import Layer, LeanDecoder, Norm, Product, attend_packed
+from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product, attend_packed
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
@@ -86,16 +86,7 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor, Norm], torch.Te
             return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
 
         return run, None
-    both, bend = fuse(inner), BENDS.get(type(activation))  # D to gate and up, (2 I)
-
-    def gated(states: torch.Tensor, norm: Norm) -> torch.Tensor:
-        halves = both.normed(states, norm)
-        if bend is not None and loops.serve(halves):
-            return loops.gate(halves, bend)
-        gate, up = halves.chunk(2, dim=-1)
-        return activation(gate).mul_(up)
-
-    return gated, fuse([module.down_proj])
+    return GatedMLP(fuse(inner), activation, BENDS.get(type(activation))), fuse([module.down_proj])
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:

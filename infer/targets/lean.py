@@ -16,6 +16,7 @@ head size, R of its features rotated.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 
 import torch
@@ -26,7 +27,9 @@ from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, PackedLayer, Window
 from infer.attention.masks import Mask
 from infer.targets import loops
+from infer.targets.int8 import Int8Product
 from infer.targets.recurrent import PackedWindow
+from infer.targets.tape import Tape, run_taped
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
@@ -88,6 +91,23 @@ def attend_packed(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask
 
 
 @dataclass(frozen=True)
+class GatedMLP:
+    """A gated MLP but for its last product."""
+
+    both: Product  # D to gate and up, (2 I)
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    bend: loops.Bend | None  # the same for compiled loops
+
+    def __call__(self, states: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Return activation(gate) * up, (N, I), of states (N, D) behind a norm."""
+        halves = self.both.normed(states, norm)
+        if self.bend is not None and loops.serve(halves):
+            return loops.gate(halves, self.bend)
+        gate, up = halves.chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
+
+
+@dataclass(frozen=True)
 class Layer:
     """What one decoder layer computes with. The first of two norms is attention's, the second the
     MLP's."""
@@ -100,12 +120,23 @@ class Layer:
     qkv: Product  # D to (H + 2 K) E
     qk_norm: Norm | None
     out: Product
-    mlp: Callable[[torch.Tensor, Norm], torch.Tensor]  # of states before the norm
+    mlp: GatedMLP | Callable[[torch.Tensor, Norm], torch.Tensor]  # of states before the norm
     down: Product | None  # the MLP's last product, where it is not in `mlp`
     scale: float  # of attention's scores
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
     attend: Callable[..., torch.Tensor] = attend_packed  # over a cache
+
+    @property
+    def products(self) -> tuple[Int8Product, Int8Product, Int8Product, Int8Product] | None:
+        """The products of a layer that can be on a tape: all are of codes, through the entry for compiled
+        code, and go as they are into the residual stream."""
+        if self.after is not None or type(self.mlp) is not GatedMLP or self.mlp.bend is None:
+            return None
+        found = self.qkv, self.out, self.mlp.both, self.down
+        able = all(type(product) is Int8Product and product.codes is not None for product in found)
+        biased = self.residual != 1 and any(product.bias is not None for product in (self.out, self.down))
+        return found if able and not biased else None
 
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product
@@ -152,6 +183,12 @@ class LeanDecoder:
     norm: Norm
     rotary: nn.Module
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
+    tapes: dict[tuple, Tape] = field(default_factory=dict)
+
+    @cached_property
+    def taped(self) -> bool:
+        """Whether passes can be tapes."""
+        return all(layer.products for layer in self.layers)
 
     def __call__(
         self,
@@ -168,11 +205,15 @@ class LeanDecoder:
         """
         states, outputs = self.embed(ids.flatten()), {}
         rotations = self.rotations(states, positions, window.capacity)
-        for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
-            states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
-            if index in tapped:
-                outputs[index] = states
-        last = outputs[len(self.layers)] = self.norm(states)
+        if self.taped and type(window) is Window and loops.serve(states):
+            outputs = run_taped(self, states, rotations, masks, window, tapped)
+        else:
+            for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
+                states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
+                if index in tapped:
+                    outputs[index] = states
+            outputs[len(self.layers)] = self.norm(states)
+        last = outputs[len(self.layers)]
         context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
         return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
 

@@ -31,13 +31,14 @@ LOG2, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.fl
 EXP = tuple(np.float32(1 / n) for n in (2, 6, 24, 120, 720, 5040))
 SHIFT = np.float32(1.5 * 2**23)  # a number plus this is rounded to a whole number
 LEAST = np.float32(-87)  # e^x of less is 0
+FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 Bend = tuple[np.float32, np.float32]  # of an activation x sigmoid(a x + b x^3)
 SILU = np.float32(1), np.float32(0)
 GELU = np.float32(1.59576912), np.float32(1.59576912 * 0.044715)  # by tanh
 SECOND = 254  # how much finer the second digit of an activation is than the first
 WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; others take several
 BYTES, STEP = 4 * WIDTH, 2 * WIDTH
-QUERIES, PLACES = 32, 128  # of a row that attention takes together, and places at a time: near enough to be read again
+QUERIES, PLACES = 16, 128  # of a row that attention takes together, and places at a time: near enough to be read again
 WORTH = 3 * 10**5  # cycles, about, that other threads are called for
 
 
@@ -95,6 +96,24 @@ def cast(source: types.Type, to: types.Type):
 
 
 as_float, as_bits = cast(types.int32, types.float32), cast(types.float32, types.int32)
+
+
+@intrinsic
+def invoke(typing, function, a, b, c, d):
+    """Call the C function at an address with four words, or fewer: those that it does not have are lost."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 5), generate
+
+
+@numba.njit(inline="always")
+def in_order(bits):
+    """Return bits of a float as a whole number in the same order, or back."""
+    return np.int32(bits ^ (np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
 
 
 @numba.njit(inline="always")
@@ -155,6 +174,35 @@ def fma(typing, total, factor, lanes):
     return LANES(LANES, types.float32, LANES), generate
 
 
+@intrinsic
+def turn(typing, at, step, to, to_step):
+    """Write WIDTH rows of WIDTH numbers, `step` bytes apart, to other rows so that row i is column i:
+    blocks of half the size change places, then those of a quarter, and so on."""
+
+    def generate(context, builder, signature, arguments):
+        at, step, to, to_step = arguments
+        places = [ir.Constant(step.type, n) for n in range(WIDTH)]
+        addresses = [builder.add(at, builder.mul(step, n)) for n in places]
+        rows = [builder.load(builder.inttoptr(x, VECTOR.as_pointer()), align=4) for x in addresses]
+        block = WIDTH // 2
+        while block:
+            for i in (i for i in range(WIDTH) if not i & block):
+                low = [n + WIDTH - block if n & block else n for n in range(WIDTH)]
+                high = [n + WIDTH if n & block else n + block for n in range(WIDTH)]
+                pair = rows[i], rows[i + block]
+                kind = ir.VectorType(ir.IntType(32), WIDTH)
+                rows[i], rows[i + block] = (
+                    builder.shuffle_vector(*pair, ir.Constant(kind, which)) for which in (low, high)
+                )
+            block //= 2
+        for row, n in zip(rows, places, strict=True):
+            address = builder.add(to, builder.mul(to_step, n))
+            builder.store(row, builder.inttoptr(address, VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp, types.intp, types.intp), generate
+
+
 @numba.njit(inline="always")
 def exp(x):
     """Return e^x to the last bit or two, 0 for x below -87, for x up to 88: numpy's is not computed in
@@ -168,108 +216,112 @@ def exp(x):
     return value if x >= LEAST else np.float32(0)
 
 
-@njit(fast=IN_ORDER)
-def _gate(at):
-    """Fill out (N, I) with gate * up * sigmoid(first * gate + third * gate^3) of both (N, 2 I)."""
-    both, out, rows, size, first, third = words(at, 6)
-    both, out = carray(floats(both), (rows, 2 * size)), carray(floats(out), (rows, size))
-    first, third = number(first), number(third)
-    n = take(at)
-    while n < rows:
-        gates, ups, to = both[n, :size], both[n, size:], out[n]
-        for i in range(size):
-            x = gates[i]
-            y = min(max(x * (first + third * x * x), LEAST), -LEAST)
-            to[i] = x / (np.float32(1) + exp(-y)) * ups[i]
-        n = take(at)
-
-
 @njit(fast=REORDERS)
-def _norm_row(x, weight, eps, out):
-    """Fill out (D,) with the RMS norm of x (D,) by a weight (D,)."""
+def _norm_row(x, weight, eps):
+    """Put the RMS norm of x (D,) by a weight (D,) in its place."""
     total = np.float32(len(x) * eps)
     for d in range(len(x)):
         total += x[d] * x[d]
     factor = np.sqrt(np.float32(len(x)) / total)
     for d in range(len(x)):
-        out[d] = x[d] * factor * weight[d]
+        x[d] = x[d] * factor * weight[d]
 
 
 @njit
-def _norm(at):
-    """Fill out (N, D) with the RMS norm of states (N, D) by a weight (D,)."""
-    states, weight, eps, out, rows, size = words(at, 6)
-    states, out = carray(floats(states), (rows, size)), carray(floats(out), (rows, size))
-    n = take(at)
-    while n < rows:
-        _norm_row(states[n], carray(floats(weight), size), number(eps), out[n])
-        n = take(at)
+def _copy(source, to, count):
+    """Copy floats from one address to another."""
+    source, to = carray(floats(source), count), carray(floats(to), count)
+    for n in range(count):
+        to[n] = source[n]
 
 
 @njit
-def _codes(at):
-    """Fill scales (N,) and out (digits N, D) with whole numbers from -127 to 127: states (N, D), behind
-    an RMS norm by a weight (D,) unless its address is 0, times smooth (D,) are scales * (out + the second
-    digit / SECOND)."""
-    states, weight, eps, smooth, out, scales, rows, size, digits = words(at, 9)
-    inputs, smooth = carray(floats(states), (rows, size)), carray(floats(smooth), size)
-    codes, scales = carray(bytes_(out), (digits * rows, size)), carray(floats(scales), rows)
-    row = np.empty(size, np.float32)
-    n = take(at)
-    while n < rows:
-        if weight != 0:
-            _norm_row(inputs[n], carray(floats(weight), size), number(eps), row)
-            for d in range(size):
-                row[d] *= smooth[d]
-        else:
-            for d in range(size):
-                row[d] = inputs[n, d] * smooth[d]
-        top = max(_most(row), np.float32(1e-30))
-        scales[n], factor = top / np.float32(127), np.float32(127) / top
+def _read_row(first, second, scale, each, bias, out):
+    """Fill out (O,) with the floats at `first`, or, unless the address `each` is 0, with what sums of
+    codes stand for, int32 at `first` and, of second digits, at `second`: scale * each (O,) * sums +
+    bias (O,)."""
+    size = len(out)
+    if each == 0:
+        _copy(first, out.ctypes.data, size)
+        return
+    sums, factors = carray(ints(first), size), carray(floats(each), size)
+    for o in range(size):
+        out[o] = np.float32(sums[o])
+    if second != 0:
+        finer = carray(ints(second), size)
+        for o in range(size):
+            out[o] += np.float32(finer[o]) / np.float32(SECOND)
+    for o in range(size):
+        out[o] *= scale * factors[o]
+    if bias != 0:
+        biases = carray(floats(bias), size)
+        for o in range(size):
+            out[o] += biases[o]
+
+
+@njit(fast=IN_ORDER)
+def _gate_row(both, first, third):
+    """Put gate * up * sigmoid(first * gate + third * gate^3) in the place of the gates of both (2 I,)."""
+    half = len(both) // 2
+    gates, ups = both[:half], both[half:]
+    for i in range(half):
+        x = gates[i]
+        y = min(max(x * (first + third * x * x), LEAST), -LEAST)
+        gates[i] = x / (np.float32(1) + exp(-y)) * ups[i]
+
+
+@njit
+def _code_row(row, first, second):
+    """Write whole numbers from -127 to 127 for a row (D,) to the address `first`, and what is left over
+    in numbers SECOND times finer to `second`, unless that is 0; return their scale. The row is lost."""
+    size, most = len(row), np.int32(0)
+    for d in range(size):
+        value = np.int32(as_bits(row[d]) & np.int32(0x7FFFFFFF))  # absolute, in the same order as the floats
+        most = value if value > most else most
+    top = max(as_float(most), np.float32(1e-30))
+    factor, codes = np.float32(127) / top, carray(bytes_(first), size)
+    for d in range(size):
+        row[d] *= factor
+        codes[d] = np.int8(as_bits(row[d] + SHIFT))
+    if second != 0:
+        finer = carray(bytes_(second), size)
         for d in range(size):
-            row[d] *= factor
-        for digit in range(digits):
-            to = n + digit * rows
-            for d in range(size):
-                codes[to, d] = np.int8(as_bits(row[d] + SHIFT))
-                row[d] = (row[d] - ((row[d] + SHIFT) - SHIFT)) * np.float32(SECOND)
-        n = take(at)
+            left = (row[d] - ((row[d] + SHIFT) - SHIFT)) * np.float32(SECOND)
+            finer[d] = np.int8(as_bits(left + SHIFT))
+    return top / np.float32(127)
 
 
 @njit
-def _most(row):
-    """Return the greatest absolute value of a row (D,)."""
-    bits, most = row.view(np.int32), np.int32(0)  # of absolute values, which are in the same order
-    for d in range(len(row)):
-        most = max(most, bits[d] & np.int32(0x7FFFFFFF))
-    return as_float(most)
-
-
-@njit
-def _finish(at):
-    """Put in the place of the first N of sums (digits N, O) of codes, int32: before (N, O) + factor *
-    scales (N,) * each (O,) * sums + bias (O,). An address of 0 says that there is no bias or nothing
-    before."""
-    sums, scales, each, bias, before, factor, rows, size, digits = words(at, 9)
-    out, whole = carray(floats(sums), (digits * rows, size)), carray(ints(sums), (digits * rows, size))
-    scales, each = carray(floats(scales), rows), carray(floats(each), size)
-    biases, others = carray(floats(bias), size), carray(floats(before), (rows, size))
+def _rows(at):
+    """Take every row through its stages (`Rows`)."""
+    (
+        source, rows, width, scales, each, bias, digits, factor, first, third, before, kept, weight, eps, out,
+        smooth, codes, steps, finer,
+    ) = words(at, 19)  # fmt: skip
+    whole, size = np.empty(width, np.float32), width // 2 if first != 0 else width
+    row = whole[:size]
     n = take(at)
     while n < rows:
-        to, counts, last, scale = out[n], whole[n], n + (digits - 1) * rows, scales[n] * number(factor)
-        for o in range(size):
-            to[o] = np.float32(counts[o])
-        if digits == 2:
-            for o in range(size):
-                to[o] += np.float32(whole[last, o]) / np.float32(SECOND)
-        for o in range(size):
-            to[o] *= scale * each[o]
-        if bias != 0:
-            for o in range(size):
-                to[o] += biases[o]
+        second = source + 4 * (rows + n) * width if digits == 2 else 0
+        scale = floats(scales)[n] * number(factor) if each != 0 else np.float32(0)
+        _read_row(source + 4 * n * width, second, scale, each, bias, whole)
+        if first != 0:
+            _gate_row(whole, number(first), number(third))
         if before != 0:
-            for o in range(size):
-                to[o] = others[n, o] + to[o]
+            others = carray(floats(before + 4 * n * size), size)
+            for d in range(size):
+                row[d] = others[d] + row[d]
+        if kept != 0:
+            _copy(row.ctypes.data, kept + 4 * n * size, size)
+        if weight != 0:
+            _norm_row(row, carray(floats(weight), size), number(eps))
+        if out != 0:
+            _copy(row.ctypes.data, out + 4 * n * size, size)
+        if codes != 0:
+            factors = carray(floats(smooth), size)
+            for d in range(size):
+                row[d] *= factors[d]
+            floats(steps)[n] = _code_row(row, codes + n * size, codes + (rows + n) * size if finer == 2 else 0)
         n = take(at)
 
 
@@ -304,24 +356,33 @@ def _product(a, a_step, rows, count, b, b_step, columns, c, c_step):
 @njit(fast=IN_ORDER)
 def _soften(weights, hides, whole, scale, count):
     """Put e^(score - greatest) in the place of the first `count` scores (S,), scaled and under an additive
-    mask (S,), unless the query sees the whole of them, and 0 behind them; return their sum, one by one."""
-    tops, total = np.full(WIDTH, np.float32(-3e38)), np.float32(0)
+    mask (S,), unless the query sees the whole of them, and 0 behind them."""
+    most = np.int32(-(2**31))
     for j in range(count):
         weights[j] *= scale
-    for j in range(count, len(weights)):
-        weights[j] = np.float32(-3e38)
     if not whole:
         for j in range(count):
             weights[j] += hides[j]
-    for j in range(0, len(weights), WIDTH):
-        for n in range(WIDTH):
-            tops[n] = max(tops[n], weights[j + n])
-    top = tops.max()
-    for j in range(len(weights)):
-        weights[j] = exp(weights[j] - top)
     for j in range(count):
-        total += weights[j]
-    return total
+        value = in_order(as_bits(weights[j]))
+        most = value if value > most else most
+    top = as_float(in_order(most))
+    for j in range(count):
+        weights[j] = exp(weights[j] - top)
+    for j in range(count, len(weights)):
+        weights[j] = 0
+
+
+@njit
+def _sums(weights, rows, count, totals):
+    """Fill totals (R,) with the sums of the first `count` numbers of the first `rows` rows of weights
+    (R, S), one by one, four rows side by side."""
+    for r in range(0, rows, 4):
+        a, b, c, d = r, min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
+        w, x, y, z = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for j in range(count):
+            w, x, y, z = w + weights[a, j], x + weights[b, j], y + weights[c, j], z + weights[d, j]
+        totals[a], totals[b], totals[c], totals[d] = w, x, y, z
 
 
 @njit(fast=IN_ORDER)
@@ -332,8 +393,9 @@ def _attend(at):
     numbers follow from what it sees alone, wherever that lies and whatever lies between.
 
     Some queries of a row and a key head go together over some places, which stay near."""
-    queries, keys, values, mask, scale, out, rows, capacity, seen, width, shared, groups, size = words(at, 13)
-    whole, many, hidden = mask == 0, min(width, QUERIES), carray(floats(mask), (rows, width, seen))
+    queries, scale, out, rows, width, shared, groups, size, keys, values, mask, capacity, seen = words(at, 13)
+    parts, whole, hidden = (width + QUERIES - 1) // QUERIES, mask == 0, carray(floats(mask), (rows, width, seen))
+    many = (width + parts - 1) // parts
     wide, up = (size + STEP - 1) // STEP * STEP, (seen + STEP - 1) // STEP * STEP
     q = carray(floats(queries), (rows, shared, groups, width, size))
     to = carray(floats(out), (rows, width, shared, groups, size))
@@ -342,7 +404,7 @@ def _attend(at):
     padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
     weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
     last, totals = np.empty(many, np.int64), np.empty(groups * many, np.float32)
-    parts, w_at = (width + many - 1) // many, weights.ctypes.data
+    w_at, turned_at, t_step = weights.ctypes.data, turned.ctypes.data, 4 * (PLACES + WIDTH)
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
@@ -353,28 +415,38 @@ def _attend(at):
                 last[i] -= 1
             most = max(most, last[i])
             for g in range(groups):
-                asked[i * groups + g] = q[b, h, g, begin + i]
-        weights[:count, : (most + STEP - 1) // STEP * STEP], mixed[:count] = 0, 0
+                for e in range(size):
+                    asked[i * groups + g, e] = q[b, h, g, begin + i, e]
+        for r in range(count):
+            for j in range((most + STEP - 1) // STEP * STEP):
+                weights[r, j] = 0
+            for e in range(wide):
+                mixed[r, e] = 0
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
-            for j in range(near):
-                for e in range(size):
-                    turned[e, j] = k[b, place + j, h, e]
-            _product(
-                asked.ctypes.data, 4 * size, count, size, turned.ctypes.data, 4 * (PLACES + WIDTH), near,
-                w_at + 4 * place, 4 * up,
-            )  # fmt: skip
+            squares, k_at = size // WIDTH * WIDTH, keys + 4 * ((b * capacity + place) * shared + h) * size
+            for j in range(0, near, WIDTH):
+                if j + WIDTH > near:
+                    squares = 0
+                for e in range(0, squares, WIDTH):
+                    turn(k_at + 4 * (j * shared * size + e), 4 * shared * size, turned_at + e * t_step + 4 * j, t_step)
+                for n in range(j, min(j + WIDTH, near)):
+                    for e in range(squares, size):
+                        turned[e, n] = k[b, place + n, h, e]
+            _product(asked.ctypes.data, 4 * size, count, size, turned_at, t_step, near, w_at + 4 * place, 4 * up)
         for r in range(count):
             hides = asked[0] if whole else hidden[b, begin + r // groups]
             line = weights[r, : (most + WIDTH - 1) // WIDTH * WIDTH]
-            totals[r] = _soften(line, hides, whole, number(scale), last[r // groups])
+            _soften(line, hides, whole, number(scale), last[r // groups])
+        _sums(weights, count, most, totals)
         for place in range(0, most, PLACES):
             near, v_at, v_step = min(PLACES, most - place), padded.ctypes.data, 4 * wide
             if wide == size:
                 v_at, v_step = values + 4 * ((b * capacity + place) * shared + h) * size, 4 * shared * size
             else:
                 for j in range(near):
-                    padded[j, :size] = v[b, place + j, h]
+                    for e in range(size):
+                        padded[j, e] = v[b, place + j, h, e]
             _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide)
         for r in range(count):
             for e in range(size):
@@ -387,22 +459,26 @@ def _place_heads(at):
     """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of
     each text, to where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots
     (N,). Queries and keys are normed by weight (H + K, E), unless its address is 0, and their first R
-    features are turned by cos and sin (N, R). Norms change parts."""
+    features are turned by cos and sin (N, R). Parts are floats, or sums (`_read_row`)."""
     (
-        parts, stride, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated
-    ) = words(at, 16)  # fmt: skip
+        parts, stride, scales, each, bias, digits, weight, eps, queries, rows, width, heads, shared, size,
+        rotated, cos, sin, slots, keys, values,
+    ) = words(at, 20)  # fmt: skip
     normed, half, eps = weight != 0, rotated // 2, number(eps)
     weight = carray(floats(weight), (heads + shared, size))
     cos, sin = carray(floats(cos), (rows, rotated)), carray(floats(sin), (rows, rotated))
     slots = carray(longs(slots), rows)
+    of_position = np.empty((heads + 2 * shared, size), np.float32)
     n = take(at)
     while n < rows:
+        second = parts + 4 * (rows + n) * stride if digits == 2 else 0
+        scale = floats(scales)[n] if each != 0 else np.float32(0)
+        _read_row(parts + 4 * n * stride, second, scale, each, bias, of_position.reshape(-1))
         begin, place, slot = n // width * heads * width, n % width, 4 * slots[n] * shared * size
-        of_position = carray(floats(parts + 4 * n * stride), (heads + 2 * shared, size))
         for h in range(heads + shared):
             x = of_position[h]
             if normed:
-                _norm_row(x, weight[h], eps, x)
+                _norm_row(x, weight[h], eps)
             to = queries + 4 * (begin + h * width + place) * size if h < heads else keys + slot + 4 * (h - heads) * size
             to = carray(floats(to), size)
             for e in range(half):
@@ -418,11 +494,48 @@ def _place_heads(at):
         n = take(at)
 
 
+@njit
+def _play(at):
+    """Make calls (C, 5) one after the other, each a function and its arguments (`call`)."""
+    calls, count = words(at, 2)
+    of_each = carray(longs(calls), (count, 5))
+    for c in range(count):
+        invoke(of_each[c, 0], of_each[c, 1], of_each[c, 2], of_each[c, 3], of_each[c, 4])
+
+
 class Scale(NamedTuple):
     """What is read of a norm, of a `lean.Norm` too."""
 
     wide: torch.Tensor  # its weight
     eps: float
+
+
+class Rows(NamedTuple):
+    """What is done with every row of (N, width) numbers, in this order. What is 0 is left out; what is
+    written lies in memory of N rows."""
+
+    source: int  # address of floats, or of sums of codes (digits N, width), int32
+    rows: int  # N
+    width: int
+    scales: int = 0  # of the codes (N,): factor * scales * each * sums + bias is read
+    each: int = 0  # (width,)
+    bias: int = 0  # (width,)
+    digits: int = 1  # of the codes
+    factor: int = 1065353216  # the bits of 1.0
+    first: int = 0  # gate * up * sigmoid(first * gate + third * gate^3) of the row's halves: half as many numbers
+    third: int = 0
+    before: int = 0  # (N, size), to be added to
+    kept: int = 0  # where the row is written now
+    weight: int = 0  # (size,) of an RMS norm
+    eps: int = 0
+    out: int = 0  # where the row is written behind the norm
+    smooth: int = 0  # (size,) that codes are made behind
+    codes: int = 0  # where they are written, (finer N, size) int8: the row is steps * (codes + second codes / SECOND)
+    steps: int = 0  # (N,)
+    finer: int = 1  # digits of these codes
+
+    def run(self) -> None:
+        run(_rows, self.rows, self.rows * self.width, *self)
 
 
 def serve(states: torch.Tensor) -> bool:
@@ -434,7 +547,7 @@ def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     """Return states (..., D) behind an RMS norm with a weight (D,)."""
     states, size = states.contiguous(), weight.shape[0]
     out, rows = torch.empty_like(states), states.numel() // size
-    run(_norm, rows, rows * size, states.data_ptr(), weight.data_ptr(), bits(eps), out.data_ptr(), rows, size)
+    Rows(states.data_ptr(), rows, size, weight=weight.data_ptr(), eps=bits(eps), out=out.data_ptr()).run()
     return out
 
 
@@ -446,19 +559,18 @@ def place(
 ) -> torch.Tensor:
     """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate
     them by cos and sin (N, 1, R), if they are given, write keys and values to `memory`, and return the
-    queries, packed by the key head they share, (B, K, G Q, E). Heads are not what they were. Only the
-    first dimension of heads may have gaps."""
+    queries, packed by the key head they share, (B, K, G Q, E). Only the first dimension of heads may
+    have gaps."""
     (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
     heads -= 2 * shared
     queries = parts.new_empty(rows, shared, heads // shared * width, size)
-    weight, eps = (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
-    cos, sin, rotated = (0, 0, 0) if rotation is None else (*(x.data_ptr() for x in rotation), rotation[0].shape[-1])
+    angles = (0, 0, 0) if rotation is None else (rotation[0].shape[-1], *(x.data_ptr() for x in rotation))
     plane = 4 * memory.buffer.stride(0)
     keys = memory.buffer.data_ptr() + 2 * memory.index * plane
     run(
-        _place_heads, count, 2 * count * (heads + 2 * shared) * size, parts.data_ptr(), parts.stride(0), weight, eps,
-        cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(), count, width, heads, shared, size,
-        rotated,
+        _place_heads, count, 2 * count * (heads + 2 * shared) * size, parts.data_ptr(), parts.stride(0), 0, 0, 0, 1,
+        *scale_words(norm), queries.data_ptr(), count, width, heads, shared, size, *angles, memory.slots.data_ptr(),
+        keys, keys + plane,
     )  # fmt: skip
     return queries
 
@@ -466,9 +578,8 @@ def place(
 def gate(both: torch.Tensor, bend: Bend) -> torch.Tensor:
     """Return activation(gate) * up, (N, I), of both (N, 2 I)."""
     both, (rows, size) = both.contiguous(), both.shape
-    out = both.new_empty(rows, size // 2)
-    first, third = bend
-    run(_gate, rows, 3 * out.numel(), both.data_ptr(), out.data_ptr(), rows, size // 2, bits(first), bits(third))
+    out, (first, third) = both.new_empty(rows, size // 2), bend
+    Rows(both.data_ptr(), rows, size, first=bits(first), third=bits(third), out=out.data_ptr()).run()
     return out
 
 
@@ -480,11 +591,12 @@ def codes(
     SECOND)."""
     states, (rows, size) = states.contiguous(), states.shape
     out, scales = states.new_empty((digits * rows, size), dtype=torch.int8), states.new_empty(rows)
-    weight, eps = (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
-    run(
-        _codes, rows, rows * size, states.data_ptr(), weight, eps, smooth.data_ptr(), out.data_ptr(),
-        scales.data_ptr(), rows, size, digits,
+    weight, eps = scale_words(norm)
+    made = Rows(
+        states.data_ptr(), rows, size, weight=weight, eps=eps, smooth=smooth.data_ptr(), codes=out.data_ptr(),
+        steps=scales.data_ptr(), finer=digits,
     )  # fmt: skip
+    made.run()
     return out, scales
 
 
@@ -502,11 +614,9 @@ def finish(
     rows, size = scales.shape[0], sums.shape[1]
     digits = sums.shape[0] // rows
     before = None if before is None else before.contiguous()
-    run(
-        _finish, rows, sums.numel(), sums.data_ptr(), scales.data_ptr(), each.data_ptr(),
-        0 if bias is None else bias.data_ptr(), 0 if before is None else before.data_ptr(), bits(factor), rows, size,
-        digits,
-    )  # fmt: skip
+    addresses = (0 if x is None else x.data_ptr() for x in (scales, each, bias))
+    others = 0 if before is None else before.data_ptr()
+    Rows(sums.data_ptr(), rows, size, *addresses, digits, bits(factor), before=others, kept=sums.data_ptr()).run()
     return sums.view(torch.float32)[:rows]
 
 
@@ -518,9 +628,9 @@ def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scal
     out = queries.new_empty(rows * width, shared * groups * size)
     hidden = 0 if additive is None else additive.data_ptr()
     run(
-        _attend, rows * shared * -(-width // QUERIES), queries.numel() * seen // 2, queries.data_ptr(),
-        keys.data_ptr(), memory.values.data_ptr(), hidden, bits(scale), out.data_ptr(), rows,
-        keys.stride(0) // keys.stride(2), seen, width, shared, groups, size,
+        _attend, rows * shared * -(-width // QUERIES), queries.numel() * seen // 2, queries.data_ptr(), bits(scale),
+        out.data_ptr(), rows, width, shared, groups, size, keys.data_ptr(), memory.values.data_ptr(), hidden,
+        keys.stride(0) // keys.stride(2), seen,
     )  # fmt: skip
     return out
 
@@ -531,28 +641,32 @@ def bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
+def scale_words(norm: Scale | None) -> tuple[int, int]:
+    """Return the words of a norm, 0 where there is none."""
+    return (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
+
+
 @cache
-def team() -> "ctypes._CFuncPtr | None":
-    """Return what calls a function from several threads, those of torch's products: libgomp's entry for
-    `omp parallel`. None where torch comes with another library."""
+def team() -> int:
+    """Return the address of what calls a function from several threads, those of torch's products:
+    libgomp's entry for `omp parallel`. 0 where torch comes with another library."""
     found = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    if found is not None:
-        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return found
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value
 
 
-@cache
-def entry(loop: object) -> "ctypes._CFuncPtr":
-    """Return a compiled loop as a function of an address."""
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(loop))
+entry = cache(address_of)  # of a compiled loop
+
+
+def call(loop: object, memory: int, parts: int, work: int) -> tuple[int, int, int, int, int]:
+    """Return a function and its arguments, which run a loop over its parts, whose words lie at an
+    address, on as many threads as torch has where the work, in cycles, is worth it. What is computed
+    for a part does not depend on who takes it."""
+    threads = min(torch.get_num_threads(), parts) if work > WORTH and team() else 1
+    return (team(), entry(loop), memory, threads, 0) if threads > 1 else (entry(loop), memory, 0, 0, 0)
 
 
 def run(loop: object, parts: int, work: int, *arguments: int) -> None:
-    """Run a loop over its parts, on as many threads as torch has where the work, in cycles, is worth it.
-    What is computed for a part does not depend on who takes it."""
+    """Run a loop over its parts now (`call`)."""
     memory = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
-    threads = min(torch.get_num_threads(), parts) if work > WORTH and team() else 1
-    if threads > 1:
-        team()(entry(loop), ctypes.byref(memory), threads, 0)
-    else:
-        entry(loop)(ctypes.byref(memory))
+    function, *given = call(loop, ctypes.addressof(memory), parts, work)
+    FUNCTION(function)(*given)

@@ -1,0 +1,150 @@
+"""A lean pass over int8 layers as a list of calls, which compiled code makes one after the other: what a
+CUDA graph is on a GPU. For few positions Python between ten calls a layer took as long as all that they
+compute. A tape is made once for its numbers of rows and positions; every pass puts the addresses of its
+cache, masks and angles into it.
+
+N positions of B rows, Q each, D hidden size, H query heads, K key heads, E head size.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from infer.attention.kv_cache import Window
+from infer.attention.masks import Mask
+from infer.targets import loops
+from infer.targets.int8 import Int8Product, product_call
+
+if TYPE_CHECKING:
+    from infer.targets.lean import Layer, LeanDecoder, Norm, Rotation
+
+KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
+WORDS = 21  # of a loop, most of all: its counter and arguments
+
+
+class Tape:
+    """The calls of a pass over B rows of Q positions, and the memory that they work in."""
+
+    def __init__(self, decoder: "LeanDecoder", rows: int, width: int, size: int, tapped: tuple[int, ...]) -> None:
+        """`size`: E; `tapped`: layers whose outputs are kept."""
+        layers, products = decoder.layers, [product for layer in decoder.layers for product in layer.products]
+        self.layers, self.rows, self.width, self.size, self.count = layers, rows, width, size, rows * width
+        self.codes = torch.empty(self.count * max(p.digits * len(p.smooth) for p in products), dtype=torch.int8)
+        self.sums = torch.empty(self.count * max(p.digits * len(p.scales) for p in products), dtype=torch.int32)
+        self.states, self.steps = torch.empty(self.count, len(decoder.norm.wide)), torch.empty(self.count)
+        self.outs = {index: torch.empty_like(self.states) for index in (*tapped, len(layers))}
+        self.queries, self.mixed = torch.empty(2, self.count, layers[0].heads * size)
+        self.words, self.calls = np.zeros((6 * len(layers) + 1, WORDS), np.int64), []
+        self.used, self.placing, self.attending = 0, [], []  # rows of words: all, of the loops that use a cache
+        self.encode(self.states, products[0], layers[0].before[0])
+        stream = self.states
+        for index, layer in enumerate(layers):
+            following, before = layers[index + 1 : index + 2], stream
+            stream = self.outs.get(index, self.states)  # a tapped layer's stream goes on from its own memory
+            then = (following[0].products[0], following[0].before[0]) if following else (None, decoder.norm)
+            self.add(layer, before, stream, *then)
+        self.list = np.array(self.calls, np.int64)
+
+    def add(self, layer: "Layer", before: torch.Tensor, after: torch.Tensor, then: Int8Product | None, norm: "Norm"):
+        """Append a layer from codes for its first product on, with the residual stream (N, D) before and
+        after it; behind it come a norm and codes for the product that is next."""
+        (qkv, out, both, down), heads, shared = layer.products, layer.heads, layer.key_heads
+        qk_norm, residual = loops.scale_words(layer.qk_norm), loops.bits(layer.residual)
+        first, third = map(loops.bits, layer.mlp.bend)
+        self.multiply(qkv)
+        self.placing.append(self.used)
+        self.loop(
+            loops._place_heads, self.count, self.count * len(qkv.scales), self.sums.data_ptr(),
+            *self.summed(qkv).values(), *qk_norm, self.queries.data_ptr(), self.count, self.width, heads, shared,
+            self.size,
+        )  # fmt: skip
+        self.attending.append(self.used)
+        parts = self.rows * shared * -(-self.width // loops.QUERIES)
+        self.loop(
+            loops._attend, parts, loops.WORTH + 1, self.queries.data_ptr(), loops.bits(layer.scale),
+            self.mixed.data_ptr(), self.rows, self.width, shared, heads // shared, self.size,
+        )  # fmt: skip
+        self.encode(self.mixed, out)
+        self.multiply(out)
+        added = {"before": before.data_ptr(), "kept": self.states.data_ptr(), "factor": residual}
+        self.encode(self.sums, both, layer.before[1], **self.summed(out), **added)
+        self.multiply(both)
+        self.encode(self.sums, down, **self.summed(both), first=first, third=third)
+        self.multiply(down)
+        added = {"before": self.states.data_ptr(), "kept": after.data_ptr(), "factor": residual}
+        self.encode(self.sums, then, norm, **self.summed(down), **added)
+
+    def loop(self, loop: object, parts: int, work: int, *arguments: int) -> None:
+        """Append a loop."""
+        words = self.words[self.used]
+        words[1 : len(arguments) + 1] = arguments
+        self.calls.append(loops.call(loop, words.ctypes.data, parts, work))
+        self.used += 1
+
+    def multiply(self, product: Int8Product) -> None:
+        """Append a product of what is in `codes`, to `sums`."""
+        rows, (outputs, inputs) = product.digits * self.count, product.codes.shape
+        codes, sums = self.codes[: rows * inputs].view(rows, -1), self.sums[: rows * outputs].view(rows, -1)
+        self.calls.append((*product_call(codes, product.codes, sums), 0))
+
+    def summed(self, product: Int8Product) -> dict[str, int]:
+        """Return what sums of a product are, and stand for."""
+        bias, each = 0 if product.bias is None else product.bias.data_ptr(), product.scales
+        known = {"width": len(each), "scales": self.steps.data_ptr(), "each": each.data_ptr()}
+        return known | {"bias": bias, "digits": product.digits}
+
+    def encode(self, source: torch.Tensor, product: Int8Product | None, norm: "Norm | None" = None, **stages: int):
+        """Append stages of rows that end in codes for a product, or, without one, in the last states."""
+        weight, eps = loops.scale_words(norm)
+        if product is None:
+            made = {"out": self.outs[len(self.layers)].data_ptr()}
+        else:
+            made = {"smooth": product.smooth.data_ptr(), "codes": self.codes.data_ptr()}
+            made |= {"steps": self.steps.data_ptr(), "finer": product.digits}
+        stages = {"width": source.shape[-1], "weight": weight, "eps": eps, **stages, **made}
+        rows = loops.Rows(source.data_ptr(), self.count, **stages)
+        self.loop(loops._rows, self.count, self.count * rows.width, *rows)
+
+    def run(
+        self, states: torch.Tensor, rotations: dict[str, "Rotation"], masks: dict[str, Mask], window: Window
+    ) -> dict[int, torch.Tensor]:
+        """Run the pass over states (N, D), and return the outputs of tapped layers and, behind the last
+        one, the last states, (N, D) each, which lie in the tape's memory."""
+        self.states.copy_(states)
+        self.words[:, 0] = 0
+        buffer, seen, slots = window.cache.buffer, window.extent - window.first, window.slots.flatten()
+        plane, first = 4 * buffer.stride(0), 4 * window.first * buffer.shape[2]
+        turned = {kind: (cos.shape[-1], cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in rotations.items()}
+        hidden = {kind: mask.for_packed(1, states.dtype) for kind, mask in masks.items()}
+        hides = {kind: 0 if mask is None else mask.data_ptr() for kind, mask in hidden.items()}
+        for index, layer in enumerate(self.layers):
+            keys = buffer.data_ptr() + 2 * index * plane
+            angles = turned[layer.kind] if layer.rotates else (0, 0, 0)
+            self.words[self.placing[index], 15:21] = (*angles, slots.data_ptr(), keys, keys + plane)
+            cached = keys + first, keys + plane + first, hides[layer.kind], window.capacity, seen
+            self.words[self.attending[index], 9:14] = cached
+        loops.run(loops._play, 1, 0, self.list.ctypes.data, len(self.list))
+        return self.outs
+
+
+def run_taped(
+    decoder: "LeanDecoder",
+    states: torch.Tensor,
+    rotations: dict[str, "Rotation"],
+    masks: dict[str, Mask],
+    window: Window,
+    tapped: tuple[int, ...],
+) -> dict[int, torch.Tensor]:
+    """Run a pass over states (N, D) by a tape; return copies of the outputs of tapped layers and of the
+    last states. A tape in use belongs to its thread alone."""
+    key = (*window.slots.shape, tapped, torch.get_num_threads())
+    tape = decoder.tapes.pop(key, None)
+    if tape is None:
+        tape = Tape(decoder, *key[:2], window.cache.buffer.shape[2] // decoder.layers[0].key_heads, tapped)
+    outs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
+    if len(states) <= MOST:
+        decoder.tapes[key] = tape
+    for old in list(decoder.tapes)[:-KEPT]:
+        decoder.tapes.pop(old, None)
+    return outs
