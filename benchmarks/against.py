@@ -81,6 +81,7 @@ def ours(args: argparse.Namespace) -> Prepare:
 
 def one_pass(target, ids: list[int], count: int) -> Callable[[], Ids]:
     """Return the pass over the last `count` ids as a chain of nodes behind the others."""
+    from infer.engine.choices import likeliest
     from infer.trees.tree import DraftTree
 
     cache, depths = target.cache(1, len(ids)), torch.arange(count)[None]
@@ -88,7 +89,7 @@ def one_pass(target, ids: list[int], count: int) -> Callable[[], Ids]:
         target.extend([ids[:-count]], row, ())
     tree = DraftTree(torch.tensor([ids[-count:]]), (depths - 1).clamp(min=0), depths, depths.float(), count - 1)
     ancestors = tree.ancestors()
-    return lambda: target.head(target.verify(tree, ancestors, cache).last).argmax(-1).tolist()
+    return lambda: likeliest(target, target.verify(tree, ancestors, cache).last).tolist()
 
 
 def transformers(args: argparse.Namespace) -> Prepare:

@@ -17,6 +17,7 @@ import torch
 
 from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import propose
+from infer.engine.choices import likeliest
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
@@ -252,7 +253,7 @@ def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repe
         return ddtree(propose(drafter, target, bonus, state, nodes))
 
     def verify(tree: DraftTree) -> None:
-        target.head(target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last).argmax(-1)
+        likeliest(target, target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last)
 
     def timed(task: Callable[[], object]) -> float:
         mark = clock()

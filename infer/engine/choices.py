@@ -11,6 +11,7 @@ import torch
 
 from infer.engine.sampling import Sampling, SeenAt, adjust, choose, round_noise, seen_tokens
 from infer.engine.sequence import Sequence, text_end
+from infer.targets.support import PLAIN
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -49,6 +50,13 @@ def piece(rows: int) -> int:
     return max(1, PIECE * min(rows, MANY) // rows)
 
 
+def likeliest(target: Target, last: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token after final states (B, n, D), (B, n)."""
+    if target.quantised and target.scale == PLAIN:
+        return target.model.get_output_embeddings().best(last)
+    return target.head(last).argmax(-1)
+
+
 def choose_tokens(
     target: Target,
     tree: DraftTree,
@@ -58,10 +66,13 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
     for a `piece` of the nodes at a time, unless processors want to see them."""
-    pieces = []
-    width = last.shape[1] if any(text.judged for text in asked.texts) else piece(len(last))
+    pieces, judged = [], any(text.judged for text in asked.texts)
+    width, plain = last.shape[1] if judged else piece(len(last)), within is None and asked.noise is None and not judged
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
+        if plain:
+            pieces.append(likeliest(target, last[:, here]))
+            continue
         logits = target.head(last[:, here])  # (B, n, V)
         before = within and (lambda nodes, first=first: within(slice(nodes.start + first, nodes.stop + first)))
         pieces.append(choose(logits, tree.depths[:, here], asked.sampling, asked.noise, before))

@@ -91,7 +91,7 @@ def handle(address: int, sizes: tuple[int, int], strides: tuple[int, int], kind:
     return found.value
 
 
-def product_call(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, int, int, int]:
+def product_call(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
     """Return a C function and its arguments that put the product of whole (N, D) with codes (O, D) into
     sums (N, O), int32, as `integer_product` has it."""
     kinds = shim().aoti_torch_dtype_int32(), shim().aoti_torch_dtype_int8()
@@ -117,6 +117,11 @@ class Int8Product:
         return loops.finish(self.sums(whole), scales, self.scales, self.bias)
 
     normed = __call__
+
+    def best(self, states: torch.Tensor) -> torch.Tensor:
+        """Return which output is the greatest, (N,) int64, of states (N, D)."""
+        whole, scales = loops.codes(states, self.smooth, self.digits)
+        return loops.best(self.sums(whole), scales, self.scales, self.bias)
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
@@ -150,6 +155,11 @@ class Int8Linear(nn.Module):
             return F.linear(states, self.weight, self.bias)
         found = self.product(states.reshape(-1, states.shape[-1]))
         return found.view(*states.shape[:-1], -1)
+
+    def best(self, states: torch.Tensor) -> torch.Tensor:
+        """Return which output is the greatest, (...) int64, of states (..., D): no float of them is
+        written."""
+        return self.product.best(states.flatten(0, -2)).view(states.shape[:-1])
 
     @staticmethod
     def fuse(modules: list["Int8Linear"]) -> Int8Product:

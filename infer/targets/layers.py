@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from infer.targets import loops
 from infer.targets.int8 import Int8Linear, Int8Product
 from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product, attend_packed
+from infer.targets.tape import TapedDecoder
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
@@ -135,4 +136,5 @@ def lean_decoder(
     """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers
     attend in `kinds` of ways. Raises UnknownLayer with the part that it does not express."""
     layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
-    return LeanDecoder(layers, embed, read_norm(body.norm), body.rotary_emb)
+    kind = TapedDecoder if all(layer.products for layer in layers) else LeanDecoder
+    return kind(layers, embed, read_norm(body.norm), body.rotary_emb)

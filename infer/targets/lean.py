@@ -16,7 +16,6 @@ head size, R of its features rotated.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from inspect import signature
 
 import torch
@@ -29,7 +28,6 @@ from infer.attention.masks import Mask
 from infer.targets import loops
 from infer.targets.int8 import Int8Product
 from infer.targets.recurrent import PackedWindow
-from infer.targets.tape import Tape, run_taped
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
@@ -128,7 +126,7 @@ class Layer:
     attend: Callable[..., torch.Tensor] = attend_packed  # over a cache
 
     @property
-    def products(self) -> tuple[Int8Product, Int8Product, Int8Product, Int8Product] | None:
+    def products(self) -> tuple[Int8Product, ...] | None:
         """The products of a layer that can be on a tape: all are of codes, through the entry for compiled
         code, and go as they are into the residual stream."""
         if self.after is not None or type(self.mlp) is not GatedMLP or self.mlp.bend is None:
@@ -183,12 +181,6 @@ class LeanDecoder:
     norm: Norm
     rotary: nn.Module
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
-    tapes: dict[tuple, Tape] = field(default_factory=dict)
-
-    @cached_property
-    def taped(self) -> bool:
-        """Whether passes can be tapes."""
-        return all(layer.products for layer in self.layers)
 
     def __call__(
         self,
@@ -203,19 +195,28 @@ class LeanDecoder:
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states
         behind the final norm, (B, Q, D), which can be tapped too, as one layer more.
         """
-        states, outputs = self.embed(ids.flatten()), {}
-        rotations = self.rotations(states, positions, window.capacity)
-        if self.taped and type(window) is Window and loops.serve(states):
-            outputs = run_taped(self, states, rotations, masks, window, tapped)
-        else:
-            for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
-                states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
-                if index in tapped:
-                    outputs[index] = states
-            outputs[len(self.layers)] = self.norm(states)
+        states = self.embed(ids.flatten())
+        outputs = self.run(states, self.rotations(states, positions, window.capacity), masks, window, tapped)
         last = outputs[len(self.layers)]
         context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
         return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
+
+    def run(
+        self,
+        states: torch.Tensor,
+        rotations: dict[str, Rotation],
+        masks: dict[str, Mask],
+        window: Window | PackedWindow,
+        tapped: tuple[int, ...],
+    ) -> dict[int, torch.Tensor]:
+        """Run the layers on states (B Q, D); return the outputs of the tapped ones and, behind the last
+        one, the last states."""
+        outputs = {}
+        for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
+            states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
+            if index in tapped:
+                outputs[index] = states
+        return outputs | {len(self.layers): self.norm(states)}
 
     def rotations(self, states: torch.Tensor, positions: torch.Tensor, capacity: int) -> dict[str, Rotation]:
         """Return by kind of layer cos and sin (B Q, 1, R) of positions (B, Q)."""

@@ -30,6 +30,7 @@ LOG2, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.fl
 # e^x about 0: coefficients of x^2 .. x^7 of its Taylor series
 EXP = tuple(np.float32(1 / n) for n in (2, 6, 24, 120, 720, 5040))
 SHIFT = np.float32(1.5 * 2**23)  # a number plus this is rounded to a whole number
+SOME = 1024  # numbers of a row that fit into the nearest cache
 LEAST = np.float32(-87)  # e^x of less is 0
 FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 Bend = tuple[np.float32, np.float32]  # of an activation x sigmoid(a x + b x^3)
@@ -39,7 +40,7 @@ SECOND = 254  # how much finer the second digit of an activation is than the fir
 WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; others take several
 BYTES, STEP = 4 * WIDTH, 2 * WIDTH
 QUERIES, PLACES = 16, 128  # of a row that attention takes together, and places at a time: near enough to be read again
-WORTH = 3 * 10**5  # cycles, about, that other threads are called for
+WORTH = 6 * 10**4  # cycles, about, that other threads are called for
 
 
 def pointer(kind: types.Type):
@@ -326,6 +327,32 @@ def _rows(at):
 
 
 @njit
+def _best(at):
+    """Fill out (N,) with the first of the greatest numbers that rows of sums (digits N, O) stand for
+    (`_read_row`), some of them at a time."""
+    sums, rows, size, scales, each, bias, digits, out = words(at, 8)
+    some, n = np.empty(SOME, np.float32), take(at)
+    while n < rows:
+        best, top = np.int64(0), np.int32(-(2**31))
+        for begin in range(0, size, SOME):
+            part, here = some[: min(SOME, size - begin)], 4 * (n * size + begin)
+            second = sums + 4 * rows * size + here if digits == 2 else 0
+            more = bias + 4 * begin if bias != 0 else 0
+            _read_row(sums + here, second, floats(scales)[n], each + 4 * begin, more, part)
+            before = top
+            for o in range(len(part)):
+                value = in_order(as_bits(part[o]))
+                top = value if value > top else top
+            if top > before:
+                o = 0
+                while in_order(as_bits(part[o])) != top:
+                    o += 1
+                best = begin + o
+        longs(out)[n] = best
+        n = take(at)
+
+
+@njit
 def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3):
     """`_product` of four rows with STEP columns."""
     x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
@@ -385,6 +412,18 @@ def _sums(weights, rows, count, totals):
         totals[a], totals[b], totals[c], totals[d] = w, x, y, z
 
 
+@njit
+def _turn(rows, step, count, size, turned, turned_step):
+    """Write `count` rows of `size` numbers, `step` bytes apart, as columns."""
+    for n in range(0, count, WIDTH):
+        squares = size // WIDTH * WIDTH if n + WIDTH <= count else 0
+        for e in range(0, squares, WIDTH):
+            turn(rows + n * step + 4 * e, step, turned + e * turned_step + 4 * n, turned_step)
+        for m in range(n, min(n + WIDTH, count)):
+            for e in range(squares, size):
+                floats(turned + e * turned_step)[m] = floats(rows + m * step)[e]
+
+
 @njit(fast=IN_ORDER)
 def _attend(at):
     """Fill out (B, Q, K, G, E) with the attention of queries (B, K, G, Q, E) over the first S = `seen`
@@ -399,7 +438,7 @@ def _attend(at):
     wide, up = (size + STEP - 1) // STEP * STEP, (seen + STEP - 1) // STEP * STEP
     q = carray(floats(queries), (rows, shared, groups, width, size))
     to = carray(floats(out), (rows, width, shared, groups, size))
-    k, v = carray(floats(keys), (rows, capacity, shared, size)), carray(floats(values), (rows, capacity, shared, size))
+    v = carray(floats(values), (rows, capacity, shared, size))
     turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
     padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
     weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
@@ -424,15 +463,8 @@ def _attend(at):
                 mixed[r, e] = 0
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
-            squares, k_at = size // WIDTH * WIDTH, keys + 4 * ((b * capacity + place) * shared + h) * size
-            for j in range(0, near, WIDTH):
-                if j + WIDTH > near:
-                    squares = 0
-                for e in range(0, squares, WIDTH):
-                    turn(k_at + 4 * (j * shared * size + e), 4 * shared * size, turned_at + e * t_step + 4 * j, t_step)
-                for n in range(j, min(j + WIDTH, near)):
-                    for e in range(squares, size):
-                        turned[e, n] = k[b, place + n, h, e]
+            k_at = keys + 4 * ((b * capacity + place) * shared + h) * size
+            _turn(k_at, 4 * shared * size, near, size, turned_at, t_step)
             _product(asked.ctypes.data, 4 * size, count, size, turned_at, t_step, near, w_at + 4 * place, 4 * up)
         for r in range(count):
             hides = asked[0] if whole else hidden[b, begin + r // groups]
@@ -620,6 +652,16 @@ def finish(
     return sums.view(torch.float32)[:rows]
 
 
+def best(sums: torch.Tensor, scales: torch.Tensor, each: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return where the greatest number of every row is, (N,) int64, of what sums stand for
+    (`finish`)."""
+    rows, size = scales.shape[0], sums.shape[1]
+    out, digits = scales.new_empty(rows, dtype=torch.long), sums.shape[0] // rows
+    addresses = (0 if x is None else x.data_ptr() for x in (scales, each, bias))
+    run(_best, rows, sums.numel(), sums.data_ptr(), rows, size, *addresses, digits, out.data_ptr())
+    return out
+
+
 def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scale: float) -> torch.Tensor:
     """Return the attention (B Q, H E) of packed queries (B, K, G Q, E) over a layer of a cache, each
     query's sums in the order of the places: its numbers do not depend on what is beside it."""
@@ -657,7 +699,7 @@ def team() -> int:
 entry = cache(address_of)  # of a compiled loop
 
 
-def call(loop: object, memory: int, parts: int, work: int) -> tuple[int, int, int, int, int]:
+def call(loop: object, memory: int, parts: int, work: int) -> tuple[int, ...]:
     """Return a function and its arguments, which run a loop over its parts, whose words lie at an
     address, on as many threads as torch has where the work, in cycles, is worth it. What is computed
     for a part does not depend on who takes it."""

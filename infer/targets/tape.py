@@ -6,7 +6,7 @@ cache, masks and angles into it.
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, E head size.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ from infer.attention.kv_cache import Window
 from infer.attention.masks import Mask
 from infer.targets import loops
 from infer.targets.int8 import Int8Product, product_call
-
-if TYPE_CHECKING:
-    from infer.targets.lean import Layer, LeanDecoder, Norm, Rotation
+from infer.targets.lean import Layer, LeanDecoder, Norm, Rotation
+from infer.targets.recurrent import PackedWindow
 
 KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
 WORDS = 21  # of a loop, most of all: its counter and arguments
@@ -26,13 +25,15 @@ WORDS = 21  # of a loop, most of all: its counter and arguments
 class Tape:
     """The calls of a pass over B rows of Q positions, and the memory that they work in."""
 
-    def __init__(self, decoder: "LeanDecoder", rows: int, width: int, size: int, tapped: tuple[int, ...]) -> None:
-        """`size`: E; `tapped`: layers whose outputs are kept."""
-        layers, products = decoder.layers, [product for layer in decoder.layers for product in layer.products]
+    def __init__(
+        self, layers: list[Layer], norm: Norm, rows: int, width: int, size: int, tapped: tuple[int, ...]
+    ) -> None:
+        """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
+        products = [product for layer in layers for product in layer.products]
         self.layers, self.rows, self.width, self.size, self.count = layers, rows, width, size, rows * width
         self.codes = torch.empty(self.count * max(p.digits * len(p.smooth) for p in products), dtype=torch.int8)
         self.sums = torch.empty(self.count * max(p.digits * len(p.scales) for p in products), dtype=torch.int32)
-        self.states, self.steps = torch.empty(self.count, len(decoder.norm.wide)), torch.empty(self.count)
+        self.states, self.steps = torch.empty(self.count, len(norm.wide)), torch.empty(self.count)
         self.outs = {index: torch.empty_like(self.states) for index in (*tapped, len(layers))}
         self.queries, self.mixed = torch.empty(2, self.count, layers[0].heads * size)
         self.words, self.calls = np.zeros((6 * len(layers) + 1, WORDS), np.int64), []
@@ -42,11 +43,11 @@ class Tape:
         for index, layer in enumerate(layers):
             following, before = layers[index + 1 : index + 2], stream
             stream = self.outs.get(index, self.states)  # a tapped layer's stream goes on from its own memory
-            then = (following[0].products[0], following[0].before[0]) if following else (None, decoder.norm)
+            then = (following[0].products[0], following[0].before[0]) if following else (None, norm)
             self.add(layer, before, stream, *then)
         self.list = np.array(self.calls, np.int64)
 
-    def add(self, layer: "Layer", before: torch.Tensor, after: torch.Tensor, then: Int8Product | None, norm: "Norm"):
+    def add(self, layer: Layer, before: torch.Tensor, after: torch.Tensor, then: Int8Product | None, norm: Norm):
         """Append a layer from codes for its first product on, with the residual stream (N, D) before and
         after it; behind it come a norm and codes for the product that is next."""
         (qkv, out, both, down), heads, shared = layer.products, layer.heads, layer.key_heads
@@ -94,7 +95,7 @@ class Tape:
         known = {"width": len(each), "scales": self.steps.data_ptr(), "each": each.data_ptr()}
         return known | {"bias": bias, "digits": product.digits}
 
-    def encode(self, source: torch.Tensor, product: Int8Product | None, norm: "Norm | None" = None, **stages: int):
+    def encode(self, source: torch.Tensor, product: Int8Product | None, norm: Norm | None = None, **stages: int):
         """Append stages of rows that end in codes for a product, or, without one, in the last states."""
         weight, eps = loops.scale_words(norm)
         if product is None:
@@ -107,7 +108,7 @@ class Tape:
         self.loop(loops._rows, self.count, self.count * rows.width, *rows)
 
     def run(
-        self, states: torch.Tensor, rotations: dict[str, "Rotation"], masks: dict[str, Mask], window: Window
+        self, states: torch.Tensor, rotations: dict[str, Rotation], masks: dict[str, Mask], window: Window
     ) -> dict[int, torch.Tensor]:
         """Run the pass over states (N, D), and return the outputs of tapped layers and, behind the last
         one, the last states, (N, D) each, which lie in the tape's memory."""
@@ -128,23 +129,30 @@ class Tape:
         return self.outs
 
 
-def run_taped(
-    decoder: "LeanDecoder",
-    states: torch.Tensor,
-    rotations: dict[str, "Rotation"],
-    masks: dict[str, Mask],
-    window: Window,
-    tapped: tuple[int, ...],
-) -> dict[int, torch.Tensor]:
-    """Run a pass over states (N, D) by a tape; return copies of the outputs of tapped layers and of the
-    last states. A tape in use belongs to its thread alone."""
-    key = (*window.slots.shape, tapped, torch.get_num_threads())
-    tape = decoder.tapes.pop(key, None)
-    if tape is None:
-        tape = Tape(decoder, *key[:2], window.cache.buffer.shape[2] // decoder.layers[0].key_heads, tapped)
-    outs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
-    if len(states) <= MOST:
-        decoder.tapes[key] = tape
-    for old in list(decoder.tapes)[:-KEPT]:
-        decoder.tapes.pop(old, None)
-    return outs
+@dataclass(frozen=True)
+class TapedDecoder(LeanDecoder):
+    """A lean pass all of whose layers can be on a tape (`Layer.products`)."""
+
+    tapes: dict[tuple, Tape] = field(default_factory=dict)
+
+    def run(
+        self,
+        states: torch.Tensor,
+        rotations: dict[str, Rotation],
+        masks: dict[str, Mask],
+        window: Window | PackedWindow,
+        tapped: tuple[int, ...],
+    ) -> dict[int, torch.Tensor]:
+        if type(window) is not Window or not loops.serve(states):
+            return super().run(states, rotations, masks, window, tapped)
+        key = (*window.slots.shape, tapped, torch.get_num_threads())
+        tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's
+        if tape is None:
+            size = window.cache.buffer.shape[2] // self.layers[0].key_heads
+            tape = Tape(self.layers, self.norm, *key[:2], size, tapped)
+        outputs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
+        if len(states) <= MOST:
+            self.tapes[key] = tape
+        for old in list(self.tapes)[:-KEPT]:
+            self.tapes.pop(old, None)
+        return outputs
