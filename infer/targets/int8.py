@@ -73,10 +73,10 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
 @cache
 def shim() -> ctypes.CDLL | None:
     """Return PyTorch's library where its C entries for compiled code (AOTInductor's) have the product of
-    whole numbers; None where they do not, or FBGEMM's is the fast one."""
+    whole numbers, else None."""
     try:
         found = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
-        return None if in_pairs() or not found.aoti_torch_cpu__int_mm_out else found
+        return found if found.aoti_torch_cpu__int_mm_out else None
     except (OSError, StopIteration, AttributeError):
         return None
 
@@ -178,7 +178,7 @@ class Int8Linear(nn.Module):
         for module, place in zip(modules, places, strict=True):
             part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
             module.product = Int8Product(part, module.scales, first.smooth, first.digits, module.bias)
-        codes = whole["codes"] if shim() else None
+        codes = whole["codes"] if shim() and not in_pairs() else None
         return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"), codes)
 
 

@@ -11,8 +11,9 @@ from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
 from infer.targets import int8, loops
 from infer.targets.layers import UnknownLayer, fuse
-from infer.targets.lean import attend_packed
+from infer.targets.lean import LeanDecoder, attend_packed
 from infer.targets.loading import load_target
+from infer.targets.tape import TapedDecoder
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -76,6 +77,37 @@ def test_products_are_integer_arithmetic(pairs, monkeypatch):
         found = int8.integer_product(codes.to(torch.int8))(states.to(torch.int8))
         exact = states @ codes.t()
         assert torch.equal(found, (exact.float() if pairs else exact).int())
+        if int8.shim():
+            sums, ready = torch.empty(rows, outputs, dtype=torch.int32), (states.to(torch.int8), codes.to(torch.int8))
+            entry, *matrices = int8.product_call(*ready, sums)
+            loops.FUNCTION(entry)(*matrices, 0)
+            assert torch.equal(sums, exact.int())
+
+
+def test_a_tape_computes_what_its_layers_do(pair, monkeypatch):
+    _, target = pair
+    if type(target.lean) is not TapedDecoder:
+        pytest.skip("no tape: norms behind layers, or a processor whose products are FBGEMM's")
+    rows, cuts, found = (whole(3, 24).abs() % V).tolist(), [7, 8, 9, 24], []
+    for run in (TapedDecoder.run, LeanDecoder.run):
+        monkeypatch.setattr(TapedDecoder, "run", run)
+        cache = target.cache(3, 30)
+        with cache.add(3):
+            pass
+        pieces = zip([0, *cuts], cuts, strict=False)
+        found.append([target.extend([row[a:b] for row in rows], cache, (0, 2, 4)) for a, b in pieces])
+    for taped, plain in zip(*found, strict=True):
+        assert torch.equal(taped.context, plain.context) and torch.equal(taped.last, plain.last)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_the_greatest_output_is_that_of_the_floats(digits):
+    head = int8.Int8Linear(32, 2500, True, digits)
+    for part, numbers in (("codes", whole(2500, 32).to(torch.int8)), ("scales", normal(2500).abs())):
+        getattr(head, part).data = numbers
+    head.smooth.data, head.bias.data = normal(32).abs(), normal(2500)
+    for states in (normal(2, 40, 32), torch.zeros(1, 3, 32)):
+        assert torch.equal(head.best(states), head(states).argmax(-1))
 
 
 def test_codes_of_weights_stay_within_what_pairs_may_sum_to():
@@ -90,7 +122,7 @@ def test_codes_of_weights_stay_within_what_pairs_may_sum_to():
 
 @pytest.mark.parametrize(("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40), (2, 130, 300)])
 def test_attention_in_order_is_attention(rows, width, seen):
-    shared, groups, size, capacity = 2, 3, 16, seen + 10
+    shared, groups, size, capacity = 2, 3, 24 if width == 40 else 16, seen + 10
     planes = normal(2, rows * capacity, shared * size)
     keys, values = (plane.view(rows, capacity, shared, size)[:, :seen].transpose(1, 2) for plane in planes)
     ends = torch.tensor([seen - width] * rows)
