@@ -149,7 +149,8 @@ class TapedDecoder(LeanDecoder):
         tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's
         if tape is None:
             size = window.cache.buffer.shape[2] // self.layers[0].key_heads
-            tape = Tape(self.layers, self.norm, *key[:2], size, tapped)
+            with torch.inference_mode(False):  # whose tensors could not be written to outside of it
+                tape = Tape(self.layers, self.norm, *key[:2], size, tapped)
         outputs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
         if len(states) <= MOST:
             self.tapes[key] = tape
