@@ -21,6 +21,7 @@ from infer.engine.choices import likeliest
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
+from infer.utils.jit import njit
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
@@ -38,8 +39,55 @@ BITS = 24  # bins of nodes, by the whole bits of their log-probabilities
 SHARE = 0.05  # of a round in its cost, once there are enough
 PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
 MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
+LN2 = math.log(2)
 NOTHING = 1e-30  # weight of the rule's own guess
 NEAR = 16.0  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
+
+
+@njit
+def ratios_near(known: np.ndarray, ratios: np.ndarray, near: np.ndarray, key: int) -> np.ndarray:
+    """Return what rounds cost over the rule's seconds by size, (S,), of ratios (32, S) by bits of rows
+    and size, known from so many rounds each: those of twice the rows weigh a NEAR-th of those at `key`,
+    those of other sizes as `near` (S, S) says."""
+    seen, total = np.full(near.shape[0], NOTHING), np.full(near.shape[0], NOTHING)
+    for bits in range(len(known)):
+        for size in range(near.shape[0]):
+            weight = NEAR ** -abs(bits - key) * known[bits, size]
+            for other in range(near.shape[0]):
+                seen[other] += weight * near[size, other]
+                total[other] += weight * near[size, other] * ratios[bits, size]
+    return total / seen
+
+
+@njit
+def promises(log_probs: np.ndarray, verified: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of the drafted nodes of trees with log-probabilities (B, M) the drafter's probabilities and
+    the bins of these, (B, M - 1) each, and the tokens that a row is expected to commit beside the bonus
+    token with 0, 1, ... nodes, (M,): by probabilities times what was committed of what was promised,
+    `verified` (2, BITS). Bins in which little was verified are as right as all nodes are."""
+    rows, nodes = log_probs.shape
+    likely, bits, expected = np.exp(log_probs[:, 1:]), np.empty((rows, nodes - 1), np.int64), np.zeros(nodes)
+    right = (verified[1].sum() + DOUBT) / (verified[0].sum() + DOUBT)
+    for node in range(nodes - 1):
+        for row in range(rows):
+            place = int(min(abs(log_probs[row, node + 1]) / LN2, BITS - 1))
+            factor = (verified[1, place] + DOUBT * right) / (verified[0, place] + DOUBT)
+            expected[node + 1] += min(likely[row, node] * factor, 1.0) / rows
+            bits[row, node] = place
+        expected[node + 1] += expected[node]
+    return likely, bits, expected
+
+
+@njit
+def tally(verified: np.ndarray, keep: float, bits: np.ndarray, likely: np.ndarray, kept: np.ndarray) -> None:
+    """Count what nodes in bins (B, N) promised, `likely` (B, >= N), and that those in `kept` (K, 2), row
+    and node, were committed, in `verified` (2, BITS), of which a share of what it holds is kept."""
+    verified *= keep
+    for row in range(bits.shape[0]):
+        for node in range(bits.shape[1]):
+            verified[0, bits[row, node]] += likely[row, node]
+    for row, node in kept:
+        verified[1, bits[row, node]] += 1
 
 
 @dataclass(frozen=True)
@@ -120,15 +168,6 @@ class BudgetController(Budget):
         self.expected = np.zeros(1)  # of a row's, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
 
-    @property
-    def calibrated(self) -> np.ndarray:
-        """The probabilities that the drafted nodes found last are accepted, (B, M). Bins in which little
-        was verified are as right as all nodes are."""
-        promised, kept = self.verified
-        right = (kept.sum() + DOUBT) / (promised.sum() + DOUBT)
-        factors = (kept + DOUBT * right) / (promised + DOUBT)
-        return np.minimum(self.likely * factors[self.bits], 1)
-
     def place(self, nodes: int) -> int:
         """Return which is the largest size within so many nodes."""
         return bisect_right(self.sizes, nodes) - 1
@@ -137,9 +176,8 @@ class BudgetController(Budget):
         """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is
         drafted. A known ratio of twice the rows or nodes weighs a NEAR-th of one of the same."""
         if rows not in self._costs:
-            weights = NEAR ** -abs(np.arange(32.0) - rows.bit_length())[:, None] * self.known  # (32, S)
-            ratios = (weights * self.ratios).sum(0) @ self.near + NOTHING
-            self._costs[rows] = ratios / (weights.sum(0) @ self.near + NOTHING) * self.by_rule(rows)
+            ratios = ratios_near(self.known, self.ratios, self.near, rows.bit_length())
+            self._costs[rows] = ratios * self.by_rule(rows)
         return self._costs[rows]
 
     def most_nodes(self, rows: int, most: int) -> int:
@@ -172,16 +210,12 @@ class BudgetController(Budget):
         for ranked trees with log-probabilities (B, M): the first n nodes are the best tree of n, whose
         expected acceptance length is the sum of their probabilities (DDTree proposition 1), which are
         calibrated by what was accepted lately. All rows get the same size."""
-        self._expect(log_probs.tolist())
+        self._expect(log_probs.double().numpy(force=True))
         return self._best(len(log_probs), most)
 
-    def _expect(self, log_probs: list[list[float]]) -> None:
-        """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1,
-        ... nodes."""
-        drafted = np.array(log_probs)[:, 1:]
-        self.likely = np.exp(drafted)
-        self.bits = np.minimum(np.abs(drafted) / math.log(2), BITS - 1).astype(int)
-        self.expected = np.append(0.0, self.calibrated.mean(0).cumsum())
+    def _expect(self, log_probs: np.ndarray) -> None:
+        """Take note of what trees with log-probabilities (B, M) promise."""
+        self.likely, self.bits, self.expected = promises(log_probs, self.verified)
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if
@@ -214,7 +248,7 @@ class BudgetController(Budget):
         self.ratios[key] += (seconds / self.by_rule(rows)[place] - self.ratios[key]) / self.known[key]
         self._costs.clear()
         if promised and len(promised[0]) > 1:
-            self._expect(promised)
+            self._expect(np.array(promised))
         if not nodes:
             return
         keep = MEMORY / (rows + MEMORY)
@@ -222,10 +256,8 @@ class BudgetController(Budget):
         here = slice(len(sizes) - 1)
         self.found[here] = keep * self.found[here] + rows
         self.promised[here] += rows / self.found[here] * (np.diff(self.expected[sizes]) - self.promised[here])
-        bits, likely = self.bits[:, :nodes].ravel(), self.likely[:, :nodes].ravel()
-        accepted = bits[[row * nodes + node - 1 for row, path in enumerate(paths) for node in path]]
-        counts = np.bincount(bits, likely, BITS), np.bincount(accepted, minlength=BITS)
-        self.verified = keep * self.verified + counts
+        kept = np.array([(row, node - 1) for row, path in enumerate(paths) for node in path], np.int64).reshape(-1, 2)
+        tally(self.verified, keep, self.bits[:, :nodes], self.likely, kept)
 
 
 def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:

@@ -235,7 +235,7 @@ def test_promises_are_calibrated_and_a_round_that_promises_more_has_more_nodes()
             nodes = pace.nodes((torch.arange(nodes + 1.0) * math.log(sure))[None], nodes)
             accepted = np.cumprod(dice.random(nodes) < sure ** (0.5 if sure > 0.5 else 1.5)) > 0
         if turn >= 200:
-            told.append(pace.calibrated[0, :nodes])
+            told.append(np.diff(pace.expected)[:nodes])
             kept.append(accepted)
             sizes[sure].append(nodes)
         pace.note(rule.cost(nodes + 1, nodes > 0), nodes, [[*np.flatnonzero(accepted) + 1]])
