@@ -344,10 +344,9 @@ class EvaluationConfig:
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
-    minutes: about so long it may take on this machine, replays included, by a few rounds of every
-        method; answers are shortened to 64 tokens, then prompts left out; at checkpoints before the last
-        a quarter of it. A suite's sets share it, and ask no more questions then; so do masked models. The
-        report says what was cut. null: no limit, as suite= has it
+    minutes: so long prompts are begun, at checkpoints before the last a quarter of it; the kinds of
+        prompts share it, and so do a suite's sets. The report says how many there was time for. null: no
+        limit, as suite= has it
     continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured
         too, and the n-grams alone, without a drafter. null: the file that lies beside the drafter's
         weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no

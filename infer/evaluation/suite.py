@@ -17,9 +17,8 @@ from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.families import LOOKUP
-from infer.evaluation.cost import cut_at
 from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
+from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, cut_at, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target, number_format

@@ -154,7 +154,8 @@ def gain(method: MethodResult, over: str = "") -> str:
 def notes_of(evaluation: Evaluation) -> list[str]:
     """Return what belongs below the tables: what there was no time for, what was measured again, and how
     much of the texts is repetition."""
-    every, lines = (evaluation, *(evaluation.beside or ())), [evaluation.cut] if evaluation.cut else []
+    every = evaluation, *(evaluation.beside or ())
+    lines = [f"{one.what}: {one.cut}" if one.what else one.cut for one in every if one.cut]
     if again := sum(method.again or 0 for one in every for method in one.methods):
         lines.append(f"measured again, as it took over {DISTURBED} times the method's median time a token: {again}")
     for one in every:
