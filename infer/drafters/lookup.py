@@ -60,7 +60,7 @@ class Lookup(nn.Module):
     family = LOOKUP
     layer_ids: tuple[int, ...] = ()
     head_row = dtype = config = None
-    vocabulary = ALL
+    vocabulary, own = ALL, {}
     quantised = False
 
     def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:

@@ -66,14 +66,10 @@ class Budget:
     def __init__(self, most: int) -> None:
         self.most = self.last = most  # nodes of a row's tree at most; and of the last round
 
-    def most_nodes(self, rows: int, most: int) -> int:
+    def most_nodes(self, rows: int | torch.Tensor, most: int) -> int:
         return most
 
-    def nodes(self, log_probs: torch.Tensor, most: int) -> int:
-        return most
-
-    def nodes_ahead(self, rows: int, most: int) -> int:
-        return most
+    nodes = nodes_ahead = most_nodes
 
     def grown(self, nodes: int) -> int:
         return nodes
