@@ -149,6 +149,4 @@ def _call(call: object) -> dict:
     inside = checked(checked(call, dict, wrong).get("function", call), dict, wrong)
     name, arguments = checked(inside.get("name"), str, wrong), inside.get("arguments") or {}
     made = {"name": name, "arguments": parsed(arguments, object, "arguments of a tool call")}
-    return {"type": "function", "function": made} | {
-        key: call[key] for key in ("id",) if isinstance(call.get(key), str)
-    }
+    return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})

@@ -47,9 +47,8 @@ def opened(config: ServeCommand):
     capacity = min(server.max_length, positions_of(target) - spare)
     name = decoding.method if masked else decoding.name_with(drafter)
     said = f"{name}, {decoding.rows} texts at a time, {capacity} tokens each"
-    return open_engine(
-        target, drafter, decoding, capacity
-    ), f"{server.model_name or target.name} at {server.url}/v1: {said}"
+    engine = open_engine(target, drafter, decoding, capacity)
+    return engine, f"{server.model_name or target.name} at {server.url}/v1: {said}"
 
 
 def run(config: ServeCommand) -> None:

@@ -124,8 +124,10 @@ class Scheduler:
         return texts
 
     def retry(self) -> Sequence | None:
-        """Let the texts of a step that raised wait again, see `Engine.retry`. The dear and new ones go
-        first, which are the likely cause."""
+        """After a step that raised: let its texts wait again, to go on from the tokens that they have,
+        and half as many be written side by side; each text that ends lets one more in. The dear and new
+        ones go first, which are the likely cause. A text that failed alone is returned instead, and all
+        rows may be used again. The engine's `reset` comes next."""
         texts = self.stop()
         texts.sort(key=lambda text: (text.options.temperature > 0 or text.options.logprobs is not None, text.number))
         if len(texts) < 2:

@@ -53,9 +53,8 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
     methods = []
     for method, one in zip(result.methods, measured, strict=True):
         pairs = [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
-        found = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
-        causes = [difference.cause for difference in found if difference is not None]
-        if causes:
+        causes = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
+        if any(causes):
             method = replace(method, ties=causes.count("tie"), defects=causes.count("defect"))
         methods.append(method)
     return replace(result, methods=methods)

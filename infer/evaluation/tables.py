@@ -99,7 +99,6 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
         for method in evaluation.methods:
             label, tau, rate, speedup, _ = method_cells(method)
             other = " (other output)" * (method.identical is False)
-            label = label if method.tree.by_budget else method.tree.label
             rows.setdefault(label, [DASH] * 3 * len(evaluations))[3 * i : 3 * i + 3] = [tau, rate, speedup + other]
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
     text = markdown(["method", *heads], [[label, *cells] for label, cells in rows.items()])

@@ -107,10 +107,10 @@ class DualCache:
     full step computes the whole row and the blocks of its other states in one pass: in every layer they
     attend to the full row's new keys."""
 
-    def __init__(self, model: MaskedModel, options: MaskedConfig, rows: int, capacity: int) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model, self.block_length = model, options.block_length
         self.width = self.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
-        self.buffer = model.cache(rows, capacity)
+        self.buffer = model.cache(options.rows, capacity)
 
     def plan(self, text: MaskedSequence) -> Plan:
         """Plan drafts that do not reach the next full step."""

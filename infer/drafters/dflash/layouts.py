@@ -151,13 +151,8 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
         own |= {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group}
         if options["hidden_size"] % group:
             keys.note("conv_group_size", f"is {group}, which does not divide hidden_size, {options['hidden_size']}")
-    if (
-        row.last_tap == "normed"
-        and row.name != "transformers"
-        and "last_tap" in own
-        and "last_tap" not in keys
-        and layers
-    ):
+    silent = row.last_tap == "normed" and row.name != "transformers" and "last_tap" not in keys
+    if silent and "last_tap" in own and layers:
         reading.doubts.append(
             "it taps the target's last layer and does not say where: behind the last norm, as the authors' code does; "
             'vLLM taps before it, as "last_tap": "raw" beside target_layer_ids would say'

@@ -48,14 +48,15 @@ class Head(nn.Module):
     recurrent = False  # the answer depends on all tokens before the slot, by way of a memory
     raw = False  # it reads states before the drafter's last norm
     top_k = 0  # it chooses among so many of the likeliest tokens of the slot; 0: among all
+    output: str | None = None  # the name of `out`; None: there are no corrections
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__()
 
     @property
     def out(self) -> torch.Tensor | None:
-        """The matrix (R, r) that turns corrections into logits; None where there are no corrections."""
-        return None
+        """The matrix (R, r) that turns corrections into logits."""
+        return None if self.output is None else self.get_parameter(self.output)
 
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
         """Return a recurrent head's memory (B, 1, S) before the first slot that drafts, behind bonus

@@ -18,6 +18,7 @@ class GRU(Head):
     """Tensors are Domino's."""
 
     recurrent = True
+    output = "embed_proj.2.weight"
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__(config, own)
@@ -26,10 +27,6 @@ class GRU(Head):
         self.prefix_gru = nn.GRU(config.hidden_size, size, bias=False, batch_first=True)
         reads = nn.Linear(config.hidden_size + size, rank, bias=False)
         self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, head_rows(config), bias=False))
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.embed_proj[2].weight
 
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.out.new_zeros(len(bonus), 1, self.prefix_gru.hidden_size)

@@ -18,6 +18,8 @@ from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
 class Markov(Head):
     """Tensors and config keys are DSpark's; `markov_w2` has as many rows as the drafter's head."""
 
+    output = "markov_w2.weight"
+
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__(config, own)
         rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
@@ -28,10 +30,6 @@ class Markov(Head):
             self.gate_proj = nn.Linear(hidden + rank, rank)
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.markov_w2.weight
 
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
         if not self.recurrent:

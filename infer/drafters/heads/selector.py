@@ -15,6 +15,8 @@ from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
 class Selector(Head):
     """Tensors and config keys are DFlash 2's."""
 
+    output = "successor_codebook"
+
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__(config, own)
         rank = own["selector_rank"]
@@ -22,10 +24,6 @@ class Selector(Head):
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
         self.successor_codebook = nn.Parameter(torch.empty(head_rows(config), rank))  # B
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.successor_codebook
 
     def condition(
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None

@@ -25,6 +25,7 @@ class XPress(Head):
     """Tensors and config keys are speculators'."""
 
     recurrent = True
+    output = "readout.weight"
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__(config, own)
@@ -38,10 +39,6 @@ class XPress(Head):
         self.mlp_gate, self.mlp_up = (nn.Linear(rank, inner, bias=False) for _ in range(2))
         self.mlp_down = nn.Linear(inner, rank, bias=False)
         self.readout = nn.Linear(rank, head_rows(config), bias=False)  # R
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.readout.weight
 
     def mixer(self, slots: int) -> torch.Tensor:
         """Return what each slot's x adds to the c of each, (W, W, r): [j, k]."""
