@@ -166,8 +166,8 @@ class DrafterConfig:
         check_options(self.family, self.layers)
         check_blocks(self)
         self.head.check()
-        at_least(self, "drafter.", layers=1, convolutions=0, vocabulary=0)
-        at_least(self, "drafter.", block_size=2)  # a block is a bonus token and a draft
+        # a block is a bonus token and a draft
+        at_least(self, "drafter.", layers=1, block_size=2, convolutions=0, vocabulary=0)
         one_of(self, "drafter.", last_tap=("raw", "normed"))
         if self.window is not None and self.window < self.block_size:
             raise ValueError(

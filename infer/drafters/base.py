@@ -467,6 +467,21 @@ class Drafter(nn.Module):
         cache = KVCache(layers, rows, room, weight.dtype, weight.device, reach=reach, widest=widest)
         return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
 
+    def update_context(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int] | None,
+        state: DraftState,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions and their
+        tokens (B, C) to the memory. `counts[b]` positions of row b are real, the rest is padding;
+        `on_device` (B,) is `counts` where that is on the device already, and alone where the host does
+        not know them."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
         """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With

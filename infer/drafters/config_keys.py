@@ -112,28 +112,12 @@ HARMLESS = {
 
 
 WRITTEN = (  # keys of the public layout, in this order
-    "architectures",
-    "model_type",
-    "block_size",
+    *("architectures", "model_type", "block_size"),
     *(family.config_key for family in FAMILIES.values()),
-    "num_target_layers",
-    "num_hidden_layers",
-    "layer_types",
-    "use_sliding_window",
-    "sliding_window",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-    "tie_word_embeddings",
-    "chat_template_kwargs",
+    *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window", "sliding_window"),
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"),
+    *("vocab_size", "draft_vocab_size", "tie_word_embeddings", "chat_template_kwargs"),
 )
 
 

@@ -196,9 +196,7 @@ class BudgetController(Budget):
         best = 1 + int(worth[1:].argmax())
         return self.sizes[min(best + (self.rounds % BESIDE == 0), last)]
 
-    def note(
-        self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
-    ) -> None:
+    def note(self, seconds, nodes, paths, promised=None) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root
         left out; `promised`: the log-probabilities of all nodes found, where `nodes` was not told
         them."""

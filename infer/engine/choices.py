@@ -50,11 +50,7 @@ def piece(rows: int) -> int:
 
 
 def choose_tokens(
-    target: Target,
-    tree: DraftTree,
-    within: SeenAt | None,
-    last: torch.Tensor,
-    asked: RowsAsked,
+    target: Target, tree: DraftTree, within: SeenAt | None, last: torch.Tensor, asked: RowsAsked
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
     for a `piece` of the nodes at a time, unless processors want to see them."""
@@ -73,12 +69,7 @@ def choose_tokens(
 
 
 def choose_processed(
-    target: Target,
-    tree: DraftTree,
-    row: int,
-    asked: RowsAsked,
-    logits: torch.Tensor,
-    within: SeenAt | None,
+    target: Target, tree: DraftTree, row: int, asked: RowsAsked, logits: torch.Tensor, within: SeenAt | None
 ) -> torch.Tensor:
     """Return the same for one row whose logits go through processors or a grammar, (M,). These see the
     true prefix of one node at a time, and so only the nodes on the path that the target takes, as far

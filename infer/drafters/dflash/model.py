@@ -304,20 +304,9 @@ class DFlash(Drafter):
         return lambda features: projection(norm(fc(features)))
 
     @torch.no_grad()
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int] | None,
-        state: DFlashState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
-        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the
-        memory; their tokens (B, C) do not matter here. `counts[b]` positions of row b are real, the
-        rest is padding; `on_device` (B,) is `counts` where that is on the device already, and alone
-        where the host does not know them. It computes what `Attention.keys_values` does in training,
-        layer by layer."""
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
+        """Compute what `Attention.keys_values` does in training, layer by layer; tokens do not matter
+        here."""
         cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
         if cache.widest is not None and width > cache.widest:

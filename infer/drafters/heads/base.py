@@ -50,9 +50,6 @@ class Head(nn.Module):
     top_k = 0  # it chooses among so many of the likeliest tokens of the slot; 0: among all
     output: str | None = None  # the name of `out`; None: there are no corrections
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__()
-
     @property
     def out(self) -> torch.Tensor | None:
         """The matrix (R, r) that turns corrections into logits."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
+from infer.drafters.heads.base import Conditioned, Head, head_rows
 
 
 class Markov(Head):
@@ -21,7 +21,7 @@ class Markov(Head):
     output = "markov_w2.weight"
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
         self.recurrent = self.kind == "rnn"
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -36,9 +36,7 @@ class Markov(Head):
             return None
         return self.markov_w1.weight.new_zeros(len(bonus), 1, self.markov_w1.embedding_dim)
 
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         embedded = self.markov_w1(before)  # (..., r)
         if self.kind == "vanilla":
             return Conditioned(states, embedded, None, embedded)
