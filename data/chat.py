@@ -6,7 +6,8 @@ A row becomes {"prompt", "text", "cut", "chat"}: a chat has `chat` and nothing e
 import json
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
-ENDED = (None, "stop", "tool_calls", "function_call")  # why an answer ended that is whole; any other reason cut it
+# why an answer ended that is whole; any other reason cut it
+ENDED = (None, "stop", "tool_calls", "function_call")
 THOUGHT = "reasoning_content"  # our key; OpenAI-compatible servers say that or "reasoning"
 # What the layouts call the columns of a row and the keys of a message: theirs, ours.
 COLUMNS = {"conversations": "messages", "completion": "response", "finish_reason": "finish"}

@@ -16,7 +16,8 @@ from infer.drafters.heads.table import check_head
 from infer.trees.methods import TREES, TreeMethod
 from infer.utils.checks import FREE_TEXT, above_zero, at_least, one_of, temperature
 
-NO_NGRAMS, TEXT_NGRAMS = "none", "text"  # in place of a file's name: no n-grams, and those of the text itself alone
+# in place of a file's name: no n-grams, and those of the text itself alone
+NO_NGRAMS, TEXT_NGRAMS = "none", "text"
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
 
 

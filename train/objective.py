@@ -28,7 +28,8 @@ from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES, TINY, WEIGHTS, Chunk, Divergence
 
 CACHED = 1 << 18  # logits of as many rows as go through the arithmetic together on a CPU
-IMPOSSIBLE = -1e4  # logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
+# logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
+IMPOSSIBLE = -1e4
 
 
 class RowLoss(NamedTuple):
@@ -285,7 +286,8 @@ def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Turn logits (rows, V) into probabilities in place; return sum_v p log p, (rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)
-    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()  # largest logit 0: log p = logit + this
+    # largest logit 0: log p = logit + this
+    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
     logits.copy_(p)
     return negative_entropy
 

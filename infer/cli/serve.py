@@ -54,8 +54,10 @@ def opened(config: ServeCommand):
 def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
-    with ThreadPoolExecutor(1) as loader:  # OpenMP's threads end with it: beside the engine's own, both would fall
-        engine, said = loader.submit(opened, config).result()  # asleep between any two loops (LOG.md)
+    # OpenMP's threads end with it: beside the engine's own, both would fall asleep between any two loops
+    # (LOG.md)
+    with ThreadPoolExecutor(1) as loader:
+        engine, said = loader.submit(opened, config).result()
     HEARTBEAT.at(None)
     told = f"{said}; talk to it with ./launch.sh chat url={config.server.url}"
     serve(engine, config.server, lambda: print(told, file=sys.stderr, flush=True))

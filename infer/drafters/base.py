@@ -301,9 +301,11 @@ class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
     family: Family
-    writers: dict[str, Callable] = {}  # by export format (dflash/writers.py says what they are given and return)
+    # by export format (dflash/writers.py says what they are given and return)
+    writers: dict[str, Callable] = {}
     anchor_offset = 0
-    attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
+    # its layers' kinds: causal within the block?, sliding window
+    attention_patterns: list[tuple[bool, int | None]]
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
     mask_token_id: int | None = None  # what stands in the slots, where it is a token
@@ -319,7 +321,8 @@ class Drafter(nn.Module):
         self.raw_states = False  # the conditional head reads states before the last norm
         self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
         self.quantised = False  # are its products of int8 codes?
-        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
+        # training: compute the layers again in the backward pass instead of keeping them
+        self.recompute = False
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
         known = vars(config).get("draft_vocab_size")  # row r of the head is token r + d2t[r]

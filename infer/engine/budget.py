@@ -30,7 +30,8 @@ DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
 TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 300  # exploring plain decoding, or drafting, may cost 1/300 of throughput
-SOON, UNKNOWN = 4, 16  # rounds between two that explore: at least; and at most, of a kind of which nothing is known
+# rounds between two that explore: at least; and at most, of a kind of which nothing is known
+SOON, UNKNOWN = 4, 16
 BESIDE = 64  # rounds between two that verify a size more than seems best: what that costs may have changed
 DOUBT = 4  # promised tokens that count as kept before any is known
 BITS = 24  # bins of nodes, by the whole bits of their log-probabilities
@@ -106,7 +107,8 @@ class BudgetController(Budget):
         self.ratios = np.ones((32, len(sizes)))  # by bits of rows and size: seconds over the rule's
         self.known = np.zeros_like(self.ratios)  # how many rounds these are of
         self._costs: dict[int, np.ndarray] = {}  # by rows, until the next round is noted
-        self.promised = np.zeros(len(sizes) - 1)  # tokens that a row expected of a size's nodes behind the size before
+        # tokens that a row expected of a size's nodes behind the size before
+        self.promised = np.zeros(len(sizes) - 1)
         self.found = np.zeros_like(self.promised)  # rows that these are of
         self.verified = np.zeros((2, BITS))  # by bits of verified nodes: tokens promised, and committed
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet

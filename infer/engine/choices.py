@@ -25,7 +25,8 @@ class RowsAsked:
     sampling: Sampling
     noise: torch.Tensor | None  # (B, > max depth, V), where a row is sampled
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
-    texts: abc.Sequence[Sequence] = ()  # none where the host is not asked: no processors, no grammars, no n-grams
+    # none where the host is not asked: no processors, no grammars, no n-grams
+    texts: abc.Sequence[Sequence] = ()
 
 
 def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:

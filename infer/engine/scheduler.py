@@ -11,7 +11,8 @@ from infer.engine.sequence import Sequence
 if TYPE_CHECKING:
     from infer.engine.runner import Runner
 
-PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
+# prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
+PREFILL_CHUNK = 1024
 
 
 class Scheduler:
@@ -40,7 +41,8 @@ class Scheduler:
         self.entering: list[Sequence] = []  # their prompts are being computed
         self.done = 0  # positions that were computed of each of these prompts
         self.writing: list[Sequence] = []
-        self.room = 0.0  # cost of what may still be computed of prompts in this step, in positions without a context
+        # cost of what may still be computed of prompts in this step, in positions without a context
+        self.room = 0.0
         self.computed = 0.0  # cost of what was
 
     def add(self, text: Sequence) -> None:

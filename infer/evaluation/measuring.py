@@ -48,7 +48,8 @@ class Measured:
     texts: list[Sequence] = field(default_factory=list)
     prompts: list[PromptResult] = field(default_factory=list)  # of the texts, in their order
     shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
-    replayed: list[ReplayedText] = field(default_factory=list)  # of plain decoding: the greedy texts by other orders
+    # of plain decoding: the greedy texts by other orders
+    replayed: list[ReplayedText] = field(default_factory=list)
     again: int = 0  # prompts that something disturbed, which were measured again
 
     @property

@@ -62,7 +62,8 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) ->
                 if problems:
                     write_failure(out, problems, log)
                 else:
-                    read = shares[:1] if run.config.target.shard else shares  # where it is sharded all are the same
+                    # where it is sharded all are the same
+                    read = shares[:1] if run.config.target.shard else shares
                     write_evaluation(folder, target, drafter, parts, [one for one, _ in read], log)
                     (out / "failed.txt").unlink(missing_ok=True)
                 if not last:  # behind the last one comes `finish_report`
@@ -116,7 +117,8 @@ def decode_share(
 ) -> list[list[Measured]]:
     """Decode this process's share of the prompts of every part with every method."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if not config.target.shard:  # a pass through a sharded target takes all processes: all decode everything, in step
+    # a pass through a sharded target takes all processes: all decode everything, in step
+    if not config.target.shard:
         mine = slice(rank, None, world)
         parts = [replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts]
     progress = Progress(what, "prompts", quiet=rank > 0)

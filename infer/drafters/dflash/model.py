@@ -123,7 +123,8 @@ class DFlashState(DraftState):
     training goes on with its own."""
 
     layers: list[lean.Layer]
-    project: Callable[[torch.Tensor], torch.Tensor]  # features (N, F) to all keys and values (N, layers * 2 * H * E)
+    # features (N, F) to all keys and values (N, layers * 2 * H * E)
+    project: Callable[[torch.Tensor], torch.Tensor]
     key_norm: lean.Norm  # weight (layers, H, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
@@ -330,7 +331,8 @@ class DFlash(Drafter):
         cache.advance(counts, on_device)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled() and loops.serve(states):  # as the layers before it do: its code is at hand
+        # as the layers before it do: its code is at hand
+        if not torch.is_grad_enabled() and loops.serve(states):
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 

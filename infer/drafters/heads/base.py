@@ -24,7 +24,8 @@ from transformers import Qwen3Config
 class Ends(NamedTuple):
     """The parts of a drafter that a head may ask."""
 
-    embed: Callable[[torch.Tensor], torch.Tensor]  # token ids (...) -> what enters the target's first layer (..., D)
+    # token ids (...) -> what enters the target's first layer (..., D)
+    embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[[torch.Tensor], torch.Tensor]  # the drafter's last norm, (..., D)
 
 
@@ -34,7 +35,8 @@ class Conditioned(NamedTuple):
     read: torch.Tensor  # (..., D) what the target's head reads
     correction: torch.Tensor | None = None  # (..., r)
     memory: torch.Tensor | None = None  # (..., S) of recurrent heads: what the next slot's answer depends on
-    embedded: torch.Tensor | None = None  # (..., r) the head's own embedding of the token, for a confidence head
+    # (..., r) the head's own embedding of the token, for a confidence head
+    embedded: torch.Tensor | None = None
 
 
 class Head(nn.Module):
