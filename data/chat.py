@@ -6,7 +6,8 @@ A row becomes {"prompt", "text", "cut", "chat"}: a chat has `chat` and nothing e
 import json
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
-ENDED = (None, "stop", "tool_calls", "function_call")  # why an answer ended that is whole; any other reason cut it
+# why an answer ended that is whole; any other reason cut it
+ENDED = (None, "stop", "tool_calls", "function_call")
 THOUGHT = "reasoning_content"  # our key; OpenAI-compatible servers say that or "reasoning"
 # What the layouts call the columns of a row and the keys of a message: theirs, ours.
 COLUMNS = {"conversations": "messages", "completion": "response", "finish_reason": "finish"}
@@ -149,6 +150,4 @@ def _call(call: object) -> dict:
     inside = checked(checked(call, dict, wrong).get("function", call), dict, wrong)
     name, arguments = checked(inside.get("name"), str, wrong), inside.get("arguments") or {}
     made = {"name": name, "arguments": parsed(arguments, object, "arguments of a tool call")}
-    return {"type": "function", "function": made} | {
-        key: call[key] for key in ("id",) if isinstance(call.get(key), str)
-    }
+    return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})

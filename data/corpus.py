@@ -42,7 +42,8 @@ def stdlib_documents(split: str) -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if _SKIPPED & set(relative.parts) or relative.name.startswith("_sysconfigdata"):  # paths of this machine
+        # paths of this machine
+        if _SKIPPED & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
             continue
         if is_held_out(relative.as_posix()) == (split == "held_out"):
             yield Document(relative.as_posix(), path.read_text(encoding="utf-8", errors="replace"))

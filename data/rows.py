@@ -209,7 +209,8 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
             if isinstance(record, ValueError):
                 raise record
             row = normalise(record, answered)
-            said = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()  # no row with half a surrogate pair
+            # no row with half a surrogate pair
+            said = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()
         except NothingWhole:
             cut += 1
             continue

@@ -17,7 +17,8 @@ from data.chat import ENDED, THOUGHT
 
 # A thought within an answer's content: what opens it, itself, what closes it, and the rest.
 INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
-WORDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}  # marks of an answer's parts
+# marks of an answer's parts
+WORDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}
 MARK = re.compile(f"({'|'.join(WORDS.values())})([0-9]+)Z")
 FIELDS = (THOUGHT, "reasoning", "thinking")  # what templates call a thought, the first that they know
 
@@ -46,7 +47,8 @@ class TemplateHabits:
 
     asks: str  # asks the assistant to speak
     ends: str  # behind an answer
-    thought: str | None  # the key of a message that it reads thoughts from, None where they stand in the content
+    # the key of a message that it reads thoughts from, None where they stand in the content
+    thought: str | None
 
 
 def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str:
@@ -150,7 +152,8 @@ def _marked(answer: dict, i: int) -> dict:
     """Return answer i with marks in the places of its parts."""
     marks = {kind: f"{word}{i}Z" for kind, word in WORDS.items()}
     marked = answer | {field: marks["thought"] for field in FIELDS if answer.get(field)}
-    if inline := INLINE.fullmatch(answer["content"]):  # stays where it is: some templates treat it in their own way
+    # stays where it is: some templates treat it in their own way
+    if inline := INLINE.fullmatch(answer["content"]):
         marked["content"] = inline[1] + marks["thought"] + inline[3] + marks["said"]
     elif "said" in parts_of(answer):
         marked["content"] = marks["said"]

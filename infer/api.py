@@ -34,7 +34,8 @@ class Generation:
     ids: list[int]
     prompt_ids: list[int]
     finish_reason: str  # "stop", "length", or "loop" (TextOptions.loop_period)
-    commits: list[int]  # how many of `ids` each round committed, the prefill's one first (a masked model has none)
+    # how many of `ids` each round committed, the prefill's one first (a masked model has none)
+    commits: list[int]
     logprobs: list[TokenLogprob]  # one a token, if asked for
     stats: DecodeStats
 

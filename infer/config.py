@@ -16,7 +16,8 @@ from infer.drafters.heads.table import check_head
 from infer.trees.methods import TREES, TreeMethod
 from infer.utils.checks import FREE_TEXT, above_zero, at_least, one_of, temperature
 
-NO_NGRAMS, TEXT_NGRAMS = "none", "text"  # in place of a file's name: no n-grams, and those of the text itself alone
+# in place of a file's name: no n-grams, and those of the text itself alone
+NO_NGRAMS, TEXT_NGRAMS = "none", "text"
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
 
 
@@ -166,8 +167,8 @@ class DrafterConfig:
         check_options(self.family, self.layers)
         check_blocks(self)
         self.head.check()
-        at_least(self, "drafter.", layers=1, convolutions=0, vocabulary=0)
-        at_least(self, "drafter.", block_size=2)  # a block is a bonus token and a draft
+        # a block is a bonus token and a draft
+        at_least(self, "drafter.", layers=1, block_size=2, convolutions=0, vocabulary=0)
         one_of(self, "drafter.", last_tap=("raw", "normed"))
         if self.window is not None and self.window < self.block_size:
             raise ValueError(
@@ -344,10 +345,9 @@ class EvaluationConfig:
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
-    minutes: about so long it may take on this machine, replays included, by a few rounds of every
-        method; answers are shortened to 64 tokens, then prompts left out; at checkpoints before the last
-        a quarter of it. A suite's sets share it, and ask no more questions then; so do masked models. The
-        report says what was cut. null: no limit, as suite= has it
+    minutes: so long prompts are begun, at checkpoints before the last a quarter of it; the kinds of
+        prompts share it, and so do a suite's sets. The report says how many there was time for. null: no
+        limit, as suite= has it
     continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured
         too, and the n-grams alone, without a drafter. null: the file that lies beside the drafter's
         weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no

@@ -79,7 +79,8 @@ def _ranks_by_document(
     them; drawn (B, N): the slot's number and its jitter. Ranks of slots that are not needed lie behind
     the last candidate."""
     own = documents + 1  # padding has number 0
-    sizes = torch.zeros_like(own).scatter_add(1, own, candidate.long()).gather(1, own)  # of each token's document
+    # of each token's document
+    sizes = torch.zeros_like(own).scatter_add(1, own, candidate.long()).gather(1, own)
     share = (most / sizes.clamp(min=1)).clamp(max=1).double() * candidate  # (B, T)
     mass = share.cumsum(1)
     total = mass[:, -1:].round()  # anchors that the documents may have together

@@ -40,8 +40,10 @@ class Chunk:
 class Divergence:
     """One row of the table."""
 
-    formula: "Callable[[Tensor, Tensor, Tensor], Tensor]"  # log p (..., V), log q (..., V), label (...) -> nats (...)
-    by_hand: "Callable[[Chunk], tuple[Tensor, Tensor]] | None" = None  # (rows,) and d/d logits of the drafter (rows, V)
+    # log p (..., V), log q (..., V), label (...) -> nats (...)
+    formula: "Callable[[Tensor, Tensor, Tensor], Tensor]"
+    # (rows,) and d/d logits of the drafter (rows, V)
+    by_hand: "Callable[[Chunk], tuple[Tensor, Tensor]] | None" = None
     of_labels: bool = False  # does not read p, so that it is not computed
     reads_log_q: bool = False  # by hand it reads sum_v p log q
     until_gap: bool = False  # a block ends before its first label without loss: what lies behind is not learnt
@@ -52,8 +54,9 @@ class Weighting:
     """How much the positions t = 1 .. L of a block count."""
 
     by_position: "Callable[[Tensor, object], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
-    by_block: "Callable[[Tensor, Tensor], Tensor] | None" = None  # a further factor, known once a block is drafted:
-    # the drafter's probability of each label (G, L), which ones count (G, L) -> (G, L)
+    # a further factor, known once a block is drafted: the drafter's probability of each label (G, L), which
+    # ones count (G, L) -> (G, L)
+    by_block: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
 
 def kl(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":

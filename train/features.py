@@ -187,7 +187,8 @@ class StoredRows:
         """Raise ValueError, naming what differs, unless the features are what `dependencies` says that
         a run needs, or have more layers: rows then have the run's."""
         known, layers = {key: self.manifest[key] for key in expected}, expected["layers"]
-        known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]  # once not recorded
+        # once not recorded
+        known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]
         if {*layers} <= {*known["layers"]}:
             self._chosen, known["layers"] = [known["layers"].index(layer) for layer in layers], layers
         refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")

@@ -30,7 +30,7 @@ from train.blocks import Blocks
 from train.config import TrainConfig
 from train.engine import build_engine, micro_batch, restore, take_step, target_dtype
 from train.features import StoredRows, dependencies, stored_features
-from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
+from train.objective import Batch, Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import set_rate
 from train.plan import length_of
 from train.processes import StallWatch, agreed, catch_signals, first_only, own_device, start_processes, stopped_at_once
@@ -109,21 +109,20 @@ def score(
         answer = teach(drafter, target, drafted, blocks.tokens_before(rows["ids"]).flatten(0, 1))
         drafted = answer.read.flatten(0, 1).to(target.dtype)
         if answer.correction is not None:
-            correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out, head.top_k)
-    result = divergence(
-        drafted,
-        features.last.flatten(0, 1),
-        blocks.teacher_rows.flatten(0, 1),
-        labels,
-        weights,
-        rows_of(drafter, target),
-        config.objective,
-        head_weight(drafter, target),
-        target.scale,
-        correction,
+            correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out)
+    batch = Batch(
+        teacher_hidden=features.last.flatten(0, 1),
+        teacher_rows=blocks.teacher_rows.flatten(0, 1),
+        labels=labels,
+        weights=weights,
+        head=rows_of(drafter, target),
+        config=config.objective,
+        scale=target.scale,
+        top_k=0 if head is None else head.top_k,
         overlap=confidence is not None,
         plan=plan,
     )
+    result = divergence(drafted, batch, head_weight(drafter, target), correction)
     if confidence is None:
         return result
     logits = confidence(states, answer)  # (G, L)

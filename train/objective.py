@@ -18,7 +18,7 @@ before, and the gradients with respect to `out` (V, r) and the corrections (R, r
 pass. So all heads are trained here, under every divergence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES, TINY, WEIGHTS, Chunk, Divergence
 
 CACHED = 1 << 18  # logits of as many rows as go through the arithmetic together on a CPU
-IMPOSSIBLE = -1e4  # logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
+# logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
+IMPOSSIBLE = -1e4
 
 
 class RowLoss(NamedTuple):
@@ -45,7 +46,6 @@ class Correction(NamedTuple):
 
     rows: torch.Tensor  # (R, r)
     out: torch.Tensor  # (V, r) trained
-    top_k: int = 0  # the distribution is one over so many of a row's likeliest tokens without it, and the label; 0: all
 
 
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
@@ -83,18 +83,20 @@ def plan_rows(teacher_rows: torch.Tensor, weights: torch.Tensor, chunk_rows: int
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What the rows are compared with. Nothing here is trained."""
+class Batch:
+    """What drafted rows are compared with. Nothing here is trained."""
 
     teacher_hidden: torch.Tensor  # (P, D)
-    labels: torch.Tensor  # (R,) int64; -1, at weight 0, for a token that the drafter does not know
+    teacher_rows: torch.Tensor  # (G, L) int64 of these, each row's
+    labels: torch.Tensor  # (G, L) int64; -1, at weight 0, for a token that the drafter does not know
     weights: torch.Tensor  # (G, L)
     head: torch.Tensor  # (V, D) the target's
-    plan: RowPlan
     config: ObjectiveConfig
-    scale: LogitScale
-    top_k: int = 0  # of the correction
+    scale: LogitScale = PLAIN  # what the target does to its head's products, and the drafter to its own
+    # with corrections, distributions are over so many of a row's likeliest tokens without, and the label; 0: all
+    top_k: int = 0
     overlap: bool = False  # is asked for
+    plan: RowPlan | None = None  # `plan_rows` of teacher rows and weights, if it was made before
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,39 +105,26 @@ class _Batch:
 
 
 def divergence(
-    hidden: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    teacher_rows: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor,
-    head: torch.Tensor,
-    config: ObjectiveConfig,
-    own_head: torch.Tensor | None = None,
-    scale: LogitScale = PLAIN,
-    correction: Correction | None = None,
-    overlap: bool = False,
-    plan: RowPlan | None = None,
+    hidden: torch.Tensor, batch: Batch, own_head: torch.Tensor | None = None, correction: Correction | None = None
 ) -> RowLoss:
     """Return the weighted sum of the rows' divergences to the target's distribution along the true
     continuation.
 
-    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64;
-    weights (G, L); own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the
-    target does to its head's products, and the drafter to its own; correction: of a conditional head,
-    behind the scale. config.unary adds so many times the divergence without corrections.
-    config.divergence names a row of DIVERGENCES, config.weights one of WEIGHTS, whose `by_block`
-    multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64 inputs). Rows of
-    weight 0 are dropped before the projection; plan: `plan_rows` of the same, if it was made before.
+    hidden (R, D), in the dtype of teacher and head; own_head (V, D): the drafter's, float32, if it is not
+    the target's; correction: of a conditional head, behind the scale. config.unary adds so many times
+    the divergence without corrections. config.divergence names a row of DIVERGENCES, config.weights one
+    of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64
+    for float64 inputs). Rows of weight 0 are dropped before the projection.
     """
-    plan = plan_rows(teacher_rows, weights, config.chunk_rows) if plan is None else plan
-    rows, out, top_k = (None, None, 0) if correction is None else correction
-    batch = _Batch(teacher_hidden, labels.flatten(), weights, head, plan, config, scale, top_k, overlap)
-    return RowLoss(*_Objective.apply(hidden, head if own_head is None else own_head, rows, out, batch))
+    plan = batch.plan or plan_rows(batch.teacher_rows, batch.weights, batch.config.chunk_rows)
+    batch = replace(batch, labels=batch.labels.flatten(), plan=plan)
+    own_head = batch.head if own_head is None else own_head
+    return RowLoss(*_Objective.apply(hidden, own_head, *(correction or (None, None)), batch))
 
 
 class _Objective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, own_head, correction, out, batch: _Batch):
+    def forward(ctx, hidden, own_head, correction, out, batch: Batch):
         wants = ctx.needs_input_grad
         head, weights, by_block = own_head.to(hidden.dtype), batch.weights, WEIGHTS[batch.config.weights].by_block
 
@@ -180,7 +169,7 @@ class _Scan:
     """
 
     def __init__(
-        self, drafted: _Drafted, batch: _Batch, wants: tuple[bool, ...] = (False,) * 4, row_weights=None
+        self, drafted: _Drafted, batch: Batch, wants: tuple[bool, ...] = (False,) * 4, row_weights=None
     ) -> None:
         self.drafted, self.batch, self.row_weights = drafted, batch, row_weights
         self.kind = DIVERGENCES[batch.config.divergence]
@@ -189,12 +178,9 @@ class _Scan:
         self.overlap = torch.zeros_like(self.rows)
         self.agree = torch.zeros_like(self.rows, dtype=torch.bool)
         kinds = None, batch.dtype, None, batch.dtype
-        self.gradients = _Drafted(
-            *(
-                torch.zeros_like(part, dtype=kind) if wanted else None
-                for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
-            )
-        )
+        parts = zip(drafted, wants, kinds, strict=False)
+        zeros = (torch.zeros_like(part, dtype=kind) if wanted else None for part, wanted, kind in parts)
+        self.gradients = _Drafted(*zeros)
         # where the logits of one chunk after the other are written: fresh memory costs a CPU as much as
         # the arithmetic
         sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [(0, 0)]
@@ -300,7 +286,8 @@ def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Turn logits (rows, V) into probabilities in place; return sum_v p log p, (rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)
-    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()  # largest logit 0: log p = logit + this
+    # largest logit 0: log p = logit + this
+    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
     logits.copy_(p)
     return negative_entropy
 
@@ -320,15 +307,7 @@ class _Compared(NamedTuple):
     overlap: torch.Tensor | None  # (rows,)
 
 
-def _compare(
-    kind: Divergence,
-    teacher: _Teacher,
-    which: torch.Tensor,
-    student: torch.Tensor,
-    label: torch.Tensor,
-    outside: torch.Tensor | None,
-    overlap: bool,
-) -> _Compared:
+def _compare(kind: Divergence, teacher: _Teacher, which, student, label, outside, overlap: bool) -> _Compared:
     """Compare the drafter's logits (rows, V) with the target's, of which `which` (rows,) is each row's;
     neither counts the tokens `outside` (rows, V). Writes the divergences' gradients with respect to the
     logits over these."""

@@ -85,7 +85,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig, decay: float = 0.0) ->
     others = [p for name, p in named if p.ndim != 2 or name.endswith(TABLES)]
     if config.name == "muon":
         return MuonAdamW(matrices, others, config, decay)
-    fused = True if next(model.parameters()).is_cpu else None  # there a quarter of the time; CUDA's is torch's choice
+    # there a quarter of the time; CUDA's is torch's choice
+    fused = True if next(model.parameters()).is_cpu else None
     return torch.optim.AdamW([*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused)
 
 

@@ -60,7 +60,8 @@ class StepShape:
         self.length = config.data.length  # T
         self.block = config.drafter.block_size  # K
         window = min(config.drafter.window or self.length, self.length)
-        self.seen = window - window**2 / (2 * self.length)  # positions of the context that a query sees, on average
+        # positions of the context that a query sees, on average
+        self.seen = window - window**2 / (2 * self.length)
         self.context = rows * self.length  # B * T
         self.queries = blocks * drafter.num_queries  # Q
         self.drafted = blocks * (self.block - 1)  # B * N * L, supervised rows at most
@@ -117,16 +118,19 @@ def step_memory(
     if config.features:
         target = weight * s.target_ends
     elif config.target.shard:
-        target = weight * (s.target_ends + layers / world + 2 * layers / s.target_layers)  # two layers are whole
+        # two layers are whole
+        target = weight * (s.target_ends + layers / world + 2 * layers / s.target_layers)
     else:
         target = weight * s.target_parameters
     moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
     one_pass = weight * s.context * (3 * s.intermediate + 4 * s.hidden + s.width)
     features = weight * s.context * (s.tapped + 1) * s.hidden
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
-    once = int(compiles(config, cuda))  # what a compiled pass keeps one time less: it computes norms and SiLU again
+    # what a compiled pass keeps one time less: it computes norms and SiLU again
+    once = int(compiles(config, cuda))
     per_query = (5 - once) * s.hidden + (4 - once) * (s.width + s.intermediate) + 4 * s.kv_width
-    per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)  # embeddings beside features, normalised and not
+    # embeddings beside features, normalised and not
+    per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)
     layer = product * (s.queries * per_query + s.context * per_context)
     pieces = 0 if cuda else s.seen + GROUP  # keys that each of the mask's pieces sees
     mask = 4 * s.queries * pieces
@@ -273,7 +277,8 @@ def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
     except ValueError:
         if config.data.source != "jsonl":
             raise
-        count = sum(1 for _ in read_rows(config.data, answered=False))  # raises for rows that are no questions either
+        # raises for rows that are no questions either
+        count = sum(1 for _ in read_rows(config.data, answered=False))
         print(f"{count:,} questions without answers to learn from: ./launch.sh regenerate lets the target write them")
         return None
 

@@ -34,6 +34,7 @@ def attend(
             mask = mask.to(queries.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     rows, heads, _, size = keys.shape
+    scale = size**-0.5 if scale is None else scale
     if mask.inside is None:
         apart = queries.reshape(rows, -1, mask.ranges[0][0].shape[1], size)  # (B, H, Q, E)
         run = attend_tiles if queries.device.type == "cuda" else attend_pieces
@@ -42,7 +43,7 @@ def attend(
     if has_kernel(queries.device):
         from infer.attention.tree_kernel import tree_attention
 
-        return tree_attention(packed, keys, values, mask, size**-0.5 if scale is None else scale).view(queries.shape)
+        return tree_attention(packed, keys, values, mask, scale).view(queries.shape)
     seen = mask.for_packed(packed.shape[2] // mask.inside.shape[-1], queries.dtype)
     return F.scaled_dot_product_attention(packed, keys, values, attn_mask=seen, scale=scale).reshape(queries.shape)
 
@@ -87,18 +88,14 @@ class _PieceAttention(torch.autograd.Function):
         return gradients
 
 
-def attend_pieces(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
-) -> torch.Tensor:
+def attend_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float) -> torch.Tensor:
     """Attention of queries (B, H, Q, E) piece by piece; in float32 where these are less, which takes no
     longer on a CPU. The result has the values' dtype."""
     wide = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
-    return _PieceAttention.apply(*wide, mask.pieces, q.shape[-1] ** -0.5 if scale is None else scale).to(v.dtype)
+    return _PieceAttention.apply(*wide, mask.pieces, scale).to(v.dtype)
 
 
-def attend_tiles(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
-) -> torch.Tensor:
+def attend_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float) -> torch.Tensor:
     """Attention of queries (B, H, Q, E) by FlexAttention. Autocast leaves queries and keys, which come
     out of norms, in float32, and does not cast for it."""
     return _flex()(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask.tiles, scale=scale, enable_gqa=True)

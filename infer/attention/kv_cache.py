@@ -148,19 +148,22 @@ class KVCache:
         self.rows, self.capacity, self.states = rows, capacity, states
         self.reach, self.widest = reach, widest
         widths: list[int] = []  # of every plane
-        self.places: dict[int, list[tuple[int, int]]] = {}  # by layer: buffer and plane of its keys and its values
+        # by layer: buffer and plane of its keys and its values
+        self.places: dict[int, list[tuple[int, int]]] = {}
         sizes = list(dict.fromkeys(count * size for pair in layers.values() for count, size in pair))
         for layer, pair in layers.items():
             self.places[layer] = []
             for width in (count * size for count, size in pair):
                 self.places[layer].append((sizes.index(width), widths.count(width)))
                 widths.append(width)
-        self.heads = next(iter(layers.values()), ((0, 0),))[0][0]  # of all keys and values, where they are alike
+        # of all keys and values, where they are alike
+        self.heads = next(iter(layers.values()), ((0, 0),))[0][0]
         self.buffers = [  # (planes, rows * S, width): zeros, since a masked slot must still be finite
             torch.zeros(widths.count(width), rows * capacity, width, dtype=dtype, device=device) for width in sizes
         ]
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
-        self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
+        # the same on the device, 0 for unused rows
+        self.ends = torch.zeros(rows, dtype=torch.long, device=device)
         self.forgotten = torch.zeros_like(self.ends)
         self.live = torch.zeros_like(self.ends)  # 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 GROUP = 64  # queries of a piece of a mask
 TILE = 128  # queries, and keys, of a tile of FlexAttention's masks
-Range = tuple[torch.Tensor, torch.Tensor]  # the first key that every query sees and the one behind the last, (B, Q)
+# the first key that every query sees and the one behind the last, (B, Q)
+Range = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def run(config: CompareCommand) -> None:
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         progress = Progress(f"evaluating {name}", "prompts")
-        evaluations[name] = evaluate(target, drafter, prompts, options, progress, progress.say)
+        evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "comparison.json", {name: to_json(evaluation) for name, evaluation in evaluations.items()})

@@ -76,7 +76,7 @@ def run(config: EvalCommand) -> None:
         way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
         result = evaluate_masked(target, ids, way, progress, options.minutes)
     else:
-        result = evaluate(target, drafter, prompts, options, progress, say=progress.say)
+        result = evaluate(target, drafter, prompts, options, progress)
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)

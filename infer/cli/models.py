@@ -61,7 +61,7 @@ def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig 
     how it is asked here, unless the target's options say otherwise: as for the first that says so.
     Raises ValueError for a drafter that does not fit or that this target's dtype or device has no int8
     products for, for options that change nothing, and for a masked diffusion model."""
-    from infer.formats.checkpoint import open_drafter
+    from infer.formats.checkpoint import load_drafter
     from infer.masked.model import is_masked
     from infer.targets.loading import load_config, open_target, resolve_device, resolve_dtype
 
@@ -75,7 +75,7 @@ def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig 
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
         device = resolve_device(place.device)
         kind = resolve_dtype(place.dtype, device)
-        drafters = [open_drafter(checkpoint, layers, kind, device, **asked) for checkpoint in checkpoints]
+        drafters = [load_drafter(checkpoint, kind, device, layers, **asked) for checkpoint in checkpoints]
     configs = [drafter.config for drafter in drafters if drafter.config is not None]
     ways = [place.chat_template_kwargs, *(getattr(config, "chat_template_kwargs", None) for config in configs)]
     model = open_target(replace(place, chat_template_kwargs=next(filter(None, ways), {})))

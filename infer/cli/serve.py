@@ -47,16 +47,17 @@ def opened(config: ServeCommand):
     capacity = min(server.max_length, positions_of(target) - spare)
     name = decoding.method if masked else decoding.name_with(drafter)
     said = f"{name}, {decoding.rows} texts at a time, {capacity} tokens each"
-    return open_engine(
-        target, drafter, decoding, capacity
-    ), f"{server.model_name or target.name} at {server.url}/v1: {said}"
+    engine = open_engine(target, drafter, decoding, capacity)
+    return engine, f"{server.model_name or target.name} at {server.url}/v1: {said}"
 
 
 def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
-    with ThreadPoolExecutor(1) as loader:  # OpenMP's threads end with it: beside the engine's own, both would fall
-        engine, said = loader.submit(opened, config).result()  # asleep between any two loops (LOG.md)
+    # OpenMP's threads end with it: beside the engine's own, both would fall asleep between any two loops
+    # (LOG.md)
+    with ThreadPoolExecutor(1) as loader:
+        engine, said = loader.submit(opened, config).result()
     HEARTBEAT.at(None)
     told = f"{said}; talk to it with ./launch.sh chat url={config.server.url}"
     serve(engine, config.server, lambda: print(told, file=sys.stderr, flush=True))

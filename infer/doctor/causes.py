@@ -23,7 +23,8 @@ LOW = 0.95  # of the drafts accepted a round: what rounding does not explain
 SAME_TARGET = 0.98  # share of a text's tokens that the target itself would choose: rounding leaves more
 MORE = 1.25  # times the drafts accepted, from which on another reading is better than the folder's, where no card tells
 LAST, NEAR = 512, 256  # tokens drafted at a long text's end, and those that a drafter sees there instead of all
-THETAS = (10_000.0, 1_000_000.0, 500_000.0, 5_000_000.0, 10_000_000.0)  # of Qwen2, Qwen3, Llama 3, Qwen3 long, ...
+# of Qwen2, Qwen3, Llama 3, Qwen3 long, ...
+THETAS = (10_000.0, 1_000_000.0, 500_000.0, 5_000_000.0, 10_000_000.0)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def chains(target: Target, drafter: Drafter, material: Material, taps: Sequence[
     """Replay chains along the answers, with features of the taps; return what is accepted, text by text.
     A round counts if it begins before a text's last `margin` tokens."""
     texts, chain = list(zip(material.prompts, material.answers, strict=True)), Order("chain", drafter.block_size - 1)
-    features = [torch.cat(each, dim=-1) for each in zip(*(material.states[tap] for tap in taps), strict=True)]  # (T, F)
+    # (T, F)
+    features = [torch.cat(each, dim=-1) for each in zip(*(material.states[tap] for tap in taps), strict=True)]
     return [
         count_accepted(found.commits[chain], len(answer) - margin, chain.nodes)
         for found, (_, answer) in zip(replay(target, drafter, texts, [chain], features), texts, strict=True)

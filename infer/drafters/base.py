@@ -301,9 +301,11 @@ class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
     family: Family
-    writers: dict[str, Callable] = {}  # by export format (dflash/writers.py says what they are given and return)
+    # by export format (dflash/writers.py says what they are given and return)
+    writers: dict[str, Callable] = {}
     anchor_offset = 0
-    attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
+    # its layers' kinds: causal within the block?, sliding window
+    attention_patterns: list[tuple[bool, int | None]]
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
     mask_token_id: int | None = None  # what stands in the slots, where it is a token
@@ -319,7 +321,8 @@ class Drafter(nn.Module):
         self.raw_states = False  # the conditional head reads states before the last norm
         self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
         self.quantised = False  # are its products of int8 codes?
-        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
+        # training: compute the layers again in the backward pass instead of keeping them
+        self.recompute = False
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
         known = vars(config).get("draft_vocab_size")  # row r of the head is token r + d2t[r]
@@ -466,6 +469,21 @@ class Drafter(nn.Module):
         layers = dict.fromkeys(range(config.num_hidden_layers), (each, each))
         cache = KVCache(layers, rows, room, weight.dtype, weight.device, reach=reach, widest=widest)
         return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
+
+    def update_context(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int] | None,
+        state: DraftState,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions and their
+        tokens (B, C) to the memory. `counts[b]` positions of row b are real, the rest is padding;
+        `on_device` (B,) is `counts` where that is on the device already, and alone where the host does
+        not know them."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:

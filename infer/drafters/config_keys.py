@@ -62,7 +62,8 @@ FLAGS = (
 )
 KEYS = {
     **dict.fromkeys((*SIZES, *WHOLES), KeyRule()),
-    "num_hidden_layers": KeyRule(most=1024),  # larger models would be built before any tensor shows that they are wrong
+    # larger models would be built before any tensor shows that they are wrong
+    "num_hidden_layers": KeyRule(most=1024),
     **dict.fromkeys(("block_size", "draft_length"), KeyRule(most=4096)),
     **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(least=0)),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), KeyRule("number")),
@@ -112,28 +113,12 @@ HARMLESS = {
 
 
 WRITTEN = (  # keys of the public layout, in this order
-    "architectures",
-    "model_type",
-    "block_size",
+    *("architectures", "model_type", "block_size"),
     *(family.config_key for family in FAMILIES.values()),
-    "num_target_layers",
-    "num_hidden_layers",
-    "layer_types",
-    "use_sliding_window",
-    "sliding_window",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "max_position_embeddings",
-    "vocab_size",
-    "draft_vocab_size",
-    "tie_word_embeddings",
-    "chat_template_kwargs",
+    *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window", "sliding_window"),
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"),
+    *("vocab_size", "draft_vocab_size", "tie_word_embeddings", "chat_template_kwargs"),
 )
 
 
@@ -147,7 +132,8 @@ class ConfigReading:
     problems: list[str]
     unused: set[str] = field(default_factory=set)  # tensors that belong to the layout, and that we do not need
     doubts: list[str] = field(default_factory=list)  # sentences on what the config leaves open
-    renamed: dict[str, str] = field(default_factory=dict)  # tensors with other names in the layout: theirs to ours
+    # tensors with other names in the layout: theirs to ours
+    renamed: dict[str, str] = field(default_factory=dict)
 
     @property
     def own(self) -> dict[str, Any]:

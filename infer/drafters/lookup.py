@@ -4,7 +4,7 @@ behind the interface that the engine knows: what a drafter with a network has to
 B rows, L drafted positions, V vocabulary, P earlier places.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Lookup(nn.Module):
     family = LOOKUP
     layer_ids: tuple[int, ...] = ()
     head_row = dtype = config = None
-    vocabulary = ALL
+    vocabulary, own = ALL, {}
     quantised = False
 
     def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
@@ -75,15 +75,7 @@ class Lookup(nn.Module):
     def state(self, rows: int, capacity: int, whole: bool = True) -> Texts:
         return Texts()
 
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: Sequence[int],
-        state: Texts,
-        *unused: object,
-    ) -> None:
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
         """Add the first counts[i] of the committed tokens (B, Q) to the texts."""
         for text, row, count in zip(state.texts, tokens.tolist(), counts, strict=True):
             text += row[:count]

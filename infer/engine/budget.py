@@ -32,7 +32,8 @@ DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
 TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 300  # exploring plain decoding, or drafting, may cost 1/300 of throughput
-SOON, UNKNOWN = 4, 16  # rounds between two that explore: at least; and at most, of a kind of which nothing is known
+# rounds between two that explore: at least; and at most, of a kind of which nothing is known
+SOON, UNKNOWN = 4, 16
 BESIDE = 64  # rounds between two that verify a size more than seems best: what that costs may have changed
 DOUBT = 4  # promised tokens that count as kept before any is known
 BITS = 24  # bins of nodes, by the whole bits of their log-probabilities
@@ -115,14 +116,10 @@ class Budget:
     def __init__(self, most: int) -> None:
         self.most = self.last = most  # nodes of a row's tree at most; and of the last round
 
-    def most_nodes(self, rows: int, most: int) -> int:
+    def most_nodes(self, rows: int | torch.Tensor, most: int) -> int:
         return most
 
-    def nodes(self, log_probs: torch.Tensor, most: int) -> int:
-        return most
-
-    def nodes_ahead(self, rows: int, most: int) -> int:
-        return most
+    nodes = nodes_ahead = most_nodes
 
     def grown(self, nodes: int) -> int:
         return nodes
@@ -159,7 +156,8 @@ class BudgetController(Budget):
         self.ratios = np.ones((32, len(sizes)))  # by bits of rows and size: seconds over the rule's
         self.known = np.zeros_like(self.ratios)  # how many rounds these are of
         self._costs: dict[int, np.ndarray] = {}  # by rows, until the next round is noted
-        self.promised = np.zeros(len(sizes) - 1)  # tokens that a row expected of a size's nodes behind the size before
+        # tokens that a row expected of a size's nodes behind the size before
+        self.promised = np.zeros(len(sizes) - 1)
         self.found = np.zeros_like(self.promised)  # rows that these are of
         self.verified = np.zeros((2, BITS))  # by bits of verified nodes: tokens promised, and committed
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
@@ -235,9 +233,7 @@ class BudgetController(Budget):
         best = 1 + int(worth[1:].argmax())
         return self.sizes[min(best + (self.rounds % BESIDE == 0), last)]
 
-    def note(
-        self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
-    ) -> None:
+    def note(self, seconds, nodes, paths, promised=None) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root
         left out; `promised`: the log-probabilities of all nodes found, where `nodes` was not told
         them."""

@@ -26,7 +26,8 @@ class RowsAsked:
     sampling: Sampling
     noise: torch.Tensor | None  # (B, > max depth, V), where a row is sampled
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
-    texts: abc.Sequence[Sequence] = ()  # none where the host is not asked: no processors, no grammars, no n-grams
+    # none where the host is not asked: no processors, no grammars, no n-grams
+    texts: abc.Sequence[Sequence] = ()
 
 
 def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
@@ -58,11 +59,7 @@ def likeliest(target: Target, last: torch.Tensor) -> torch.Tensor:
 
 
 def choose_tokens(
-    target: Target,
-    tree: DraftTree,
-    within: SeenAt | None,
-    last: torch.Tensor,
-    asked: RowsAsked,
+    target: Target, tree: DraftTree, within: SeenAt | None, last: torch.Tensor, asked: RowsAsked
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
     for a `piece` of the nodes at a time, unless processors want to see them."""
@@ -84,12 +81,7 @@ def choose_tokens(
 
 
 def choose_processed(
-    target: Target,
-    tree: DraftTree,
-    row: int,
-    asked: RowsAsked,
-    logits: torch.Tensor,
-    within: SeenAt | None,
+    target: Target, tree: DraftTree, row: int, asked: RowsAsked, logits: torch.Tensor, within: SeenAt | None
 ) -> torch.Tensor:
     """Return the same for one row whose logits go through processors or a grammar, (M,). These see the
     true prefix of one node at a time, and so only the nodes on the path that the target takes, as far

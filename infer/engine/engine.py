@@ -114,9 +114,3 @@ class Engine:
             began, before = text.began
             text.stats.tokens, text.stats.seconds = len(text.ids), now - began
             text.stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
-
-    def retry(self) -> Sequence | None:
-        """After a step that raised: let its texts wait again, to go on from the tokens that they have,
-        and half as many be written side by side; each text that ends lets one more in. A text that
-        failed alone is returned instead, and all rows may be used again. `reset` comes next."""
-        return self.scheduler.retry()

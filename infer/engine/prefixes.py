@@ -38,7 +38,8 @@ class Prefixes:
 
     def __init__(self, memory: int) -> None:
         self.memory, self.bytes, self.made = memory, 0, 0
-        self.blocks: OrderedDict[Key, PrefixBlock] = OrderedDict()  # no block stands behind the one that it follows
+        # no block stands behind the one that it follows
+        self.blocks: OrderedDict[Key, PrefixBlock] = OrderedDict()
 
     def find(self, ids: list[int]) -> tuple[list[PrefixBlock], Key | None]:
         """Return the blocks that a text begins with, of which a token at least is left to be computed;

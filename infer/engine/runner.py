@@ -92,7 +92,8 @@ class Runner:
         self.prompts: Prefill | None = None
         self.graphs = Graphs(device)  # the old ones work on memory that is gone
         self.columns = Columns(rows, self.vocabulary, device)
-        self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
+        # texts, and how long they were, that the device knows as they are
+        self.noted: list[tuple[Sequence, int]] = []
 
     def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
         """Return a text to be queued."""

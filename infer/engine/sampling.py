@@ -32,7 +32,8 @@ class Kind:
     top_p: bool = False
     min_p: bool = False
     penalised: bool = False
-    logprobs: int | None = None  # alternatives that are told, up to the next power of two; None: none, nor the token's
+    # alternatives that are told, up to the next power of two; None: none, nor the token's
+    logprobs: int | None = None
 
     @classmethod
     def of(cls, rows: Sequence[TextOptions], vocabulary: int) -> "Kind":

@@ -11,7 +11,8 @@ from infer.engine.sequence import Sequence
 if TYPE_CHECKING:
     from infer.engine.runner import Runner
 
-PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
+# prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
+PREFILL_CHUNK = 1024
 
 
 class Scheduler:
@@ -40,7 +41,8 @@ class Scheduler:
         self.entering: list[Sequence] = []  # their prompts are being computed
         self.done = 0  # positions that were computed of each of these prompts
         self.writing: list[Sequence] = []
-        self.room = 0.0  # cost of what may still be computed of prompts in this step, in positions without a context
+        # cost of what may still be computed of prompts in this step, in positions without a context
+        self.room = 0.0
         self.computed = 0.0  # cost of what was
 
     def add(self, text: Sequence) -> None:
@@ -124,8 +126,10 @@ class Scheduler:
         return texts
 
     def retry(self) -> Sequence | None:
-        """Let the texts of a step that raised wait again, see `Engine.retry`. The dear and new ones go
-        first, which are the likely cause."""
+        """After a step that raised: let its texts wait again, to go on from the tokens that they have,
+        and half as many be written side by side; each text that ends lets one more in. The dear and new
+        ones go first, which are the likely cause. A text that failed alone is returned instead, and all
+        rows may be used again. The engine's `reset` comes next."""
         texts = self.stop()
         texts.sort(key=lambda text: (text.options.temperature > 0 or text.options.logprobs is not None, text.number))
         if len(texts) < 2:

@@ -93,7 +93,8 @@ class Sequence:
     began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
-    kept: list[PrefixBlock] = field(default_factory=list)  # what is there of them, until it is given to the text's row
+    # what is there of them, until it is given to the text's row
+    kept: list[PrefixBlock] = field(default_factory=list)
     searched: np.ndarray | None = None  # the end of prompt and ids, int64, once a tree has asked for it
     noted: int = 0  # tokens of ids that are in it
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 
 # llguidance's own limits on what its lexer does, and less than its own of the rest.
@@ -106,11 +107,9 @@ class Trial:
             raise ValueError(wrong)
 
     def _send(self, message: object) -> None:
-        try:
+        with suppress(BrokenPipeError):  # it has ended: the answer is empty
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # it has ended: the answer is empty
-            pass
 
     def close(self) -> None:
         """End the process, if there is one."""

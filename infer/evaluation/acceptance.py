@@ -65,15 +65,13 @@ def count_accepted(commits: Iterable[int], until: int, drafted: int) -> Acceptan
     return Acceptance(rounds, accepted)
 
 
-def measure_reference(
-    target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], tokens: int = TOKENS
-) -> Reference:
+def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt]) -> Reference:
     """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be
     sent."""
     prompts = [prompt for prompt in prompts if prompt.said]
     if not prompts:
         raise ValueError("there is no prompt that could be sent to a server")
-    options = DecodeOptions(method="chain", max_new_tokens=tokens, loop_period=LONGEST_PERIOD, positions=None)
+    options = DecodeOptions(method="chain", max_new_tokens=TOKENS, loop_period=LONGEST_PERIOD, positions=None)
     return reference_of(target, drafter, prompts, decode(target, drafter, [prompt.ids for prompt in prompts], options))
 
 

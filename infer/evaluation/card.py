@@ -104,7 +104,8 @@ def front_matter(reading: ConfigReading, run: dict | None, license: str | None, 
     return ModelCardData(
         base_model=base,
         datasets=[name for part in parts if (name := hub_name(part["path"]))] or None,
-        library_name="transformers" if reading.layout == "transformers" else None,  # its AutoModel loads no other
+        # its AutoModel loads no other
+        library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "block-diffusion", "draft-model", reading.family.title.lower()],

@@ -3,23 +3,23 @@
 Acceptance is never estimated from token accuracy: every number here comes from decoding.
 """
 
+import math
 import platform
 import statistics
+import time
 from collections import abc
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 
 from infer.api import AnyTarget
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.evaluation.acceptance import AnyPrompt, reference_of
-from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
-from infer.evaluation.measuring import Measured, Progress, PromptSet, measure, middle, variants
+from infer.evaluation.measuring import Measured, Progress, PromptSet, cut_at, decided, measure, middle, variants
 from infer.evaluation.replay import replay_trees, study_of
 from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Reference, tree_of
 from infer.evaluation.ruler import acceptance_length, counted, figures, rate
@@ -35,13 +35,10 @@ def evaluate(
     prompts: abc.Sequence[AnyPrompt],
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
-    say: abc.Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Decode every prompt with every method; `say` is told what it will cost. Where a method of ours
-    wrote something else than plain decoding, `ties` and `defects` say on how many prompts and why, see
-    `infer.evaluation.lossless`."""
+    """Decode every prompt with every method. Where a method of ours wrote something else than plain
+    decoding, `ties` and `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
     parts = parts_of(prompts, config)
-    parts = fit(parts, decided(target, limits_of(target, drafter, parts)), say)
     measured = decode_all(target, drafter, parts, progress)
     result = summarise(target, drafter, parts, measured)
     return replace(
@@ -56,9 +53,8 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
     methods = []
     for method, one in zip(result.methods, measured, strict=True):
         pairs = [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
-        found = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
-        causes = [difference.cause for difference in found if difference is not None]
-        if causes:
+        causes = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
+        if any(causes):
             method = replace(method, ties=causes.count("tie"), defects=causes.count("defect"))
         methods.append(method)
     return replace(result, methods=methods)
@@ -95,16 +91,21 @@ def decode_all(
 ) -> list[list[Measured]]:
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also
     keep what a report shows of the texts, and replay greedy ones by trees. Where transformers' plain
-    decoding is slower than ours there, it is left out of the other parts."""
+    decoding is slower than ours there, it is left out of the other parts. The parts share
+    `evaluation.minutes` by their answers."""
     total, done, results, slower = sum(len(part.prompts) for part in parts), 0, [], False
-    for part in parts:
+    end = time.monotonic() + 60 * (parts[0].config.minutes or math.inf)
+    answers = [len(part.prompts) * len(variants(drafter, part.config)) for part in parts]
+    for number, part in enumerate(parts):
 
         def onwards(more: int, _: int, before: int = done) -> None:
             progress(before + more, total)
 
         prompts = [prompt.ids for prompt in part.prompts]
         every = [one for one in variants(drafter, part.config) if not (slower and one.name == GENERATE.name)]
-        results.append(measure(target, drafter, every, prompts, onwards, part.numbers))
+        now = time.monotonic()
+        until = now + max(0.0, end - now) * answers[number] / max(1, sum(answers[number:]))
+        results.append(measure(target, drafter, every, prompts, onwards, part.numbers, until))
         slower = slower or decided(target, fastest_plain(results[0]) is results[0][0])
         done += len(prompts)
     plain, *trees = results[0]
@@ -115,24 +116,15 @@ def decode_all(
     return results
 
 
-def decided(target: Target, value: object) -> object:
-    """Return what the clock decided: where processes compute every pass of the target together
-    (`target.shard`), the first one's, as they must not decide by clocks of their own."""
-    return agreed(value) if target.spread else value
-
-
-def agreed(value: object) -> object:
-    """Return the first process's value, in every process."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 def summarise(
     target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Evaluation:
     """Return the figures of an evaluation, what is reported beside it included."""
-    first, *beside = [summarise_part(target, drafter, *pair) for pair in zip(parts, measured, strict=True)]
+    found = []
+    for part, of_part in zip(parts, measured, strict=True):
+        cut = cut_at(part.config.minutes, len(of_part[0].texts), len(part.prompts))
+        found.append(summarise_part(target, drafter, replace(part, cut=cut), of_part))
+    first, *beside = found
     return replace(first, beside=beside, reference=reference_among(target, drafter, parts, measured))
 
 

@@ -8,9 +8,6 @@ other difference is a defect.
 V vocabulary, Q positions of a pass.
 """
 
-import math
-from dataclasses import dataclass
-
 import torch
 
 from infer.config import TextOptions
@@ -22,22 +19,11 @@ CHUNK = 64  # positions of one checking pass
 SINGLE = 8  # positions run one by one, to see how the shape of a pass changes rounding
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first token where a text differs from plain decoding's, and why."""
-
-    place: int  # index among the new tokens
-    written: int | None  # the token there; None: the text ended before it
-    expected: int | None  # plain decoding's token there
-    gap: float  # between the scores of the two, in logits (sampled: tempered logits plus noise)
-    cause: str  # "tie" or "defect"
-
-
 def find_difference(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
-) -> Difference | None:
-    """Return the first difference between a text's new tokens and plain decoding's, None if there is
-    none.
+) -> str | None:
+    """Return what the first difference between a text's new tokens and plain decoding's is, "tie" or
+    "defect"; None if there is none.
 
     It is a tie if moving the target's logits there by no more than their rounding lets either token be
     chosen. The rounding is taken to be two steps of the dtype at the largest logit, plus twice the
@@ -46,18 +32,14 @@ def find_difference(
         return None
     place = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), None)
     if place is None:  # one is longer
-        place = min(len(ids), len(expected))
-        written, wanted = (some[place] if place < len(some) else None for some in (ids, expected))
-        return Difference(place, written, wanted, math.inf, "defect")
-    prefix, written, wanted = prompt + ids[:place], ids[place], expected[place]
+        return "defect"
+    prefix = prompt + ids[:place]
     logits, again = (last_logits(target, prefix, single) for single in (0, SINGLE))
     rounding = 2 * float(logits.abs().max()) * torch.finfo(target.dtype).eps + 2 * float((logits - again).abs().max())
     if (grammar := follow(options, target)) is not None:
         logits = grammar.mask(logits[0], ids[:place], [])[None]
     choice = TargetChoice(logits, len(prefix) - 1, prefix, options)
-    gap = abs(choice.score(wanted) - choice.score(written))
-    tie = all(choice.possible(token, rounding) for token in (written, wanted))
-    return Difference(place, written, wanted, gap, "tie" if tie else "defect")
+    return "tie" if all(choice.possible(some[place], rounding) for some in (ids, expected)) else "defect"
 
 
 class TargetChoice:
@@ -66,19 +48,11 @@ class TargetChoice:
 
     def __init__(self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions) -> None:
         vocabulary, device = logits.shape[-1], logits.device
-        self.logits, self.options, self.asked = logits, options, Sampling.of([options], vocabulary, device)
+        self.logits, self.asked = logits, Sampling.of([options], vocabulary, device)
         self.noise = round_noise(self.asked, torch.tensor([position], device=device), 1, vocabulary)
         self.seen = None
         if self.asked.kind.penalised:
             self.seen = lambda nodes: seen_tokens([prefix], vocabulary, device)[None]  # (1, 1, V)
-
-    def score(self, token: int) -> float:
-        """Return the value by which tokens are compared, filters aside: the logit, or tempered logit
-        plus noise."""
-        score = float(self.logits[0, 0, token])
-        if self.noise is None:
-            return score
-        return score / self.options.temperature + float(self.noise[0, 0, token])
 
     def token(self, shift: torch.Tensor | float = 0.0) -> int:
         """Return the chosen token with `shift` added to the logits."""

@@ -7,6 +7,7 @@ from collections import abc
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from infer.api import AnyTarget, open_engine
@@ -47,7 +48,8 @@ class Measured:
     texts: list[Sequence] = field(default_factory=list)
     prompts: list[PromptResult] = field(default_factory=list)  # of the texts, in their order
     shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
-    replayed: list[ReplayedText] = field(default_factory=list)  # of plain decoding: the greedy texts by other orders
+    # of plain decoding: the greedy texts by other orders
+    replayed: list[ReplayedText] = field(default_factory=list)
     again: int = 0  # prompts that something disturbed, which were measured again
 
     @property
@@ -127,6 +129,20 @@ def has_ngrams(row: TreeMethod, drafter: Drafter, asked: str | None) -> bool:
     return asked != NO_NGRAMS and (row.recalls or asked != TEXT_NGRAMS)
 
 
+def decided(model: AnyTarget, value: object) -> object:
+    """Return what the clock decided: where processes compute every pass of the target together
+    (`target.shard`), the first one's, as they must not decide by clocks of their own."""
+    values = [value]
+    if model.spread:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def cut_at(minutes: float | None, done: int, asked: int) -> str | None:
+    """Return the sentence about prompts that a deadline left out, None where there are none."""
+    return f"evaluation.minutes={minutes:.3g} had time for {done} of {asked} prompts" if done < asked else None
+
+
 def middle(budgets: abc.Sequence[int]) -> int:
     """Return the budget in the middle, of two the larger one."""
     return sorted(budgets)[len(budgets) // 2]
@@ -176,14 +192,14 @@ def measure(
         run(short, numbers[0], list(prompts[0]))
     measured = [Measured(variant) for variant in variants]
     for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
-        if i and time.monotonic() > until:
+        if i and decided(model, time.monotonic() > until):
             break
         for turn in range(len(variants)):
             one = measured[(turn + i) % len(variants)]
             one.add(run(one.variant, number, list(prompt)))
         progress(i + 1, len(prompts))
     for one in measured:
-        for i in one.disturbed():
+        for i in decided(model, one.disturbed()):
             one.prompts[i] = run(one.variant, numbers[i], list(prompts[i])).prompts[0]
             one.again += 1
     return measured

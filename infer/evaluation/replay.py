@@ -60,7 +60,8 @@ class ReplayedText(NamedTuple):
     """The rounds of one text."""
 
     commits: dict[Order, list[int]]  # tokens committed round by round, the prefill's one first
-    choices: dict[str, np.ndarray]  # (4, L) int64 by "marginals" and "head", of the reference's rounds: `first_choices`
+    # (4, L) int64 by "marginals" and "head", of the reference's rounds: `first_choices`
+    choices: dict[str, np.ndarray]
 
 
 def features_of(target: Target, layers: Sequence[int], text: Text) -> torch.Tensor:

@@ -227,7 +227,7 @@ class Evaluation:
     what: str | None = None  # of an evaluation beside another: what is different
     reference: Reference | None = None  # of the prompts from outside the data
     trees: TreeStudy | None = None  # None for sampled texts, and for drafters that cannot be replayed
-    cut: str | None = None  # what was left out for want of time, see infer/evaluation/cost.py
+    cut: str | None = None  # what was left out for want of time
 
     @property
     def ours(self) -> list[MethodResult]:

@@ -11,45 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
 
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.families import LOOKUP
-from infer.evaluation.cost import cut_at
 from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
+from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, cut_at, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target, number_format
 from infer.utils.files import file_digest, json_digest, refuse_other_settings
-
-Chat = list[list[dict[str, str]]]  # turns of messages {"role", "content"}: what is said until the model answers
-
-
-class AnyQuestions(Protocol):
-    """A question set that is ready to be asked, such as `data.suites.load_suite` returns."""
-
-    name: str
-    title: str  # in the tables
-    chats: list[Chat]
-
-
-class SuiteOptions(Protocol):
-    """How a suite is asked."""
-
-    name: str
-    temperatures: list[float]
-    thinking: bool  # the switch of chat templates that have one
 
 
 def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: Sequence[AnyQuestions],
-    options: SuiteOptions,
+    suite: Sequence,
+    options,
     evaluation: EvaluationConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
@@ -57,7 +37,8 @@ def evaluate_suite(
 ) -> SuiteResult:
     """Ask every set at every temperature. Each has its share of what is left of `evaluation.minutes`, and
     is asked no further then. Writes each set to out/sets as soon as it is done, and the whole to
-    out/suite.json. `checkpoint` is where the drafter was read from.
+    out/suite.json. `checkpoint` is where the drafter was read from, `suite` and `options` are as
+    data/suites.py has them.
 
     Raises ValueError where `out` holds a set that was measured with other settings, and where no
     question of a set fits into the target.
@@ -86,7 +67,7 @@ def evaluate_suite(
 def evaluate_set(
     target: Target,
     drafter: Drafter,
-    questions: AnyQuestions,
+    questions,
     settings: dict[str, object],
     config: EvaluationConfig,
     progress: Progress,
@@ -118,7 +99,7 @@ def evaluate_set(
 def ask(
     target: Target,
     drafter: Drafter,
-    questions: AnyQuestions,
+    questions,
     thinking: bool,
     methods: Sequence[Variant],
     progress: Progress,
@@ -176,9 +157,7 @@ def seconds_per_token(measured: Measured) -> float:
     return max(seconds / len(every), 1e-9)  # answers of one token are all prefill
 
 
-def settings_of(
-    target: Target, weights: str, questions: AnyQuestions, thinking: bool, config: EvaluationConfig
-) -> dict[str, object]:
+def settings_of(target: Target, weights: str, questions, thinking: bool, config: EvaluationConfig) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
     unused = ("prompts", "outside", "prompt_tokens", "sampled")
     return {

@@ -99,7 +99,6 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
         for method in evaluation.methods:
             label, tau, rate, speedup, _ = method_cells(method)
             other = " (other output)" * (method.identical is False)
-            label = label if method.tree.by_budget else method.tree.label
             rows.setdefault(label, [DASH] * 3 * len(evaluations))[3 * i : 3 * i + 3] = [tau, rate, speedup + other]
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
     text = markdown(["method", *heads], [[label, *cells] for label, cells in rows.items()])
@@ -154,7 +153,8 @@ def gain(method: MethodResult, over: str = "") -> str:
 def notes_of(evaluation: Evaluation) -> list[str]:
     """Return what belongs below the tables: what there was no time for, what was measured again, and how
     much of the texts is repetition."""
-    every, lines = (evaluation, *(evaluation.beside or ())), [evaluation.cut] if evaluation.cut else []
+    every = evaluation, *(evaluation.beside or ())
+    lines = [f"{one.what}: {one.cut}" if one.what else one.cut for one in every if one.cut]
     if again := sum(method.again or 0 for one in every for method in one.methods):
         lines.append(f"measured again, as it took over {DISTURBED} times the method's median time a token: {again}")
     for one in every:

@@ -43,18 +43,20 @@ def load_drafter(
     target_layers: int | None = None,
     quantization: str = "none",
     window: int | None = None,
-) -> Drafter:
+) -> Drafter | Lookup:
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
-    checkpoint (which holds one in `drafter/`), or from the model hub by its id. `target_layers`, how
-    many layers the target has, is needed for a config that does not say which ones are tapped (DART's
-    published ones). `quantization`: none or int8 (`infer.drafters.int8`), for float32 on the CPU.
-    `window`: see `infer.drafters.base.narrow`.
+    checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the text's own
+    n-grams. `target_layers`, how many layers the target has, is needed for a config that does not say
+    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.drafters.int8`),
+    for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
     tensor that is missing, unknown or wrong, for int8 elsewhere, and for a window that does not fit. An
     n-gram file beside the weights goes with them: engines open it. Warns where config.json is not the
     one that the weights were saved with: somebody may have changed it on purpose.
     """
+    if str(folder) == LOOKUP.name:
+        return Lookup()
     if quantization == "int8" and (dtype not in (None, torch.float32) or torch.device(device).type != "cpu"):
         raise ValueError("drafter.quantization=int8 is for float32 on the CPU: use target.device=cpu target.dtype=auto")
     opened = open_folder(folder)
@@ -87,21 +89,6 @@ def load_drafter(
     if quantization == "int8":
         quantise(drafter)
     return drafter
-
-
-def open_drafter(
-    checkpoint: str | Path,
-    target_layers: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    quantization: str = "none",
-    window: int | None = None,
-) -> Drafter | Lookup:
-    """Open what drafts: "lookup" for the text's own n-grams, anything else with `load_drafter`, whose
-    exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
-    if str(checkpoint) == LOOKUP.name:
-        return Lookup()
-    return load_drafter(checkpoint, dtype, device, target_layers, quantization, window)
 
 
 def check_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary: int) -> None:

@@ -14,9 +14,11 @@ from infer.utils.files import json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
 INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
-SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}  # targets whose drafters lie in the repository
+# targets whose drafters lie in the repository
+SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-CODED, PARTS = "codes", ("codes", "scales", "smooth")  # of an `Int8Linear`; they are read as the weight they stand for
+# of an `Int8Linear`; they are read as the weight they stand for
+CODED, PARTS = "codes", ("codes", "scales", "smooth")
 
 
 @dataclass(frozen=True)

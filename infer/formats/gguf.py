@@ -12,7 +12,8 @@ from infer.targets.loading import resolve_path
 
 CONVERTER = "convert_hf_to_gguf.py"
 FILE = "drafter.gguf"
-OF_TARGET = ["*.json", "*.jinja", "*.txt", "*.model"]  # what the converter reads of a target: config and tokenizer
+# what the converter reads of a target: config and tokenizer
+OF_TARGET = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def find_converter(named: str | None) -> Path:

@@ -61,12 +61,10 @@ class MaskedRunner:
     def reset(self) -> None:
         """Make all memory anew; the old one is freed before."""
         options, self.passes = self.options, None
-        spare = options.room(1) - 1
-        self.passes = (
-            Rows(self.target, options)
-            if options.cache == "none"
-            else DualCache(self.target, options, options.rows, self.capacity + spare)
-        )
+        if options.cache == "none":
+            self.passes = Rows(self.target, options)
+        else:
+            self.passes = DualCache(self.target, options, self.capacity + options.room(1) - 1)
         self.free_rows = list(range(options.rows))
 
     def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> MaskedSequence:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.evaluation.cost import cut_at
 from infer.evaluation.evaluate import summarise_part
-from infer.evaluation.measuring import Progress, PromptSet, Variant, measure
+from infer.evaluation.measuring import Progress, PromptSet, Variant, cut_at, measure
 from infer.evaluation.results import Evaluation
 from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
 from infer.masked.model import MaskedModel

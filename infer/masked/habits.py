@@ -34,7 +34,8 @@ class TextHabits:
 
     row: dict[int, int]
     follows_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
-    right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])  # by length of the context
+    # by length of the context
+    right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])
     _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token last seen behind some tokens
     last: int | None = None  # the position of the newest token
 

@@ -107,10 +107,11 @@ class DualCache:
     full step computes the whole row and the blocks of its other states in one pass: in every layer they
     attend to the full row's new keys."""
 
-    def __init__(self, model: MaskedModel, options: MaskedConfig, rows: int, capacity: int) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model, self.block_length = model, options.block_length
-        self.width = self.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
-        self.buffer = model.cache(rows, capacity)
+        # K: a shifted block's outputs begin one position before
+        self.width = self.block_length + int(model.shifted)
+        self.buffer = model.cache(options.rows, capacity)
 
     def plan(self, text: MaskedSequence) -> Plan:
         """Plan drafts that do not reach the next full step."""
@@ -136,7 +137,8 @@ class DualCache:
         of the positions."""
         full, width, device = tasks[0].text.full, self.width, self.model.device
         begins = [self._begin(task) for task in tasks]
-        apart = [task.states[1:] if full else task.states for task in tasks]  # states whose blocks follow the rows
+        # states whose blocks follow the rows
+        apart = [task.states[1:] if full else task.states for task in tasks]
         rows = pad_sequence([task.text.row for task in tasks], batch_first=True)  # (B, T)
         blocks = pad_sequence(
             [

@@ -31,7 +31,8 @@ class MaskedSequence(Sequence):
     """A text and its row. `ids` are the answer's tokens up to the first mask: a written token never
     changes, so `ids` only grows."""
 
-    writes: list[Write] = field(default_factory=list)  # (position in the answer, token), in the order of the steps
+    # (position in the answer, token), in the order of the steps
+    writes: list[Write] = field(default_factory=list)
     row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
     masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
     guesses: Guesses = field(default_factory=dict)  # the newest of every position, from which drafts are made

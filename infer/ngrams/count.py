@@ -90,7 +90,8 @@ def _build(out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str
         keys = keys >> bits
         first = first_of_each(keys)
         keys, counts, starts = keys[first], np.add.reduceat(counts, first), before[first]
-    seen, times, starts = levels[0]  # level 1 has all tokens: an unseen one's children are where the next one's are
+    # level 1 has all tokens: an unseen one's children are where the next one's are
+    seen, times, starts = levels[0]
     levels[0] = [np.arange(vocabulary, dtype=np.uint64), np.zeros(vocabulary, np.uint64), None]
     levels[0][1][seen.astype(np.int64)] = times
     if starts is not None:

@@ -176,14 +176,17 @@ class NGram:
         with path.open("rb") as file:
             header = _read_header(path, file)
             counted, sections = header["digest"].decode(errors="replace"), header["sections"][:-1].astype(np.int64)
+            if digest not in (None, counted):
+                raise ValueError(
+                    f"{path}: counted with another tokenizer ({counted[:12]}..., this one is {digest[:12]}...); "
+                    "count it again with this tokenizer"
+                )
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             views = [memory[at : at + size].view(dtype) for (at, size), dtype in zip(sections, DTYPES, strict=True)]
         vocabulary, nodes = int(header["vocabulary"]), tuple(map(int, header["nodes"][: header["order"]]))
         arrays = Arrays(*views, count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
         tokens = int(header["tokens"])
-        model = cls(path, len(nodes), vocabulary, tokens, nodes, counted, len(memory), arrays)
-        model.check_digest(digest)
-        return model
+        return cls(path, len(nodes), vocabulary, tokens, nodes, counted, len(memory), arrays)
 
     @classmethod
     def uniform(cls, vocabulary: int) -> "NGram":
@@ -195,15 +198,6 @@ class NGram:
             part.setflags(write=False)  # as a file's are: compiled code is made for one kind
         arrays = Arrays(*parts, bits, vocabulary, 0)
         return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, arrays)
-
-    def check_digest(self, digest: str | None) -> None:
-        """Raise ValueError unless this is None or the digest of the tokenizer that the file was counted
-        with."""
-        if digest not in (None, self.digest):
-            raise ValueError(
-                f"{self.path}: counted with another tokenizer ({self.digest[:12]}..., this one is {digest[:12]}...); "
-                "count it again with this tokenizer"
-            )
 
 
 # Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside

@@ -18,7 +18,8 @@ from infer.serving.dialogue import opens_thought
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}  # which may be special tokens
-SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as models learnt it
+# JSON as models learnt it
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class AnswerReader:
     prefix: str
     calls: int = 0  # that were begun
     body: str = ""  # of the call in work
-    spaces: dict[str, str] = field(default_factory=dict)  # by part, at its end so far: they may turn out its very end
+    # by part, at its end so far: they may turn out its very end
+    spaces: dict[str, str] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)  # parts that have words
     broken: bool = False
 

@@ -55,7 +55,8 @@ def turn_of(response: dict, chat: bool, prompt_end: str = "") -> Turn:
     said = choice["message"] if chat else {"content": choice["text"]}
     text, finish = str(said["content"] or ""), choice["finish_reason"] or "stop"
     thought = said.get("reasoning_content") or said.get("reasoning")
-    if isinstance(choice.get("stop_reason"), str):  # vLLM's: the text that stopped it, which is not the model's end
+    # vLLM's: the text that stopped it, which is not the model's end
+    if isinstance(choice.get("stop_reason"), str):
         finish = "stop string"
     if chat and not thought:
         text = with_opening(text, prompt_end)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from infer.utils.checks import at_least
 
-KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment variable with the key that the server asks for and the chat sends
+# the environment variable with the key that the server asks for and the chat sends
+KEY_VARIABLE = "BLOCKDRAFT_API_KEY"
 
 
 def loopback(host: str) -> bool:

@@ -11,7 +11,8 @@ from infer.config import DecodeOptions
 from infer.engine.sampling import derived_seed
 
 WHOLE = ("stop", "tool_calls")  # why an answer ended that nothing cut off
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen's and Hermes' templates have it
+# as Qwen's and Hermes' templates have it
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)

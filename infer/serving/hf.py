@@ -7,7 +7,6 @@ criteria, streamers.
 from collections import abc
 from copy import copy
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import (
@@ -92,12 +91,12 @@ def speculative(
             settings, processors = _settings(own, padding.shape[1])
             settings["temperature"] = settings.get("temperature", 1.0) if generation_config.do_sample else 0.0
             options = TextOptions(max_new_tokens=most, seed=seed, ignore_eos=True, **settings)
-            calls = [partial(_padded_call, processor, padding, len(prompt), ends) for processor in processors]
+            calls = [_padded(processor, padding, len(prompt), ends) for processor in processors]
             texts.append(engine.submit(prompt, options, calls))
         kept = _run(engine, texts, input_ids, criteria, streamer)
         if streamer is not None:
             streamer.end()
-        sequences = _padded(input_ids, kept, generation_config)
+        sequences = _joined(input_ids, kept, generation_config)
         return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
 
     return generate
@@ -119,20 +118,17 @@ def _of_row(processor: Processor, row: int, rows: int) -> Processor:
     return own
 
 
-def _padded_call(
-    processor: Processor,
-    padding: torch.Tensor,
-    prompt: int,
-    ends: abc.Sequence[torch.Tensor],
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-) -> torch.Tensor:
-    """Call a processor with the padding in front, which those that count positions expect. Behind an
-    end token, which stands after the first `prompt` tokens, it is not called: what is written there is
-    cut off."""
-    if any(torch.isin(ids[:, prompt:], each).any() for each in ends):
-        return scores
-    return processor(torch.cat([padding, ids], 1), scores)
+def _padded(processor: Processor, padding: torch.Tensor, prompt: int, ends: abc.Sequence[torch.Tensor]) -> Processor:
+    """Return a processor that sees the padding in front, which those that count positions expect.
+    Behind an end token, which stands after the first `prompt` tokens, it changes nothing: what is
+    written there is cut off."""
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if any(torch.isin(ids[:, prompt:], each).any() for each in ends):
+            return scores
+        return processor(torch.cat([padding, ids], 1), scores)
+
+    return process
 
 
 def _run(
@@ -187,7 +183,7 @@ def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, objec
         raise ValueError("attention_mask: pad the prompts on the left (tokenizer.padding_side = 'left')")
 
 
-def _padded(input_ids: torch.Tensor, kept: list[list[int]], config) -> torch.Tensor:
+def _joined(input_ids: torch.Tensor, kept: list[list[int]], config) -> torch.Tensor:
     """Return prompts and answers (B, T + longest), padding after shorter answers."""
     longest = max(map(len, kept))
     pad = vars(config).get("_pad_token_tensor")

@@ -140,19 +140,14 @@ def _begun(path: Path) -> tuple[int, int]:
             if not line.endswith(b"\n"):
                 file.truncate(end)
                 break
-            index = _index(line, path, count + 1)
+            try:
+                index = int(json.loads(line)["index"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(f"{path}, line {count + 1}: no answer of regenerate ({error})") from error
             if index <= last:
                 raise ValueError(f"{path}, line {count + 1}: row {index} stands behind row {last}: give another out")
             count, last, end = count + 1, index, end + len(line)
     return count, last
-
-
-def _index(line: str | bytes, path: Path, number: int) -> int:
-    """Return the row that a line answers. Raises ValueError for a line that is none."""
-    try:
-        return int(json.loads(line)["index"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}, line {number}: no answer of regenerate ({error})") from error
 
 
 def options_of(options: TextOptions) -> dict:

@@ -178,7 +178,7 @@ class Worker(threading.Thread):
     def _recover(self, wrong: TextPiece) -> None:
         """Let the texts of a failed round wait again, in an engine with new caches; give one up that
         failed alone."""
-        text = self.engine.retry()
+        text = self.engine.scheduler.retry()
         if text in self.open:
             self._give_up(self.open[text][0], wrong)
         gc.collect()

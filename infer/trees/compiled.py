@@ -28,11 +28,14 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
     Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place
     when it is taken. Of equal entries that of the shallowest, then the first node goes first."""
     budget = len(scores)
-    key, which = np.empty(budget, scores.dtype), np.full(budget, -1)  # of entry n: its score, which child; -1: none
-    row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)  # where node n's children are, and their tokens
+    # of entry n: its score, which child; -1: none
+    key, which = np.empty(budget, scores.dtype), np.full(budget, -1)
+    # where node n's children are, and their tokens
+    row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)
     score, depth = np.zeros(budget + 1, scores.dtype), np.zeros(budget + 1, np.int64)  # of node n
     parent, last = depth[0], np.zeros(budget + 1, np.int64)  # which of its siblings node n is
-    ranked = before == 1  # arguments below are no literals: for those numba would compile what is called once more
+    # arguments below are no literals: for those numba would compile what is called once more
+    ranked = before == 1
     for node in range(budget):  # open the newest node, then take the best entry
         level = depth[node]
         if level < length:

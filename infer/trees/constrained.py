@@ -19,7 +19,8 @@ import torch
 from infer.trees.tree import DraftTree, Nodes, Proposal
 
 Pairs = tuple[np.ndarray, np.ndarray]  # log-probabilities and tokens, likeliest first
-TRUST = 1e-3  # probability of the allowed candidates of a conditional drafter below which all tokens are looked at
+# probability of the allowed candidates of a conditional drafter below which all tokens are looked at
+TRUST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class RowScores:
         steps, self.tokens = proposal.steps, None
         if steps is not None and not steps.recurrent:
             self.tokens = steps.tokens[row].cpu().numpy()  # (L, C)
-            self.first, self.table = (part[row].float().cpu().numpy() for part in steps.table)  # (C,), (L - 1, C, C)
+            # (C,), (L - 1, C, C)
+            self.first, self.table = (part[row].float().cpu().numpy() for part in steps.table)
 
     def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
         """Return the `most` likeliest tokens behind a path, and their log q among those that are

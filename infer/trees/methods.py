@@ -19,7 +19,8 @@ class TreeMethod:
     builder: str  # "module:function", Proposal -> DraftTree; imported when an engine is made
     colour: str = "#777777"  # in figures; those of the table can be told apart by colour-blind readers
     drafts: bool = True  # false: needs no drafter
-    most_nodes: Callable[[int], int] | None = None  # block size -> nodes it can use at most; None: any node budget
+    # block size -> nodes it can use at most; None: any node budget
+    most_nodes: Callable[[int], int] | None = None
     ranked: bool = False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
     ngrams: bool = False  # needs an n-gram file
     recalls: bool = False  # asks the text's own n-grams too, which are enough where there is no file

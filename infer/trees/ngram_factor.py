@@ -45,9 +45,11 @@ class Guide(NamedTuple):
     text: np.ndarray  # (T,) int64, the bonus token included
     tokens: np.ndarray  # (L, K) int64, ascending in each position
     places: np.ndarray  # (L, K) int64: where these stand below
-    table: np.ndarray  # (1 + (L - 1) R, K) float32: log q of the first position's tokens, and of the others' behind it
+    # (1 + (L - 1) R, K) float32: log q of the first position's tokens, and of the others' behind it
+    table: np.ndarray
     alone: np.ndarray  # (L, V) float32: log q of every token by itself; (L, 1): of all that are not listed
-    listed: np.ndarray  # (N, K + MORE) int64: the places of a node's candidates, -1 for those that n-grams added
+    # (N, K + MORE) int64: the places of a node's candidates, -1 for those that n-grams added
+    listed: np.ndarray
     suffixes: np.ndarray  # (N, O - 1) int64
     grown: np.ndarray  # (N, O, K + MORE) int64: suffixes behind each of a node's candidates
     recent: np.ndarray  # (N, REACH) int64, a node's last tokens: `newest`

@@ -19,7 +19,8 @@ class Conditionals(Protocol):
 
     recurrent: bool  # all tokens before count, not the last one alone: there is no table
     tokens: torch.Tensor  # (B, L, M) int64 ids, the candidates, likeliest first by themselves
-    table: tuple[torch.Tensor, torch.Tensor]  # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
+    # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
+    table: tuple[torch.Tensor, torch.Tensor]
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log q (B, 1, M) of slot 0, and a memory (B, 1, S) if all tokens before count."""
@@ -41,7 +42,8 @@ class Proposal:
     there may be."""
 
     bonus: torch.Tensor  # (B,) int64, the roots
-    marginals: torch.Tensor | None  # (B, L, R) log space, conditioned on the target's noise; None: there is no drafter
+    # (B, L, R) log space, conditioned on the target's noise; None: there is no drafter
+    marginals: torch.Tensor | None
     budget: int = 0  # drafted nodes at most
     ngram: NGram | None = None
     contexts: Sequence[Sequence[int]] = ()  # with an n-gram model: every row's text, the bonus token included
@@ -91,7 +93,8 @@ class DraftTree:
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
         above, reach = self.parents, 1  # (B, M): the ancestor so many steps up, the root where there is none
-        while reach <= self.max_depth:  # doubling: what a node sees within `reach` steps, and what that one sees
+        # doubling: what a node sees within `reach` steps, and what that one sees
+        while reach <= self.max_depth:
             mask = mask | mask.gather(1, above[..., None].expand(-1, -1, nodes))
             above, reach = above.gather(1, above), 2 * reach
         return mask if mask.is_contiguous() else mask.contiguous()

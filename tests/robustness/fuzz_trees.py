@@ -124,7 +124,7 @@ def judge(
         for ours, theirs in zip(found, wanted, strict=True):
             if ours.ids != theirs.ids or ours.finish != theirs.finish:
                 why = None if processors else find_difference(target, ours.prompt, ours.ids, theirs.ids, ours.options)
-                return ("tie" if why and why.cause == "tie" else "differs"), str(why)
+                return ("tie" if why == "tie" else "differs"), str(why)
     except Exception as error:
         bounds = isinstance(error, IndexError) and "out of bounds" in str(error)
         return ("out of bounds" if bounds else "error"), traceback.format_exc(limit=-3)

@@ -58,14 +58,14 @@ def main() -> int:
 
     app = create_app(engine, ServerConfig(port=1, model_name="small"))
     bound = threading.Event()
-    retry = engine.retry
+    retry = engine.scheduler.retry
 
     def retrying() -> Sequence | None:
         text = retry()
         failures.append(text and tuple(text.prompt))
         return text
 
-    engine.retry = retrying
+    engine.scheduler.retry = retrying
     config = network(app, ServerConfig(port=1))
     config.port = 0
     server = Server(config, app.state.service, bound.set)

@@ -9,7 +9,7 @@ import torch
 from infer.targets.support import LogitScale
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES
-from train.objective import Correction, _logits, divergence, position_weights
+from train.objective import Batch, Correction, RowLoss, _logits, divergence as divergence_of, position_weights
 
 G, L, P, D, V = 8, 3, 9, 6, 31
 R = G * L
@@ -27,6 +27,10 @@ def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.T
         "weights": weights,
         "head": torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
     }
+
+
+def divergence(hidden, own_head=None, correction=None, **batch) -> RowLoss:
+    return divergence_of(hidden, Batch(**batch), own_head, correction)
 
 
 def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str):
@@ -235,7 +239,7 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, 
     inputs = [args["hidden"], own, parts["rows"], parts["out"]]
     gradients = torch.autograd.grad(1.7 * expected, inputs)
     config = ObjectiveConfig(divergence=kind, unary=unary, chunk_rows=5)
-    result = divergence(**args, config=config, own_head=own, correction=Correction(**parts, top_k=top_k), overlap=True)
+    result = divergence(**args, config=config, own_head=own, correction=Correction(**parts), top_k=top_k, overlap=True)
     live = args["weights"] > 0
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
     assert torch.equal(result.agree[live], agree.view(G, L)[live])

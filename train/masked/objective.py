@@ -64,8 +64,10 @@ def noise(
     ids, documents, learn = rows["ids"], rows["documents"], rows["loss"].bool()
     slot = documents.clamp(min=0)
     empty = torch.zeros(dice.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
-    before = learn.long().cumsum(1) - learn.long()  # tokens to learn before this one in its row, then in its document
-    first = torch.arange(ids.shape[1], device=ids.device) - rows["positions"]  # (B, T) where the document begins
+    # tokens to learn before this one in its row, then in its document
+    before = learn.long().cumsum(1) - learn.long()
+    # (B, T) where the document begins
+    first = torch.arange(ids.shape[1], device=ids.device) - rows["positions"]
     before = before - before.gather(1, first.clamp(min=0))
     counts = empty.scatter_add(1, slot, learn.long())
     blocks = -(-counts // block_length[:, None])  # (B, N) rounded up: the last block may be short

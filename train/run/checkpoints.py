@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.formats.checkpoint import NGRAMS, save_drafter
-from infer.utils.entry import Stopped, disk
-from infer.utils.files import file_digest, replacing, sync, write_json
+from infer.utils.entry import disk
+from infer.utils.files import file_digest, replacing, replacing_folder, sync, write_json
 from train.engine import training_state
 from train.processes import first_only
 
@@ -78,32 +78,27 @@ def _write(
 ) -> None:
     """Write the folder `final` with a training state, a drafter if its configuration and dtype are
     given, and a manifest."""
-    partial = final.parent / f".{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with disk(f"{final.name} of {final.parent.parent}"):
-            final.parent.mkdir(exist_ok=True)  # but not the run's folder: where that vanished, the run ends
-            (partial / "state").mkdir(parents=True)
+    run = final.parent.parent
+    with disk(f"{final.name} of {run}"):
+        final.parent.mkdir(exist_ok=True)  # but not the run's folder: where that vanished, the run ends
+        with replacing_folder(final) as partial:
+            (partial / "state").mkdir()
             save_file(state, partial / "state" / STATE)
             if drafter is not None:
                 config, dtype = drafter
                 weights = {name: tensor for name, tensor in state.items() if "/" not in name}
                 weights |= {name: weight.to(dtype) for name, weight in weights.items() if weight.is_floating_point()}
                 save_drafter(config, weights, partial / "drafter")
-                if (final.parent.parent / NGRAMS).is_file():
-                    shutil.copyfile(final.parent.parent / NGRAMS, partial / "drafter" / NGRAMS)
+                if (run / NGRAMS).is_file():
+                    shutil.copyfile(run / NGRAMS, partial / "drafter" / NGRAMS)
             files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
             manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
             write_json(partial / "state" / MANIFEST, {"step": step, "files": manifest})
-            log = final.parent.parent / "metrics.jsonl"  # has all steps up to this one: on the disk before it
+            log = run / "metrics.jsonl"  # has all steps up to this one: on the disk before it
             for path in (*partial.rglob("*"), *[log] * log.exists()):
                 sync(path)
             shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            sync(final.parent)
-    except Stopped:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        sync(final.parent)
 
 
 def tidy(run: Path, step: int) -> None:

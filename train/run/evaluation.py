@@ -9,7 +9,6 @@ result.
 import json
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,7 @@ import torch.distributed as dist
 
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
-from infer.evaluation.cost import fit, limits_of
-from infer.evaluation.evaluate import agreed, brief, decode_all, parts_of, summarise
+from infer.evaluation.evaluate import brief, decode_all, parts_of, summarise
 from infer.evaluation.measuring import Measured, PromptSet, join
 from infer.evaluation.report import RunFacts, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
@@ -47,7 +45,7 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) ->
     try:
         target = run.whole_target()
         drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
-        parts = parts_to_decode(run.config, target, drafter, last, log.say)
+        parts = parts_to_decode(run.config, target, last)
         measured = decode_share(target, drafter, parts, run.config, f"evaluating step {step_of(folder)}")
     except Exception as error:  # noqa: BLE001
         problem = describe_error(error)
@@ -64,7 +62,8 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) ->
                 if problems:
                     write_failure(out, problems, log)
                 else:
-                    read = shares[:1] if run.config.target.shard else shares  # where it is sharded all are the same
+                    # where it is sharded all are the same
+                    read = shares[:1] if run.config.target.shard else shares
                     write_evaluation(folder, target, drafter, parts, [one for one, _ in read], log)
                     (out / "failed.txt").unlink(missing_ok=True)
                 if not last:  # behind the last one comes `finish_report`
@@ -103,22 +102,14 @@ def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
     return few_prompts(len(there), wanted)
 
 
-def parts_to_decode(
-    config: TrainConfig, target: Target, drafter: Drafter, last: bool, say: Callable[[str], None]
-) -> list[PromptSet]:
+def parts_to_decode(config: TrainConfig, target: Target, last: bool) -> list[PromptSet]:
     """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts,
-    of others a quarter of the first; as many as `evaluation.minutes` have room for on the first
-    process's machine."""
+    of others a quarter of the first."""
     options = config.evaluation
     outside = options.outside if last else 0
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
     parts = parts_of(prompts, options)
-    parts = parts if last else [brief(parts[0])]
-    if config.target.shard:  # all decode everything
-        limits = agreed(limits_of(target, drafter, parts))
-    else:
-        limits = first_only(lambda: limits_of(target, drafter, parts, processes=dist.get_world_size()))
-    return fit(parts, limits, say)
+    return parts if last else [brief(parts[0])]
 
 
 def decode_share(
@@ -126,7 +117,8 @@ def decode_share(
 ) -> list[list[Measured]]:
     """Decode this process's share of the prompts of every part with every method."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if not config.target.shard:  # a pass through a sharded target takes all processes: all decode everything, in step
+    # a pass through a sharded target takes all processes: all decode everything, in step
+    if not config.target.shard:
         mine = slice(rank, None, world)
         parts = [replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts]
     progress = Progress(what, "prompts", quiet=rank > 0)

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -124,11 +125,9 @@ def trim_log(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text().splitlines():
-        try:
+        with suppress(ValueError, KeyError):
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, KeyError):
-            continue
     with disk(str(path)):
         atomic_write(path, "".join(line + "\n" for line in kept))
 

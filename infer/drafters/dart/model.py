@@ -204,19 +204,8 @@ class DART(Drafter):
         return DARTState(cache, angles, torch.zeros(cache.rows, size, dtype=weight.dtype, device=weight.device))
 
     @torch.no_grad()
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int] | None,
-        state: DARTState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
-        """Add the features (B, C, F) of newly committed positions and their tokens (B, C) to the
-        memory. `counts[b]` positions of row b are real, the rest is padding; `on_device` (B,) is
-        `counts` where that is on the device already, and alone where the host does not know them. Each
-        token completes the item before it; the last position's features wait for theirs."""
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
+        """Each token completes the item before it; the last position's features wait for theirs."""
         cache = state.cache
         rows = len(features)
         real = torch.tensor(counts, device=features.device) if on_device is None else on_device

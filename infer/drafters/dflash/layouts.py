@@ -76,7 +76,8 @@ LAYOUTS = {  # by the first name in `architectures`, beside the family's own
         tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
-SPECULATORS = {  # by `speculators_model_type`: the Qwen3 part in `transformer_layer_config`; states come from vLLM
+# by `speculators_model_type`: the Qwen3 part in `transformer_layer_config`; states come from vLLM
+SPECULATORS = {
     "dflash": NOTHING,
     "dspark": {
         "sample_from_anchor": True,
@@ -144,20 +145,16 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
         keys.note("block_size", "is 1, expected 2 or more")
     own = {key: keys[key] for key in ("block_size", "mask_token_id")} | keys.tapped(layers, row.first, row.last_tap)
     own |= causality(keys, row, options) | head
-    if keys.get("layer_fusion", "layer_fusion_weights" in tensors):  # AngelSlim's own template names another class
+    # AngelSlim's own template names another class
+    if keys.get("layer_fusion", "layer_fusion_weights" in tensors):
         own["layer_fusion"] = True
     if keys.get("conv_kernel_size"):
         group = keys.get("conv_group_size", 16)
         own |= {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group}
         if options["hidden_size"] % group:
             keys.note("conv_group_size", f"is {group}, which does not divide hidden_size, {options['hidden_size']}")
-    if (
-        row.last_tap == "normed"
-        and row.name != "transformers"
-        and "last_tap" in own
-        and "last_tap" not in keys
-        and layers
-    ):
+    silent = row.last_tap == "normed" and row.name != "transformers" and "last_tap" not in keys
+    if silent and "last_tap" in own and layers:
         reading.doubts.append(
             "it taps the target's last layer and does not say where: behind the last norm, as the authors' code does; "
             'vLLM taps before it, as "last_tap": "raw" beside target_layer_ids would say'

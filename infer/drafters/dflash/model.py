@@ -123,7 +123,8 @@ class DFlashState(DraftState):
     training goes on with its own."""
 
     layers: list[lean.Layer]
-    project: Callable[[torch.Tensor], torch.Tensor]  # features (N, F) to all keys and values (N, layers * 2 * H * E)
+    # features (N, F) to all keys and values (N, layers * 2 * H * E)
+    project: Callable[[torch.Tensor], torch.Tensor]
     key_norm: lean.Norm  # weight (layers, H, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
@@ -304,20 +305,9 @@ class DFlash(Drafter):
         return lambda features: projection(norm(fc(features)))
 
     @torch.no_grad()
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int] | None,
-        state: DFlashState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
-        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the
-        memory; their tokens (B, C) do not matter here. `counts[b]` positions of row b are real, the
-        rest is padding; `on_device` (B,) is `counts` where that is on the device already, and alone
-        where the host does not know them. It computes what `Attention.keys_values` does in training,
-        layer by layer."""
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
+        """Compute what `Attention.keys_values` does in training, layer by layer; tokens do not matter
+        here."""
         cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
         if cache.widest is not None and width > cache.widest:
@@ -341,7 +331,8 @@ class DFlash(Drafter):
         cache.advance(counts, on_device)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled() and loops.serve(states):  # as the layers before it do: its code is at hand
+        # as the layers before it do: its code is at hand
+        if not torch.is_grad_enabled() and loops.serve(states):
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 

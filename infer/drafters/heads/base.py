@@ -24,7 +24,8 @@ from transformers import Qwen3Config
 class Ends(NamedTuple):
     """The parts of a drafter that a head may ask."""
 
-    embed: Callable[[torch.Tensor], torch.Tensor]  # token ids (...) -> what enters the target's first layer (..., D)
+    # token ids (...) -> what enters the target's first layer (..., D)
+    embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Callable[[torch.Tensor], torch.Tensor]  # the drafter's last norm, (..., D)
 
 
@@ -34,7 +35,8 @@ class Conditioned(NamedTuple):
     read: torch.Tensor  # (..., D) what the target's head reads
     correction: torch.Tensor | None = None  # (..., r)
     memory: torch.Tensor | None = None  # (..., S) of recurrent heads: what the next slot's answer depends on
-    embedded: torch.Tensor | None = None  # (..., r) the head's own embedding of the token, for a confidence head
+    # (..., r) the head's own embedding of the token, for a confidence head
+    embedded: torch.Tensor | None = None
 
 
 class Head(nn.Module):
@@ -48,14 +50,12 @@ class Head(nn.Module):
     recurrent = False  # the answer depends on all tokens before the slot, by way of a memory
     raw = False  # it reads states before the drafter's last norm
     top_k = 0  # it chooses among so many of the likeliest tokens of the slot; 0: among all
-
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__()
+    output: str | None = None  # the name of `out`; None: there are no corrections
 
     @property
     def out(self) -> torch.Tensor | None:
-        """The matrix (R, r) that turns corrections into logits; None where there are no corrections."""
-        return None
+        """The matrix (R, r) that turns corrections into logits."""
+        return None if self.output is None else self.get_parameter(self.output)
 
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
         """Return a recurrent head's memory (B, 1, S) before the first slot that drafts, behind bonus

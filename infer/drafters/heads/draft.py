@@ -60,7 +60,8 @@ class ConditionalDraft:
         states = self.all_states[:, -marginals.shape[1] :]  # (B, L, D)
         self.states, self.unary = states, marginals
         self.vocabulary = drafter.vocabulary
-        self.choices: torch.Tensor | None = None  # (B, L, k) columns that the head chooses among, likeliest first
+        # (B, L, k) columns that the head chooses among, likeliest first
+        self.choices: torch.Tensor | None = None
         if self.head.top_k:
             self.choices = marginals.topk(self.head.top_k, dim=-1).indices
             self.unary = torch.full_like(marginals, -torch.inf).scatter(
@@ -125,7 +126,8 @@ class ConditionalDraft:
         (B, s, m)."""
         number = torch.arange(self.length, device=before.device)[slots, None]  # (s, 1)
         answer = self.head.condition(self.ends, self.states[:, slots, None], before, number, None)
-        if self.choices is not None and self.judge is None:  # no scores of the vocabulary: candidates are among these
+        # no scores of the vocabulary: candidates are among these
+        if self.choices is not None and self.judge is None:
             choices, out = self.choices[:, slots], self.head.out  # (B, s, k)
             correction = answer.correction.to(out.dtype) @ out[choices].transpose(2, 3)
             scores = self.unary[:, slots].gather(2, choices)[:, :, None] + correction
@@ -170,7 +172,8 @@ class ConditionalDraft:
             before = self.vocabulary.ids(column)
             best.append((before, highest))
         tokens, highest = (torch.cat(part, 1) for part in zip(*best, strict=True))
-        return tokens, (highest - torch.cat(along, 1).logsumexp(-1)).clamp(max=0)  # the normalisers of all at once
+        # the normalisers of all at once
+        return tokens, (highest - torch.cat(along, 1).logsumexp(-1)).clamp(max=0)
 
     def _chain_of_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Do as `chain` does, where the candidates are all that the head chooses among."""

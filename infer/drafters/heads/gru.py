@@ -18,25 +18,20 @@ class GRU(Head):
     """Tensors are Domino's."""
 
     recurrent = True
+    output = "embed_proj.2.weight"
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         rank, size = own.get("emb_dim", 256), own["gru_hidden_dim"]
         self.first = own.get("pure_draft_prefix_len", 0)  # slot from 0
         self.prefix_gru = nn.GRU(config.hidden_size, size, bias=False, batch_first=True)
         reads = nn.Linear(config.hidden_size + size, rank, bias=False)
         self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, head_rows(config), bias=False))
 
-    @property
-    def out(self) -> torch.Tensor:
-        return self.embed_proj[2].weight
-
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.out.new_zeros(len(bonus), 1, self.prefix_gru.hidden_size)
 
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         embedded = ends.embed(before).to(memory.dtype)  # (..., D)
         after = self.prefix_gru(embedded.reshape(-1, 1, embedded.shape[-1]), memory.reshape(1, -1, memory.shape[-1]))[1]
         after = after.view(memory.shape)

@@ -12,14 +12,16 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
+from infer.drafters.heads.base import Conditioned, Head, head_rows
 
 
 class Markov(Head):
     """Tensors and config keys are DSpark's; `markov_w2` has as many rows as the drafter's head."""
 
+    output = "markov_w2.weight"
+
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
         self.recurrent = self.kind == "rnn"
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -29,18 +31,12 @@ class Markov(Head):
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    @property
-    def out(self) -> torch.Tensor:
-        return self.markov_w2.weight
-
     def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
         if not self.recurrent:
             return None
         return self.markov_w1.weight.new_zeros(len(bonus), 1, self.markov_w1.embedding_dim)
 
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         embedded = self.markov_w1(before)  # (..., r)
         if self.kind == "vanilla":
             return Conditioned(states, embedded, None, embedded)

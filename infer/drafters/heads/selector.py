@@ -9,27 +9,23 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
+from infer.drafters.heads.base import Conditioned, Head, head_rows
 
 
 class Selector(Head):
     """Tensors and config keys are DFlash 2's."""
 
+    output = "successor_codebook"
+
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         rank = own["selector_rank"]
         self.top_k = min(own.get("selector_top_k", 0), head_rows(config))
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
         self.successor_codebook = nn.Parameter(torch.empty(head_rows(config), rank))  # B
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
 
-    @property
-    def out(self) -> torch.Tensor:
-        return self.successor_codebook
-
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         projected = self.hidden_projection(states.to(self.hidden_projection.weight.dtype))
         return Conditioned(states, self.predecessor_codebook[before] * projected)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head
+from infer.drafters.heads.base import Conditioned, Head
 
 
 class SwiGLU(Head):
@@ -21,16 +21,14 @@ class SwiGLU(Head):
     raw = True
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         size = config.hidden_size
         inner = own.get("ar_hidden_size") or config.intermediate_size
         self.norm = nn.RMSNorm(size, eps=1e-6)  # of the embedding, the authors' own epsilon
         self.ug = nn.Linear(2 * size, 2 * inner)
         self.d = nn.Linear(inner, size, bias=False)
 
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         states = states.to(self.ug.weight.dtype)  # in training with a bfloat16 target the head stays float32
         embedded = self.norm(ends.embed(before).to(states.dtype))
         up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(2, -1)

@@ -38,7 +38,8 @@ class HeadRow:
     key: str  # of the family's part of config.json: a drafter where it is set has this head
     keys: tuple[HeadKey, ...]  # all that it has there
     corrects: bool = True  # it adds to logits that there are without it
-    tables: tuple[str, ...] = ()  # its tensors that are a vector for each token: AdamW's, where matrices are Muon's
+    # its tensors that are a vector for each token: AdamW's, where matrices are Muon's
+    tables: tuple[str, ...] = ()
 
     @property
     def options(self) -> set[str]:
@@ -108,7 +109,8 @@ _ROWS = (
         keys=(
             HeadKey("xpress_rank", "rank", 256, least=0),
             HeadKey("xpress_mlp_ratio", default=2, new=2),
-            HeadKey("num_jacobi_passes", default=6, new=6, least=0),  # of engines: what they approach is our chain
+            # of engines: what they approach is our chain
+            HeadKey("num_jacobi_passes", default=6, new=6, least=0),
         ),
         tables=("token_embed.weight", "readout.weight"),
     ),

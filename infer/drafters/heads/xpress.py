@@ -25,9 +25,10 @@ class XPress(Head):
     """Tensors and config keys are speculators'."""
 
     recurrent = True
+    output = "readout.weight"
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
-        super().__init__(config, own)
+        super().__init__()
         rank, slots = own["xpress_rank"], config.block_size
         inner = rank * own.get("xpress_mlp_ratio", 2)
         self.first = 0 if own.get("sample_from_anchor") or own.get("shifted") else 1  # slot that drafts
@@ -38,10 +39,6 @@ class XPress(Head):
         self.mlp_gate, self.mlp_up = (nn.Linear(rank, inner, bias=False) for _ in range(2))
         self.mlp_down = nn.Linear(inner, rank, bias=False)
         self.readout = nn.Linear(rank, head_rows(config), bias=False)  # R
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.readout.weight
 
     def mixer(self, slots: int) -> torch.Tensor:
         """Return what each slot's x adds to the c of each, (W, W, r): [j, k]."""
@@ -70,9 +67,7 @@ class XPress(Head):
             x[:, 0] += self.of_tokens(bonus)
         return torch.einsum("gjr,jkr->gkr", x, self.mixer(states.shape[1])).flatten(1)[:, None]
 
-    def condition(
-        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor
-    ) -> Conditioned:
+    def condition(self, ends, states, before, slots, memory) -> Conditioned:
         mixed = memory.unflatten(-1, (-1, self.mix_l.shape[0]))  # (..., W, r)
         slots = (slots + self.first).expand(before.shape)
         mixed = mixed + self.mixer(mixed.shape[-2])[slots] * self.of_tokens(before)[..., None, :]

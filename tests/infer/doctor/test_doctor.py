@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -30,7 +31,8 @@ def drafter():
 @pytest.fixture(scope="module")
 def reference(embedded, drafter):
     plain, chats = (outside_prompts(embedded.tokenizer, 48, chat) for chat in (False, True))
-    return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]], tokens=32)
+    with patch("infer.evaluation.acceptance.TOKENS", 32):
+        return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]])
 
 
 def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running, monkeypatch):

@@ -8,7 +8,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from infer.api import decode, generate
 from infer.config import DecodeOptions
 from infer.drafters.lookup import LONGEST, TRUST, Lookup, continuations
-from infer.formats.checkpoint import open_drafter
+from infer.formats.checkpoint import load_drafter
 
 
 def by_hand(text: list[int], length: int, vocabulary: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def test_texts_are_plain_decodings_and_repetition_pays(make_tiny, temperature):
     shared = {"max_new_tokens": 40, "temperature": temperature, "rows": 2}
     plain = decode(target, None, prompts, DecodeOptions(method="plain", **shared))
     for method in ("chain", "ddtree"):
-        drafter = open_drafter("lookup")
+        drafter = load_drafter("lookup")
         texts = decode(target, drafter, prompts, DecodeOptions(method=method, budget=8, **shared))
         assert [text.ids for text in texts] == [text.ids for text in plain]
         if not temperature:  # greedy texts of random weights run into loops, which lookup knows

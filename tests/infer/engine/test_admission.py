@@ -167,7 +167,7 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny):
             engine.step()
         except RuntimeError:
             failures += 1
-            given_up.append(engine.retry())
+            given_up.append(engine.scheduler.retry())
             engine.reset()
     assert {text for text in given_up if text} == {text for text in texts if cost(text) == 9}
     assert failures < 40

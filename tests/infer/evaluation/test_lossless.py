@@ -20,7 +20,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_any_other_token_is_a_defect_at_its_place(make_tiny, options):
+def test_any_other_token_is_a_defect(make_tiny, options):
     target, drafter = make_tiny()
     dice = random.Random(0)
     texts = decode(target, drafter, PROMPTS, DecodeOptions(20, method="ddtree", budget=8, **options))
@@ -29,16 +29,13 @@ def test_any_other_token_is_a_defect_at_its_place(make_tiny, options):
         assert find_difference(target, text.prompt, text.ids, right.ids, text.options) is None
         place, other = dice.randrange(len(text.ids)), list(text.ids)
         other[place] = (other[place] + 1 + dice.randrange(95)) % 97
-        found = find_difference(target, text.prompt, other, right.ids, text.options)
-        assert found.place == place and found.cause == "defect"
-        assert (found.written, found.expected) == (other[place], text.ids[place])
+        assert find_difference(target, text.prompt, other, right.ids, text.options) == "defect"
 
 
 def test_a_text_that_ends_elsewhere_is_a_defect(make_tiny):
     target, _ = make_tiny()
     (text,) = decode(target, None, [[5, 6]], DecodeOptions(8, method="plain"))
-    missing = find_difference(target, [5, 6], text.ids[:5], text.ids, text.options)
-    assert (missing.place, missing.written, missing.expected, missing.cause) == (5, None, text.ids[5], "defect")
+    assert find_difference(target, [5, 6], text.ids[:5], text.ids, text.options) == "defect"
     assert find_difference(target, [5, 6], text.ids, text.ids, text.options) is None
 
 
@@ -50,14 +47,12 @@ def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tin
     assert text.ids != [twin]
     with torch.no_grad():
         target.head_weight[twin] = target.head_weight[text.ids[0]]
-    found = find_difference(target, [5, 6], [twin], text.ids, text.options)
-    assert found.cause == "tie" and found.gap == 0
-    # the noise of the two is not the same: one of them is likelier to be drawn, and it shows by how much
-    sampled = find_difference(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8))
-    assert sampled.cause == "defect" and sampled.gap > 0.01
+    assert find_difference(target, [5, 6], [twin], text.ids, text.options) == "tie"
+    # the noise of the two is not the same: one of them is likelier to be drawn
+    assert find_difference(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8)) == "defect"
     with torch.no_grad():
         target.head_weight[twin] *= 0.999
-    assert find_difference(target, [5, 6], [twin], text.ids, text.options).cause == "defect"
+    assert find_difference(target, [5, 6], [twin], text.ids, text.options) == "defect"
 
 
 def test_a_token_at_the_edge_of_top_p_is_a_tie():
@@ -80,5 +75,4 @@ def test_differences_in_bfloat16_are_ties(make_tiny):
     plain = decode(target, None, prompts, DecodeOptions(16, method="plain", rows=32))
     trees = decode(target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, rows=32))
     found = [find_difference(target, a.prompt, a.ids, b.ids, a.options) for a, b in zip(trees, plain, strict=True)]
-    causes = [difference.cause for difference in found if difference]
-    assert causes and set(causes) == {"tie"}
+    assert set(filter(None, found)) == {"tie"}
