@@ -7,7 +7,7 @@
 "ours": what `train.loop.block_loss` does. Same modules, rows, blocks and optimiser; every line has a process of its
 own. Memory: the most in use above what there was before the models, in one more process of each, which gives freed
 memory back at once. Parts: the target's pass; the drafter, forward and backward; the objective, forward and backward;
-the optimiser. MFU: useful operations (`train.plan`) by the measured rate of a matrix product on this machine.
+the optimiser.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from train.engine import compute_dtype, target_dtype
 from train.loop import block_loss, draft_states, score
 from train.objective import position_weights
 from train.optim import make_optimizer
-from train.plan import StepShape, matmul_rate, step_memory, step_operations
+from train.plan import StepShape, step_memory
 
 PARTS = ("target", "drafter", "objective", "optimiser")
 
@@ -146,13 +146,10 @@ def steps(args) -> dict:
     bytes_each = target.dtype.itemsize
     planned = step_memory(shape, config, 1, bytes_each, bytes_each, args.device == "cuda")
     figures = {part: 1000 * statistics.median(seconds[1:]) for part, seconds in times.items() if seconds}
-    rate = matmul_rate(target.device, target.dtype)
     return {
         "milliseconds": figures,
         "tokens_per_second": args.batch * args.length / (figures["step"] / 1000),
         "peak_gb": peak / 1e9,
-        "mfu": sum(step_operations(shape).values()) / (figures["step"] / 1000) / rate,
-        "rate": rate,
         "planned": planned,
         "losses": losses,
     }
@@ -268,15 +265,13 @@ def main() -> None:
         f"{args.batch} x {args.length} tokens, {args.anchors} anchors, block {args.block}, "
         f"target {args.layers} layers, drafter {args.drafter_layers}\n"
     )
-    print(f"{'':<12}{'tokens/s':>10}{'peak GB':>9}{'MFU':>7}{'ms/step':>9}" + "".join(f"{p:>11}" for p in PARTS))
+    print(f"{'':<12}{'tokens/s':>10}{'peak GB':>9}{'ms/step':>9}" + "".join(f"{p:>11}" for p in PARTS))
     for way, some in runs.items():
         parts = {
             p: statistics.median(run["milliseconds"].get(p, float("nan")) for run in some) for p in ("step", *PARTS)
         }
-        speed, peak, mfu = (
-            statistics.median(run[key] for run in some) for key in ("tokens_per_second", "peak_gb", "mfu")
-        )
-        line = f"{way:<12}{speed:>10.0f}{peak:>9.3f}{100 * mfu:>6.1f}%{parts['step']:>9.1f}"
+        speed, peak = (statistics.median(run[key] for run in some) for key in ("tokens_per_second", "peak_gb"))
+        line = f"{way:<12}{speed:>10.0f}{peak:>9.3f}{parts['step']:>9.1f}"
         print(line + "".join(f"{parts[p]:>11.1f}" for p in PARTS))
     if {"reference", "ours"} <= runs.keys():
         pairs = list(zip(runs["reference"], runs["ours"], strict=True))

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.packing import packed_rows
-from data.prompts import evaluation_prompts
 from data.rows import read_rows, single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
 from infer.drafters.heads.base import head_rows
-from infer.evaluation.evaluate import brief, parts_of
-from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import load_config, load_tokenizer, resolve_path
-from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
+from infer.targets.support import head_size, key_heads, mlp_size, refuse_unsupported
 from infer.targets.target import tokenizer_digest
-from infer.utils.progress import Progress, duration
+from infer.utils.progress import Progress
 from train.config import TrainConfig
 from train.engine import compiles, compute_dtype, measured_precision, micro_batch, target_dtype
 from train.features import row_bytes
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 BUCKET = 500_000_000  # gradients that ZeRO gathers before it reduces them, DeepSpeed's default
 FITS = 0.9  # of a device's memory, at most, that a step may be planned to take
-SHARE = 0.4  # of a device's rate of large matrix products that a run is expected to reach
-H100 = 989e12  # operations a second in bfloat16
 
 
 class StepShape:
@@ -53,10 +48,9 @@ class StepShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(theirs)
             drafter = new_drafter(config.drafter, None, text)
-        head, blocks = drafter.conditional_head, rows * config.anchors
+        blocks = rows * config.anchors
         counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         tables = (model.get_input_embeddings(), model.get_output_embeddings())
-        experts = sum(count for name, count in counts.items() if ".experts." in name)
         self.length = config.data.length  # T
         self.block = config.drafter.block_size  # K
         window = min(config.drafter.window or self.length, self.length)
@@ -69,8 +63,6 @@ class StepShape:
         # features that the drafter's query, key and value projections take
         self.input_size = next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight"))
         self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-        self.trains_head = drafter.lm_head is not None
-        self.rank = 0 if head is None or head.out is None else head.out.shape[1]  # of a head's corrections
         self.tapped = len(drafter.layer_ids)  # layers of the target whose outputs are features
         self.layers = config.drafter.layers
         self.hidden = text.hidden_size  # D
@@ -81,29 +73,8 @@ class StepShape:
         self.kv_width = key_heads(text) * head_size(text)  # A'
         self.target_layers = text.num_hidden_layers
         self.target_parameters = sum(counts.values())
-        # of these, embedding and head; and of the others those that a token passes through: not all
-        # experts
+        # of these, embedding and head
         self.target_ends = sum({id(p): p.numel() for table in tables for p in table.parameters()}.values())
-        self.target_active = self.target_parameters - self.target_ends - round(experts * (1 - expert_share(text)))
-
-
-def step_operations(shape: StepShape) -> dict[str, float]:
-    """Useful floating-point operations of one pass, by part: a product of matrices counts two an entry
-    and inner step; what a causal mask hides, an implementation recomputes or repeats is not counted."""
-    s = shape
-    target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
-    features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
-    context = 6 * s.layers * 2 * s.input_size * s.kv_width * s.context
-    attention = 12 * s.layers * s.queries * (s.seen + s.block) * s.width
-    matrices = s.input_size * (s.width + 2 * s.kv_width) + s.hidden * (s.width + 3 * s.intermediate)
-    layers = 6 * s.layers * matrices * s.queries
-    drafter = features + context + layers + attention
-    teacher, corrections = min(s.context, s.drafted), 3 * s.rank * s.drafted
-    return {
-        "target": target,
-        "drafter": drafter,
-        "objective": 2 * s.known * (s.hidden * ((3 if s.trains_head else 2) * s.drafted + teacher) + corrections),
-    }
 
 
 def step_memory(
@@ -181,18 +152,6 @@ def with_recompute(
             ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take less"
         )
     return ways[chosen], line
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Operations a second of one large matrix product on this machine: the yardstick of utilisation."""
-    size, clock = 8192 if device.type == "cuda" else 1024, synchronised_clock(device)
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
-    seconds = []
-    for _ in range(repeats):
-        began = clock()
-        a @ b
-        seconds.append(clock() - began)
-    return 2 * size**3 / min(seconds)
 
 
 def total_steps(config: TrainConfig, rows: float) -> int:
@@ -292,29 +251,6 @@ def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "D
     return named_mask(mask, tokenizer)
 
 
-def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
-    """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is
-    no prompt."""
-    options = config.evaluation
-    prompts = evaluation_prompts(config.data, tokenizer, options.prompts, options.prompt_tokens, options.outside)
-    parts = parts_of(prompts, options)
-    every = [*parts, *[brief(parts[0])] * (config.checkpoints - 1)]
-    ways = 4 + len(options.budgets)  # plain, generate, chain, n-grams, and trees
-    return ways * options.max_new_tokens * sum(len(part.prompts) for part in every)
-
-
-def time_of(work: Work, steps: int) -> str:
-    """Say how long so many steps take at a share of the device's rate, an H100's where the device is
-    not at hand."""
-    name, rate = "an H100 (989 TFLOP/s in bfloat16)", H100
-    if work.room is not None:
-        name = f"this machine's {work.device.type}"
-        rate = matmul_rate(work.device, compute_dtype(work.config, work.device))
-    passes = work.config.optim.batch * work.shape.length / work.shape.context / work.world
-    spent = duration(steps * passes * sum(step_operations(work.shape).values()) / (SHARE * rate))
-    return f"{steps:,} steps: about {spent} without evaluations, if they reach {100 * SHARE:.0f} % of {name}"
-
-
 def print_plan(config: TrainConfig) -> None:
     """Print the plan."""
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
@@ -349,8 +285,5 @@ def print_plan(config: TrainConfig) -> None:
     if rows is not None:
         known, steps = f"{len(rows):,} rows, {known}", total_steps(config, len(rows))
     minutes = config.optim.minutes
-    spent = time_of(work, steps) if minutes is None else f"{minutes:g} minutes of steps, without evaluations"
-    print(f"data       {known}\ntime       {spent}")
-    if tokenizer is not None and rows is not None:
-        count, decoded = config.checkpoints, evaluated_tokens(config, tokenizer)
-        print(f"           {count} evaluations of at most {decoded:,} tokens, every way of decoding counted")
+    spent = f"{steps:,} steps" if minutes is None else f"{minutes:g} minutes of steps"
+    print(f"data       {known}\ntime       {spent}, without evaluations")

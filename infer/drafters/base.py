@@ -306,6 +306,10 @@ class Drafter(nn.Module):
     anchor_offset = 0
     # its layers' kinds: causal within the block?, sliding window
     attention_patterns: list[tuple[bool, int | None]]
+    # of target, features (B, C, len(layer_ids) * D) of newly committed positions, their tokens (B, C), counts, state,
+    # on_device: adds them to the memory. counts[b] positions of row b are real, the rest is padding; on_device (B,) is
+    # counts where that is on the device already, and alone where the host does not know them
+    update_context: Callable[..., None]
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
     mask_token_id: int | None = None  # what stands in the slots, where it is a token
@@ -469,21 +473,6 @@ class Drafter(nn.Module):
         layers = dict.fromkeys(range(config.num_hidden_layers), (each, each))
         cache = KVCache(layers, rows, room, weight.dtype, weight.device, reach=reach, widest=widest)
         return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
-
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int] | None,
-        state: DraftState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
-        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions and their
-        tokens (B, C) to the memory. `counts[b]` positions of row b are real, the rest is padding;
-        `on_device` (B,) is `counts` where that is on the device already, and alone where the host does
-        not know them."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:

@@ -30,6 +30,7 @@ from infer.targets.int8 import Int8Product
 from infer.targets.recurrent import PackedWindow
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+Rotations, Masks = dict[str, Rotation], dict[str, Mask]  # by kind of layer
 
 
 class Norm:
@@ -186,7 +187,7 @@ class LeanDecoder:
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        masks: dict[str, Mask],
+        masks: Masks,
         window: Window | PackedWindow,
         tapped: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,9 +205,9 @@ class LeanDecoder:
     def run(
         self,
         states: torch.Tensor,
-        rotations: dict[str, Rotation],
-        masks: dict[str, Mask],
-        window: Window | PackedWindow,
+        rotations: Rotations,
+        masks: Masks,
+        window: Window,
         tapped: tuple[int, ...],
     ) -> dict[int, torch.Tensor]:
         """Run the layers on states (B Q, D); return the outputs of the tapped ones and, behind the last
@@ -218,7 +219,7 @@ class LeanDecoder:
                 outputs[index] = states
         return outputs | {len(self.layers): self.norm(states)}
 
-    def rotations(self, states: torch.Tensor, positions: torch.Tensor, capacity: int) -> dict[str, Rotation]:
+    def rotations(self, states: torch.Tensor, positions: torch.Tensor, capacity: int) -> Rotations:
         """Return by kind of layer cos and sin (B Q, 1, R) of positions (B, Q)."""
         tables = {layer.kind: self.angle_tables(states, capacity, layer.kind) for layer in self.layers}
         flat = positions.flatten()

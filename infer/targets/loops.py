@@ -237,6 +237,14 @@ def _copy(source, to, count):
 
 
 @njit
+def _clear(at, count):
+    """Put 0 to an address, so often."""
+    numbers = carray(floats(at), count)
+    for n in range(count):
+        numbers[n] = 0
+
+
+@njit
 def _read_row(first, second, scale, each, bias, out):
     """Fill out (O,) with the floats at `first`, or, unless the address `each` is 0, with what sums of
     codes stand for, int32 at `first` and, of second digits, at `second`: scale * each (O,) * sums +
@@ -294,7 +302,7 @@ def _code_row(row, first, second):
 
 @njit
 def _rows(at):
-    """Take every row through its stages (`Rows`)."""
+    """Take every row through its stages (`Stages`)."""
     (
         source, rows, width, scales, each, bias, digits, factor, first, third, before, kept, weight, eps, out,
         smooth, codes, steps, finer,
@@ -436,14 +444,13 @@ def _attend(at):
     parts, whole, hidden = (width + QUERIES - 1) // QUERIES, mask == 0, carray(floats(mask), (rows, width, seen))
     many = (width + parts - 1) // parts
     wide, up = (size + STEP - 1) // STEP * STEP, (seen + STEP - 1) // STEP * STEP
-    q = carray(floats(queries), (rows, shared, groups, width, size))
     to = carray(floats(out), (rows, width, shared, groups, size))
-    v = carray(floats(values), (rows, capacity, shared, size))
     turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
     padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
     weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
     last, totals = np.empty(many, np.int64), np.empty(groups * many, np.float32)
-    w_at, turned_at, t_step = weights.ctypes.data, turned.ctypes.data, 4 * (PLACES + WIDTH)
+    w_at, asked_at = weights.ctypes.data, asked.ctypes.data
+    turned_at, t_step = turned.ctypes.data, 4 * (PLACES + WIDTH)
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
@@ -454,18 +461,15 @@ def _attend(at):
                 last[i] -= 1
             most = max(most, last[i])
             for g in range(groups):
-                for e in range(size):
-                    asked[i * groups + g, e] = q[b, h, g, begin + i, e]
-        for r in range(count):
-            for j in range((most + STEP - 1) // STEP * STEP):
-                weights[r, j] = 0
-            for e in range(wide):
-                mixed[r, e] = 0
+                q_at = queries + 4 * size * (((b * shared + h) * groups + g) * width + begin + i)
+                _copy(q_at, asked_at + 4 * size * (i * groups + g), size)
+        _clear(w_at, count * up)
+        _clear(mixed.ctypes.data, count * wide)
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
             k_at = keys + 4 * ((b * capacity + place) * shared + h) * size
             _turn(k_at, 4 * shared * size, near, size, turned_at, t_step)
-            _product(asked.ctypes.data, 4 * size, count, size, turned_at, t_step, near, w_at + 4 * place, 4 * up)
+            _product(asked_at, 4 * size, count, size, turned_at, t_step, near, w_at + 4 * place, 4 * up)
         for r in range(count):
             hides = asked[0] if whole else hidden[b, begin + r // groups]
             line = weights[r, : (most + WIDTH - 1) // WIDTH * WIDTH]
@@ -477,8 +481,7 @@ def _attend(at):
                 v_at, v_step = values + 4 * ((b * capacity + place) * shared + h) * size, 4 * shared * size
             else:
                 for j in range(near):
-                    for e in range(size):
-                        padded[j, e] = v[b, place + j, h, e]
+                    _copy(values + 4 * ((b * capacity + place + j) * shared + h) * size, v_at + j * v_step, size)
             _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide)
         for r in range(count):
             for e in range(size):
@@ -542,7 +545,7 @@ class Scale(NamedTuple):
     eps: float
 
 
-class Rows(NamedTuple):
+class Stages(NamedTuple):
     """What is done with every row of (N, width) numbers, in this order. What is 0 is left out; what is
     written lies in memory of N rows."""
 
@@ -579,15 +582,12 @@ def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     """Return states (..., D) behind an RMS norm with a weight (D,)."""
     states, size = states.contiguous(), weight.shape[0]
     out, rows = torch.empty_like(states), states.numel() // size
-    Rows(states.data_ptr(), rows, size, weight=weight.data_ptr(), eps=bits(eps), out=out.data_ptr()).run()
+    Stages(states.data_ptr(), rows, size, weight=weight.data_ptr(), eps=bits(eps), out=out.data_ptr()).run()
     return out
 
 
 def place(
-    parts: torch.Tensor,
-    norm: Scale | None,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    memory: LayerWindow,
+    parts: torch.Tensor, norm: Scale | None, rotation: tuple[torch.Tensor, torch.Tensor] | None, memory: LayerWindow
 ) -> torch.Tensor:
     """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate
     them by cos and sin (N, 1, R), if they are given, write keys and values to `memory`, and return the
@@ -611,7 +611,7 @@ def gate(both: torch.Tensor, bend: Bend) -> torch.Tensor:
     """Return activation(gate) * up, (N, I), of both (N, 2 I)."""
     both, (rows, size) = both.contiguous(), both.shape
     out, (first, third) = both.new_empty(rows, size // 2), bend
-    Rows(both.data_ptr(), rows, size, first=bits(first), third=bits(third), out=out.data_ptr()).run()
+    Stages(both.data_ptr(), rows, size, first=bits(first), third=bits(third), out=out.data_ptr()).run()
     return out
 
 
@@ -624,7 +624,7 @@ def codes(
     states, (rows, size) = states.contiguous(), states.shape
     out, scales = states.new_empty((digits * rows, size), dtype=torch.int8), states.new_empty(rows)
     weight, eps = scale_words(norm)
-    made = Rows(
+    made = Stages(
         states.data_ptr(), rows, size, weight=weight, eps=eps, smooth=smooth.data_ptr(), codes=out.data_ptr(),
         steps=scales.data_ptr(), finer=digits,
     )  # fmt: skip
@@ -648,7 +648,7 @@ def finish(
     before = None if before is None else before.contiguous()
     addresses = (0 if x is None else x.data_ptr() for x in (scales, each, bias))
     others = 0 if before is None else before.data_ptr()
-    Rows(sums.data_ptr(), rows, size, *addresses, digits, bits(factor), before=others, kept=sums.data_ptr()).run()
+    Stages(sums.data_ptr(), rows, size, *addresses, digits, bits(factor), before=others, kept=sums.data_ptr()).run()
     return sums.view(torch.float32)[:rows]
 
 

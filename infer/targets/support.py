@@ -137,13 +137,6 @@ def refuse_longer(config: "PretrainedConfig", length: int, remedy: str) -> None:
         )
 
 
-def expert_share(config: "PretrainedConfig") -> float:
-    """Return the share of a target's experts that compute a token."""
-    chosen = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-    there = ("num_experts", "num_local_experts", "n_routed_experts")
-    return (setting(config, *chosen) or 0) / (setting(config, *there) or 1)
-
-
 def mlp_size(config: "PretrainedConfig") -> int:
     """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a
     mixture of experts may not), else three times the hidden size."""

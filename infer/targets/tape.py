@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from infer.attention.kv_cache import Window
-from infer.attention.masks import Mask
 from infer.targets import loops
 from infer.targets.int8 import Int8Product, product_call
-from infer.targets.lean import Layer, LeanDecoder, Norm, Rotation
-from infer.targets.recurrent import PackedWindow
+from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
 WORDS = 21  # of a loop, most of all: its counter and arguments
@@ -104,12 +102,10 @@ class Tape:
             made = {"smooth": product.smooth.data_ptr(), "codes": self.codes.data_ptr()}
             made |= {"steps": self.steps.data_ptr(), "finer": product.digits}
         stages = {"width": source.shape[-1], "weight": weight, "eps": eps, **stages, **made}
-        rows = loops.Rows(source.data_ptr(), self.count, **stages)
+        rows = loops.Stages(source.data_ptr(), self.count, **stages)
         self.loop(loops._rows, self.count, self.count * rows.width, *rows)
 
-    def run(
-        self, states: torch.Tensor, rotations: dict[str, Rotation], masks: dict[str, Mask], window: Window
-    ) -> dict[int, torch.Tensor]:
+    def run(self, states: torch.Tensor, rotations: Rotations, masks: Masks, window: Window):
         """Run the pass over states (N, D), and return the outputs of tapped layers and, behind the last
         one, the last states, (N, D) each, which lie in the tape's memory."""
         self.states.copy_(states)
@@ -135,14 +131,7 @@ class TapedDecoder(LeanDecoder):
 
     tapes: dict[tuple, Tape] = field(default_factory=dict)
 
-    def run(
-        self,
-        states: torch.Tensor,
-        rotations: dict[str, Rotation],
-        masks: dict[str, Mask],
-        window: Window | PackedWindow,
-        tapped: tuple[int, ...],
-    ) -> dict[int, torch.Tensor]:
+    def run(self, states, rotations, masks, window, tapped) -> dict[int, torch.Tensor]:
         if type(window) is not Window or not loops.serve(states):
             return super().run(states, rotations, masks, window, tapped)
         key = (*window.slots.shape, tapped, torch.get_num_threads())
