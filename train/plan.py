@@ -284,6 +284,5 @@ def print_plan(config: TrainConfig) -> None:
     known = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
     if rows is not None:
         known, steps = f"{len(rows):,} rows, {known}", total_steps(config, len(rows))
-    minutes = config.optim.minutes
-    spent = f"{steps:,} steps" if minutes is None else f"{minutes:g} minutes of steps"
+    spent = f"{config.optim.minutes:g} minutes of steps" if config.optim.minutes else f"{steps:,} steps"
     print(f"data       {known}\ntime       {spent}, without evaluations")

@@ -54,7 +54,7 @@ def piece(rows: int) -> int:
 def likeliest(target: Target, last: torch.Tensor) -> torch.Tensor:
     """Return the likeliest token after final states (B, n, D), (B, n)."""
     if target.quantised and target.scale == PLAIN:
-        return target.model.get_output_embeddings().best(last)
+        return target.model.get_output_embeddings().product.best(last)
     return target.head(last).argmax(-1)
 
 

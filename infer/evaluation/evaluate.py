@@ -84,10 +84,7 @@ def brief(part: PromptSet) -> PromptSet:
 
 
 def decode_all(
-    target: Target,
-    drafter: Drafter,
-    parts: abc.Sequence[PromptSet],
-    progress: Progress = lambda done, total: None,
+    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], progress: Progress = lambda done, total: None
 ) -> list[list[Measured]]:
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also
     keep what a report shows of the texts, and replay greedy ones by trees. Where transformers' plain

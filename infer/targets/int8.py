@@ -119,9 +119,10 @@ class Int8Product:
     normed = __call__
 
     def best(self, states: torch.Tensor) -> torch.Tensor:
-        """Return which output is the greatest, (N,) int64, of states (N, D)."""
-        whole, scales = loops.codes(states, self.smooth, self.digits)
-        return loops.best(self.sums(whole), scales, self.scales, self.bias)
+        """Return which output is the greatest, (...) int64, of states (..., D): no float of them is
+        written."""
+        whole, scales = loops.codes(states.flatten(0, -2), self.smooth, self.digits)
+        return loops.best(self.sums(whole), scales, self.scales, self.bias).view(states.shape[:-1])
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
@@ -155,11 +156,6 @@ class Int8Linear(nn.Module):
             return F.linear(states, self.weight, self.bias)
         found = self.product(states.reshape(-1, states.shape[-1]))
         return found.view(*states.shape[:-1], -1)
-
-    def best(self, states: torch.Tensor) -> torch.Tensor:
-        """Return which output is the greatest, (...) int64, of states (..., D): no float of them is
-        written."""
-        return self.product.best(states.flatten(0, -2)).view(states.shape[:-1])
 
     @staticmethod
     def fuse(modules: list["Int8Linear"]) -> Int8Product:

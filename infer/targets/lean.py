@@ -203,12 +203,7 @@ class LeanDecoder:
         return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
 
     def run(
-        self,
-        states: torch.Tensor,
-        rotations: Rotations,
-        masks: Masks,
-        window: Window,
-        tapped: tuple[int, ...],
+        self, states: torch.Tensor, rotations: Rotations, masks: Masks, window: Window, tapped: tuple[int, ...]
     ) -> dict[int, torch.Tensor]:
         """Run the layers on states (B Q, D); return the outputs of the tapped ones and, behind the last
         one, the last states."""

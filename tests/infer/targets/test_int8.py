@@ -109,7 +109,7 @@ def test_the_greatest_output_is_that_of_the_floats(digits):
         getattr(head, part).data = numbers
     head.smooth.data, head.bias.data = normal(32).abs(), normal(2500)
     for states in (normal(2, 40, 32), torch.zeros(1, 3, 32)):
-        assert torch.equal(head.best(states), head(states).argmax(-1))
+        assert torch.equal(head.product.best(states), head(states).argmax(-1))
 
 
 def test_codes_of_weights_stay_within_what_pairs_may_sum_to():
