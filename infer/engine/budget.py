@@ -61,22 +61,20 @@ def ratios_near(known: np.ndarray, ratios: np.ndarray, near: np.ndarray, key: in
 
 
 @njit
-def promises(log_probs: np.ndarray, verified: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return of the drafted nodes of trees with log-probabilities (B, M) the drafter's probabilities and
-    the bins of these, (B, M - 1) each, and the tokens that a row is expected to commit beside the bonus
-    token with 0, 1, ... nodes, (M,): by probabilities times what was committed of what was promised,
-    `verified` (2, BITS). Bins in which little was verified are as right as all nodes are."""
-    rows, nodes = log_probs.shape
-    likely, bits, expected = np.exp(log_probs[:, 1:]), np.empty((rows, nodes - 1), np.int64), np.zeros(nodes)
+def promises(likely: np.ndarray, bits: np.ndarray, verified: np.ndarray) -> np.ndarray:
+    """Return the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes of
+    trees, (M + 1,): by the drafter's probabilities `likely` (B, M), in bins `bits` (B, M), times what was
+    committed of what was promised, `verified` (2, BITS). Bins in which little was verified are as right
+    as all nodes are."""
+    rows, nodes = likely.shape
+    expected = np.zeros(nodes + 1)
     right = (verified[1].sum() + DOUBT) / (verified[0].sum() + DOUBT)
-    for node in range(nodes - 1):
+    factors = (verified[1] + DOUBT * right) / (verified[0] + DOUBT)
+    for node in range(nodes):
         for row in range(rows):
-            place = int(min(abs(log_probs[row, node + 1]) / LN2, BITS - 1))
-            factor = (verified[1, place] + DOUBT * right) / (verified[0, place] + DOUBT)
-            expected[node + 1] += min(likely[row, node] * factor, 1.0) / rows
-            bits[row, node] = place
+            expected[node + 1] += min(likely[row, node] * factors[bits[row, node]], 1.0) / rows
         expected[node + 1] += expected[node]
-    return likely, bits, expected
+    return expected
 
 
 @njit
@@ -213,7 +211,9 @@ class BudgetController(Budget):
 
     def _expect(self, log_probs: np.ndarray) -> None:
         """Take note of what trees with log-probabilities (B, M) promise."""
-        self.likely, self.bits, self.expected = promises(log_probs, self.verified)
+        self.likely = np.exp(log_probs[:, 1:])
+        self.bits = np.minimum(abs(log_probs[:, 1:]) / LN2, BITS - 1).astype(int)
+        self.expected = promises(self.likely, self.bits, self.verified)
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if
