@@ -522,10 +522,7 @@ def _place_heads(at):
                 to[e + half] = x[e + half] * cos[n, e + half] + x[e] * sin[n, e + half]
             for e in range(rotated, size):
                 to[e] = x[e]
-        to = carray(floats(values + slot), (shared, size))
-        for h in range(shared):
-            for e in range(size):
-                to[h, e] = of_position[heads + shared + h, e]
+        _copy(of_position[heads + shared :].ctypes.data, values + slot, shared * size)
         n = take(at)
 
 
