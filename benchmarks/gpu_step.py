@@ -3,9 +3,8 @@
     python benchmarks/gpu_step.py                          # minutes, most of them compiling; 80 GB
     python benchmarks/gpu_step.py --small                  # does the script work?
 
-Prints milliseconds of a step and of its parts (the first steps, which compile, left out), useful operations by the
-device's own rate of a matrix product, and peak memory beside what `plan` says. Fails where a loss is not finite, where
-losses do not fall, and where the plan is off by more than 15 %.
+Prints milliseconds of a step and of its parts (the first steps, which compile, left out), and peak memory beside what
+`plan` says. Fails where a loss is not finite, where losses do not fall, and where the plan is off by more than 15 %.
 """
 
 import argparse
@@ -43,7 +42,6 @@ def main() -> None:
     print(
         f"{'milliseconds':<14}" + "".join(f"{found['milliseconds'].get(p, math.nan):>11.1f}" for p in ("step", *PARTS))
     )
-    print(f"{100 * found['mfu']:.1f} % of the device's {found['rate'] / 1e12:.0f} TFLOP/s")
     print(f"peak {peak:.1f} GB, planned {planned:.1f} GB; losses {' '.join(f'{loss:.0f}' for loss in found['losses'])}")
     if not args.small:
         check(abs(planned / peak - 1) < 0.15, f"planned {planned:.1f} GB, {peak:.1f} were needed", faults)
