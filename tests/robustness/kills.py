@@ -41,6 +41,7 @@ STEPS = 24
 OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
 OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
 OPTIONS += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2", "save_minutes=1e-6"]
+OPTIONS += ["optim.precision=float32"]  # auto is timed
 MOMENTS = ("anywhere", "after a step", "after a step", "saving", "saving")
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 

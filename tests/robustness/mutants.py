@@ -383,7 +383,7 @@ MUTANTS = [
     (
         "all drafts count as kept",
         "infer/engine/budget.py",
-        ("np.bincount(accepted, minlength=BITS)", "np.bincount(bits, minlength=BITS)"),
+        ("for row, node in kept:", "for row, node in np.argwhere(likely[:, : bits.shape[1]] >= 0):"),
         "tests/infer/engine/test_engine.py",
     ),
     (
