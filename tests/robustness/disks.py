@@ -17,11 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from kills import ROOT, count_steps, left_by
+from kills import ROOT, SMALL, count_steps, left_by
 
-OPTIONS = ["data=stdlib", "data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "drafter.layers=1"]
-OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
-OPTIONS += ["evaluation.budgets=[4]", "optim.precision=float32", "optim.steps=24", "checkpoints=2", "name=run"]
+OPTIONS = [*SMALL, "data=stdlib", "data.limit=12", "name=run"]
 
 
 def start(runs: Path) -> subprocess.Popen:

@@ -38,10 +38,11 @@ from train.config import TrainConfig
 from train.run.checkpoints import checkpoints
 
 STEPS = 24
-OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
-OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
-OPTIONS += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2", "save_minutes=1e-6"]
-OPTIONS += ["optim.precision=float32"]  # auto is timed
+# a small run that is compared bit by bit with another: precision=auto is timed, and may differ between them
+SMALL = ["data.length=64", "anchors=4", "optim.batch=2", "optim.precision=float32", "drafter.layers=1"]
+SMALL += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
+SMALL += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2"]
+OPTIONS = [*SMALL, "data=jsonl", "save_minutes=1e-6"]
 MOMENTS = ("anywhere", "after a step", "after a step", "saving", "saving")
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 
