@@ -86,7 +86,9 @@ set_up() {
     fi
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
-    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[gguf,train,serve,test]"; } >&2 ||
+    # Modules are compiled when they are first imported, as most never are.
+    { "$python" -m pip install --no-compile "$torch" &&
+        "$python" -m pip install --no-compile --editable "$repo[gguf,train,serve,test]"; } >&2 ||
         die "the installation did not finish (pip says why, above); the same command goes on from there."
     # a first text, which has numba compile its loops for this processor: whoever waits for theirs should not wait for that
     "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 || true

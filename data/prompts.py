@@ -60,7 +60,8 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
         if row["chat"]:
             with suppress(ValueError):  # training leaves such a row out, and says so
                 asked = _asked(row["chat"], tokenizer, tokens, number)
-                take(asked, _length_class(len(asked)))
+                most = next((most for most in LENGTHS if len(asked) <= most), None)
+                take(asked, f"{CHATS} to {most:,}" if most else f"{CHATS} over {LENGTHS[-1]:,}")
         elif row["prompt"]:
             take(tokenizer(row["prompt"])["input_ids"][-tokens:], "prompts")
         else:
@@ -109,11 +110,6 @@ def few_prompts(found: int, wanted: int) -> str | None:
         return None
     have = f"{found} prompt{'s' * (found != 1)}"
     return f"evaluations have {have}, not evaluation.prompts={wanted}: the held-out text gives no more"
-
-
-def _length_class(size: int) -> str:
-    """Return the name of the chats whose prompts have about `size` tokens."""
-    return next((f"{CHATS} to {most:,}" for most in LENGTHS if size <= most), f"{CHATS} over {LENGTHS[-1]:,}")
 
 
 def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:

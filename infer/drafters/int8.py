@@ -11,14 +11,10 @@ from infer.targets.int8 import Int8Linear, scales_of
 
 def rounded(linear: nn.Linear, digits: int = 1) -> Int8Linear:
     """Return what takes a linear layer's place; `digits` of its activations."""
-    weight, bias = linear.weight.detach().float(), linear.bias
-    scales, (outputs, inputs) = scales_of(weight), weight.shape
-    new = Int8Linear(inputs, outputs, bias is not None, digits)
-    new.codes.data, new.scales.data = (weight / scales).round().to(torch.int8), scales.flatten()
-    new.smooth.data = torch.ones(inputs)
-    if bias is not None:
-        new.bias.data = bias.detach().float()
-    return new
+    weight = linear.weight.detach().float()
+    scales = scales_of(weight)
+    codes = (weight / scales).round().to(torch.int8)
+    return Int8Linear.of(linear, codes, scales.flatten(), torch.ones(linear.in_features), digits)
 
 
 def quantise(drafter: nn.Module) -> None:

@@ -16,12 +16,14 @@ N positions, D inputs, O outputs of a linear layer.
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -32,15 +34,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infer.targets import loops
 from infer.utils.files import cache_folder, kept_once
+from infer.utils.jit import IN_ORDER, njit
 
 METHOD = "blockdraft-int8"
-TOP = 127  # the greatest code; of two next to each other at most one more in sum
+TOP = 127  # the greatest code; where products are added in pairs, two next to each other are at most one more in sum
 TEXTS, LENGTH = 48, 256  # of the target's own that it is calibrated on, and their tokens
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
-SAMPLES = 256  # activations that alpha and digits are chosen by
+SAMPLES = 256  # activations, of all texts in turn, that alpha and digits are chosen by
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
-BLOCK = 128  # inputs whose errors GPTQ passes on together
+ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
 ROOM = 4e9  # bytes for second moments at once
 
 
@@ -49,6 +52,18 @@ def in_pairs() -> bool:
     then FBGEMM's kernels are the fast ones, else oneDNN's."""
     able = torch.cpu.get_capabilities()
     return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
+
+
+def pair_sums(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sums of absolute values of a weight (O, D), or its codes, two next to each other."""
+    return F.pad(weight.abs(), (0, weight.shape[1] % 2)).unflatten(1, (-1, 2)).sum(-1)
+
+
+def scales_of(weight: torch.Tensor, pairs: bool = True) -> torch.Tensor:
+    """Return the scale of every output, (O, 1), of a weight (O, D) whose codes keep within TOP; pairs:
+    next to each other in sum too, as processors without VNNI need them (`integer_product`)."""
+    most = pair_sums(weight) if pairs else weight.abs()
+    return most.amax(1, keepdim=True).clamp(min=1e-30) / TOP
 
 
 def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -60,6 +75,10 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
     integer arithmetic.
     """
     if in_pairs():
+        if pair_sums(codes).max() > TOP + 1:
+            raise ValueError(
+                "codes for a processor with VNNI, and this one has none: load the model's own folder again"
+            )
         ones, zeros = torch.ones(len(codes)).double(), torch.zeros(len(codes)).long()
         with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
             weight = torch._make_per_channel_quantized_tensor(codes, ones, zeros, 0)
@@ -141,6 +160,15 @@ class Int8Linear(nn.Module):
         self.smooth = nn.Parameter(torch.empty(inputs), requires_grad=False)  # activations are multiplied by it
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
+    @classmethod
+    def of(cls, linear: nn.Linear, codes: torch.Tensor, scales: torch.Tensor, smooth: torch.Tensor, digits: int):
+        """Return what takes a linear layer's place."""
+        new = cls(linear.in_features, linear.out_features, linear.bias is not None, digits)
+        new.codes.data, new.scales.data, new.smooth.data = codes, scales, smooth
+        if linear.bias is not None:
+            new.bias.data = linear.bias.detach().float()
+        return new
+
     @property
     def weight(self) -> torch.Tensor:
         """The weight that the codes stand for, (O, D) float32, made anew."""
@@ -195,31 +223,31 @@ class Int8Embedding(nn.Module):
         return self.codes[ids] * self.scales[ids]
 
 
-def scales_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the scale of every output, (O, 1), of a weight (O, D) whose codes keep within TOP, next to
-    each other in sum too (`integer_product`)."""
-    pairs = F.pad(weight.abs(), (0, weight.shape[1] % 2)).unflatten(1, (-1, 2)).sum(-1)
-    return pairs.amax(1, keepdim=True).clamp(min=1e-30) / TOP
+@njit(fast=IN_ORDER)
+def _round_rows(left, upper, pairs, codes):
+    """Fill codes (O, D) int8 with left (O, D), rounded one input after the other: each one's error goes
+    on to those behind it by its row of upper (D, D). left is lost."""
+    for d in range(left.shape[1]):
+        for o in range(left.shape[0]):
+            most = min(TOP, TOP + 1 - abs(codes[o, d - 1])) if pairs and d % 2 else TOP
+            codes[o, d] = code = np.int8(min(max(np.rint(left[o, d]), -most), most))
+            error = (left[o, d] - code) / upper[d, d]
+            for e in range(d + 1, left.shape[1]):
+                left[o, e] -= error * upper[d, e]
 
 
-def round_weight(weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_weight(weight: torch.Tensor, moments: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D) whose inputs have second moments (D,
     D): inputs are rounded in their order, and the ones behind make up for the error (GPTQ, algorithm
-    1)."""
-    scales = scales_of(weight)
+    1). pairs: see `scales_of`."""
+    scales = scales_of(weight, pairs)
     left, codes = weight / scales, torch.empty(weight.shape, dtype=torch.int8)
     moments = moments + DAMPING * moments.diagonal().mean().clamp(min=1e-20) * torch.eye(len(moments))
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments.double())), upper=True).float()
-    for begin in range(0, weight.shape[1], BLOCK):
-        end, errors = min(begin + BLOCK, weight.shape[1]), []
-        for d in range(begin, end):
-            most = TOP + 1 - codes[:, d - 1].float().abs() if d % 2 else torch.tensor(float(TOP))
-            most = most.clamp(max=TOP)
-            code = left[:, d].round().clamp(-most, most)
-            codes[:, d] = code.to(torch.int8)
-            errors.append((left[:, d] - code) / upper[d, d])
-            left[:, d + 1 : end] -= torch.outer(errors[-1], upper[d, d + 1 : end])
-        left[:, end:] -= torch.stack(errors, 1) @ upper[begin:end, end:]
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments.double()))
+    upper = torch.linalg.cholesky(inverse, upper=True).float().contiguous().numpy()
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        parts = zip(left.split(ROWS), codes.split(ROWS), strict=True)
+        list(pool.map(lambda part: _round_rows(part[0].numpy(), upper, pairs, part[1].numpy()), parts))
     return codes, scales
 
 
@@ -228,14 +256,13 @@ class Inputs:
 
     def __init__(self, modules: list[nn.Linear]) -> None:
         size = modules[0].in_features
-        self.modules, self.most, self.count = modules, torch.zeros(size), 0
+        self.modules, self.most = modules, torch.zeros(size)
         self.moments, self.sample = torch.zeros(size, size), []
 
     def see(self, states: torch.Tensor) -> None:
         flat = states.detach().flatten(0, -2).float()
         self.most = torch.maximum(self.most, flat.abs().amax(0))
-        self.sample.append(flat[:: max(1, TEXTS * LENGTH // SAMPLES)])
-        self.count += len(flat)
+        self.sample.append(flat[len(self.sample) % TEXTS :: TEXTS])
         self.moments.addmm_(flat.t(), flat)
 
     def rounded(self) -> dict[nn.Linear, Int8Linear]:
@@ -251,78 +278,68 @@ class Inputs:
             loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
             tried.append((loss.square().mean().sqrt().item(), factors))
         error, factors = min(tried, key=lambda pair: pair[0])
-        moments = self.moments / self.count / torch.outer(factors, factors)
-        codes, scales = round_weight(weight * factors, moments)
-        sizes, found = [module.out_features for module in self.modules], {}
-        for module, part, scale in zip(self.modules, codes.split(sizes), scales.flatten().split(sizes), strict=True):
-            new = Int8Linear(module.in_features, module.out_features, module.bias is not None, 1 + (error > LOSES))
-            new.codes.data, new.scales.data, new.smooth.data = part.clone(), scale.clone(), 1 / factors
-            if module.bias is not None:
-                new.bias.data = module.bias.detach().float()
-            found[module] = new
-        return found
+        moments = self.moments / torch.outer(factors, factors)
+        codes, scales = round_weight(weight * factors, moments, in_pairs())
+        sizes = [module.out_features for module in self.modules]
+        parts = zip(self.modules, codes.split(sizes), scales.flatten().split(sizes), strict=True)
+        digits = 1 + (error > LOSES)
+        return {m: Int8Linear.of(m, part.clone(), scale.clone(), 1 / factors, digits) for m, part, scale in parts}
 
 
-def linear_groups(model: nn.Module, ids: torch.Tensor) -> list[list[nn.Linear]]:
-    """Return the linear layers that ids (B, T) go through, those together that read the same states."""
-    groups: list[list[nn.Linear]] = []
-    before = [None]  # the states that the layer before read
+def linear_groups(model: nn.Module) -> list[list[nn.Linear]]:
+    """Return the linear layers that tokens go through, those together that read the same states."""
+    groups: list[tuple[torch.Tensor, list[nn.Linear]]] = []
 
     def note(module: nn.Linear, args: tuple) -> None:
-        if args[0] is before[0]:
-            groups[-1].append(module)
-        else:
-            groups.append([module])
-        before[0] = args[0]
+        if not groups or groups[-1][0] is not args[0]:
+            groups.append((args[0], []))
+        groups[-1][1].append(module)
 
     with hooked([(module, note) for module in model.modules() if type(module) is nn.Linear]):
-        model(input_ids=ids, use_cache=False)
-    return groups
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+    return [modules for _, modules in groups]
 
 
-@contextmanager
-def hooked(hooks: list[tuple[nn.Module, Callable]]) -> Iterator[None]:
+def hooked(hooks: list[tuple[nn.Module, Callable]]) -> ExitStack:
     """Within the block the functions see what goes into the modules."""
-    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    stack = ExitStack()
+    for module, hook in hooks:
+        stack.callback(module.register_forward_pre_hook(hook).remove)
+    return stack
 
 
-def own_texts(model: nn.Module, tokenizer: object) -> torch.Tensor:
-    """Return texts that the target writes itself, sampled from the beginning of a user's turn on, across
-    the ends of turns (B, T)."""
+def own_texts(model: nn.Module, tokenizer: object) -> Iterator[None]:
+    """Yield whenever texts went through the target that it writes itself, sampled from the beginning of a
+    user's turn on, across the ends of turns: first as they are written, then as they are read again."""
     mark, opening = "\N{SNOWMAN}", [tokenizer.bos_token_id or 0]
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
         opening = tokenizer.encode(text.split(mark)[0], add_special_tokens=False) or opening
     never = model.config.get_text_config().vocab_size  # ends no text: it is no token
-    free = GenerationConfig(
-        max_new_tokens=LENGTH, do_sample=True, temperature=0.7, top_k=0, eos_token_id=never, pad_token_id=0
-    )
+    free = GenerationConfig(do_sample=True, temperature=0.7, top_k=0, eos_token_id=never, pad_token_id=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         ids = torch.tensor([opening] * TEXTS)
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=free)
+        texts = model.generate(ids, free, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH)
+    while True:
+        yield
+        for row in texts:
+            model(input_ids=row[None], use_cache=False)
 
 
 @torch.no_grad()
-def quantise(model: nn.Module, ids: torch.Tensor) -> dict[str, int]:
+def quantise(model: nn.Module, texts: Iterator) -> dict[str, int]:
     """Put int8 codes in the place of a float32 model's linear layers and embedding, calibrated on texts
-    (B, T); return what became so: names and digits, 0 for the embedding. What no text goes through, and
-    what is not a plain linear layer (experts in one tensor), stays as it is."""
+    that go through it with each step of an iterator; return what became so: names and digits, 0 for the
+    embedding. What no text goes through, and what is not a plain linear layer (experts in one tensor),
+    stays as it is."""
     names = {module: name for name, module in model.named_modules()}
-    head, found, waiting = model.get_output_embeddings(), {}, linear_groups(model, ids[:1, :8])
-    while waiting:
-        room, now = ROOM, []
-        while waiting and (not now or room > 4 * waiting[0][0].in_features ** 2):
-            now.append(Inputs(waiting.pop(0)))
-            room -= now[-1].moments.nbytes
+    head, found, groups = model.get_output_embeddings(), {}, linear_groups(model)
+    count = max(1, int(ROOM / (4 * max(group[0].in_features for group in groups) ** 2)))  # float32
+    for begin in range(0, len(groups), count):
+        now = [Inputs(group) for group in groups[begin : begin + count]]
         with hooked([(inputs.modules[0], lambda _, args, inputs=inputs: inputs.see(args[0])) for inputs in now]):
-            for row in ids:
-                model(input_ids=row[None], use_cache=False)
+            next(texts)
         for inputs in now:
             for module, new in inputs.rounded().items():
                 found[names[module]] = new
@@ -371,7 +388,7 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     `load` gives in float32."""
     source = Path(path)
     parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
-    folder = cache_folder(f"{source.name}-int8", repr([METHOD, str(source.resolve()), parts]))
+    folder = cache_folder(f"{source.name}-int8", repr([METHOD, in_pairs(), str(source.resolve()), parts]))
 
     def make(folder: Path) -> None:
         model, tokenizer = load()

@@ -49,7 +49,9 @@ def small_target(in_integers: bool) -> Target:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
     model.config.layer_types = model.config.layer_types[:4]
     if in_integers:
-        int8.quantise(model, torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(0)))
+        int8.quantise(
+            model, (model(torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(0))) for _ in "1")
+        )
     return Target(model, target.tokenizer)
 
 
