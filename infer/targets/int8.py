@@ -38,9 +38,10 @@ from infer.utils.jit import IN_ORDER, njit
 
 METHOD = "blockdraft-int8"
 TOP = 127  # the greatest code; where products are added in pairs, two next to each other are at most one more in sum
-TEXTS, LENGTH = 48, 256  # of the target's own that it is calibrated on, and their tokens
+TEXTS, LENGTH = 96, 128  # of the target's own that it is calibrated on, and their tokens
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
-SAMPLES = 256  # activations, of all texts in turn, that alpha and digits are chosen by
+SAMPLES, EVERY = 256, 48  # activations, one of so many, that alpha and digits are chosen by
+STEPS = 4  # of texts that are written, added to second moments together
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
@@ -228,12 +229,13 @@ def _round_rows(left, upper, pairs, codes):
     """Fill codes (O, D) int8 with left (O, D), rounded one input after the other: each one's error goes
     on to those behind it by its row of upper (D, D). left is lost."""
     for d in range(left.shape[1]):
+        row = upper[d, d + 1 :]
         for o in range(left.shape[0]):
             most = min(TOP, TOP + 1 - abs(codes[o, d - 1])) if pairs and d % 2 else TOP
             codes[o, d] = code = np.int8(min(max(np.rint(left[o, d]), -most), most))
-            error = (left[o, d] - code) / upper[d, d]
-            for e in range(d + 1, left.shape[1]):
-                left[o, e] -= error * upper[d, e]
+            error, behind = np.float32((left[o, d] - code) / upper[d, d]), left[o, d + 1 :]
+            for e in range(len(row)):  # slices, which have no places to check, become vectors
+                behind[e] -= error * row[e]
 
 
 def round_weight(weight: torch.Tensor, moments: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,17 +259,25 @@ class Inputs:
     def __init__(self, modules: list[nn.Linear]) -> None:
         size = modules[0].in_features
         self.modules, self.most = modules, torch.zeros(size)
-        self.moments, self.sample = torch.zeros(size, size), []
+        self.moments, self.sample, self.waiting = torch.zeros(size, size), [], []
 
     def see(self, states: torch.Tensor) -> None:
         flat = states.detach().flatten(0, -2).float()
         self.most = torch.maximum(self.most, flat.abs().amax(0))
-        self.sample.append(flat[len(self.sample) % TEXTS :: TEXTS])
-        self.moments.addmm_(flat.t(), flat)
+        self.sample.append(flat[len(self.sample) % EVERY :: EVERY])
+        self.waiting.append(flat)
+        if len(self.waiting) == STEPS:
+            self.add()
+
+    def add(self) -> None:
+        if self.waiting:
+            flat, self.waiting = torch.cat(self.waiting), []
+            self.moments.addmm_(flat.t(), flat)
 
     def rounded(self) -> dict[nn.Linear, Int8Linear]:
         """Return what takes each layer's place: of the factors that SmoothQuant's alphas give the one
         whose products come closest, and as many digits as they need."""
+        self.add()
         weight = torch.cat([module.weight for module in self.modules]).float()
         sample = torch.cat(self.sample)[:SAMPLES]
         exact, tried = sample @ weight.t(), []
@@ -315,12 +325,18 @@ def own_texts(model: nn.Module, tokenizer: object) -> Iterator[None]:
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
         opening = tokenizer.encode(text.split(mark)[0], add_special_tokens=False) or opening
+
+    def drawn(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # one number a row, not one a token
+        sums = (scores / 0.7).softmax(-1).cumsum(-1)
+        chosen = torch.searchsorted(sums, torch.rand(len(sums), 1) * sums[:, -1:])
+        return torch.zeros_like(scores).scatter_(1, chosen, 1)
+
     never = model.config.get_text_config().vocab_size  # ends no text: it is no token
-    free = GenerationConfig(do_sample=True, temperature=0.7, top_k=0, eos_token_id=never, pad_token_id=0)
+    config = GenerationConfig(do_sample=False, max_new_tokens=LENGTH, eos_token_id=never, pad_token_id=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         ids = torch.tensor([opening] * TEXTS)
-        texts = model.generate(ids, free, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH)
+        texts = model.generate(ids, config, attention_mask=torch.ones_like(ids), logits_processor=[drawn])
     while True:
         yield
         for row in texts:
