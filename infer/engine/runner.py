@@ -34,8 +34,6 @@ from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
 NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
-CANDIDATES = 32  # tokens of every position that a tree considers at most, with a conditional head
-FEW = 16  # candidates of a position that small trees consider; larger ones as many as they have nodes (DDTree lemma 1)
 
 
 class Size(NamedTuple):
@@ -227,7 +225,7 @@ class Runner:
             count = min(size(tree), tree.budget)
             return tree if count == tree.budget else tree.first(count)
 
-        return Method(partial(propose, self.memory, asked, found, self.method, self.options, self.ngram), build, cut)
+        return Method(partial(propose, self.memory, asked, found, self.options, self.ngram), build, cut)
 
     def _graph_size(self, nodes: int) -> int:
         """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all
@@ -274,14 +272,7 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
     return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
 
 
-def candidates_of(method: TreeMethod, nodes: int) -> int:
-    """Return how many tokens of a position trees of so many nodes consider, with a conditional head."""
-    return min(CANDIDATES, max(FEW, nodes)) if method.by_budget else CANDIDATES
-
-
-def propose(
-    memory: Memory, asked: RowsAsked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
-) -> Proposal:
+def propose(memory: Memory, asked: RowsAsked, nodes: int, options: EngineConfig, ngram: NGram | None) -> Proposal:
     """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at
     most."""
     target, drafter = memory.target, memory.drafter
@@ -290,8 +281,7 @@ def propose(
     told = asked.sampling, known.part(asked.noise), None if seen is None else seen[:, None]
     block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
-        judge, count = judge_on_noise(*told), candidates_of(method, nodes)
-        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge, count)
+        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told))
     return Proposal(
         memory.bonus,
         condition_on_noise(block.marginals, *told),  # (B, L, V)

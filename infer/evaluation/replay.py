@@ -11,8 +11,7 @@ position, R tokens that the drafter knows.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from infer.drafters.base import DraftedBlock, Drafter, drafted_block, packed_sta
 from infer.drafters.families import LOOKUP
 from infer.drafters.heads.draft import ConditionalDraft, behind
 from infer.engine.choices import walk
-from infer.engine.runner import candidates_of
 from infer.evaluation.results import FirstChoices, ReplayedOrder, TreeStudy
 from infer.evaluation.ruler import acceptance_length, counted, interval
 from infer.targets.target import Target
@@ -53,7 +51,7 @@ class Drafts(NamedTuple):
     bonus: torch.Tensor  # (P,)
     block: DraftedBlock  # (P, L, R)
     ahead: torch.Tensor  # (P, L + 1) the text's own tokens behind the bonus; -1 behind its end
-    steps: Callable[[int], ConditionalDraft | None]  # by the number of candidates; None: there is no head
+    steps: ConditionalDraft | None  # None: there is no head
 
 
 class ReplayedText(NamedTuple):
@@ -116,18 +114,14 @@ def drafted(target: Target, drafter: Drafter, text: Text, context: torch.Tensor)
     for part in torch.arange(first, len(ids) - 1, device=ids.device).split(at_once) if len(text[1]) > 1 else ():
         states = packed_states(drafter, target, rows, part[None], context[None], drafter)[0]  # (P, L, D)
         block = drafted_block(drafter, target, states)
-
-        @cache
-        def steps(count: int, bonus=ids[part], block=block) -> ConditionalDraft | None:
-            return ConditionalDraft(drafter, target, bonus, block, candidates=count) if drafter.head_row else None
-
+        steps = ConditionalDraft(drafter, target, ids[part], block) if drafter.head_row else None
         yield Drafts(ids[part], block, ahead[part], steps)
 
 
 def accepted(drafter: Drafter, drafts: Drafts, order: Order) -> torch.Tensor:
     """Return how many drafts a round behind each place accepts, (P,)."""
     row, width, known = TREES[order.method], EngineConfig.width, drafter.vocabulary
-    head = drafts.steps(candidates_of(row, order.nodes)) if order.by != "marginals" else None
+    head = drafts.steps if order.by != "marginals" else None
     proposal = Proposal(drafts.bonus, drafts.block.marginals, order.nodes, width=width, steps=head, vocabulary=known)
     if order.by == "ideal":
         return ideal(proposal, drafts.ahead)
