@@ -76,8 +76,7 @@ def load_drafter(
     drafter = reading.drafter("cpu")
     for doubt in reading.doubts:
         warnings.warn(f"{folder}: {doubt}", stacklevel=2)
-    names = drafter.state_dict().keys()
-    weights = opened.load({*names})
+    weights = opened.load({*drafter.state_dict()})
     if drafter.d2t is not None:
         check_vocabulary(folder, weights["d2t"], reading.options["vocab_size"])
     drafter.load_state_dict(weights)
