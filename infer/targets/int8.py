@@ -39,10 +39,10 @@ from infer.utils.jit import IN_ORDER, njit
 METHOD = "blockdraft-int8"
 TOP = 127  # the greatest code; where products are added in pairs, two next to each other are at most one more in sum
 TEXTS, LENGTH = 96, 128  # of the target's own that it is calibrated on, and their tokens
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
+ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)  # how much of the range activations give to weights (SmoothQuant's alpha)
 SAMPLES, EVERY = 256, 48  # activations, one of so many, that alpha and digits are chosen by
 STEPS = 4  # of texts that are written, added to second moments together
-LOSES = 0.02  # relative error of a product from which on its activations have two digits
+LOSES = 0.023  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
 ROOM = 4e9  # bytes for second moments at once
@@ -276,23 +276,26 @@ class Inputs:
 
     def rounded(self) -> dict[nn.Linear, Int8Linear]:
         """Return what takes each layer's place: of the factors that SmoothQuant's alphas give the one
-        whose products come closest, and as many digits as they need."""
+        whose products, of rounded activations and of rounded weights, come closest, and as many digits
+        as they need."""
         self.add()
         weight = torch.cat([module.weight for module in self.modules]).float()
         sample = torch.cat(self.sample)[:SAMPLES]
         exact, tried = sample @ weight.t(), []
+        lost = lambda found: ((found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)).square().mean().sqrt()  # noqa: E731
         for alpha in ALPHAS:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
             codes, scales = loops.codes(sample, 1 / factors, 1)
-            found = (codes * scales[:, None] * factors) @ weight.t()
-            loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
-            tried.append((loss.square().mean().sqrt().item(), factors))
-        error, factors = min(tried, key=lambda pair: pair[0])
+            error = lost((codes * scales[:, None]) @ (weight * factors).t())
+            steps = scales_of(weight * factors, in_pairs())
+            of_weights = lost((sample / factors) @ ((weight * factors / steps).round() * steps).t())
+            tried.append((torch.hypot(error, of_weights), error, factors))
+        _, error, factors = min(tried, key=lambda one: one[0])
         moments = self.moments / torch.outer(factors, factors)
         codes, scales = round_weight(weight * factors, moments, in_pairs())
         sizes = [module.out_features for module in self.modules]
         parts = zip(self.modules, codes.split(sizes), scales.flatten().split(sizes), strict=True)
-        digits = 1 + (error > LOSES)
+        digits = 1 + int(error > LOSES)
         return {m: Int8Linear.of(m, part.clone(), scale.clone(), 1 / factors, digits) for m, part, scale in parts}
 
 
