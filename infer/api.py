@@ -89,8 +89,7 @@ def stream(
     ids = encode(target, prompt)
     check_length(target, options, [ids])
     engine = open_engine(target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens)
-    text = engine.submit(ids, options, processors)
-    return _pieces(engine, TextStream(target, text))
+    return _pieces(engine, TextStream(target, engine.submit(ids, options, processors)))
 
 
 def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:

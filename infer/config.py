@@ -72,17 +72,17 @@ class TargetConfig:
 class LoadedConfig:
     """How a trained drafter is loaded.
 
-    quantization: none, or int8: its products in 8-bit integers, on a CPU
+    quantization: none, int8: its products in 8-bit integers, on a CPU, or auto: as the target
     window: dflash only: its layers see the last so many positions, whatever they were trained with, and
         decoding keeps no more of a text: for long texts; None: as its config.json says
     """
 
-    quantization: str = "none"
+    quantization: str = "auto"
     window: int | None = None
 
     def check(self) -> None:
         """Raise ValueError for a way that does not exist."""
-        one_of(self, "drafter.", quantization=("none", "int8"))
+        one_of(self, "drafter.", quantization=("auto", "none", "int8"))
 
 
 @dataclass

@@ -84,7 +84,8 @@ class _PieceAttention(torch.autograd.Function):
             piece.add(of_v, weights.mT @ above)
             piece.add(of_k, change.mT @ queries)
             of_q[piece.row, :, piece.queries] = (change @ keys).unflatten(1, (-1, len(piece.mask))).flatten(0, 1)
-        return of_q.mul_(ctx.scale), of_k.mul_(ctx.scale), of_v, None, None
+        gradients = of_q.mul_(ctx.scale), of_k.mul_(ctx.scale), of_v, None, None
+        return gradients
 
 
 def attend_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float) -> torch.Tensor:

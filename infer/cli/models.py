@@ -67,8 +67,10 @@ def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig 
 
     if is_masked(place.path):
         raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
-    drafters, asked = [], vars(options or LoadedConfig())
-    given = [f"drafter.{name}={value}" for name, value in asked.items() if value not in (None, "none")]
+    drafters, asked = [], vars(options or LoadedConfig()).copy()
+    given = [f"drafter.{name}={value}" for name, value in asked.items() if value not in (None, "none", "auto")]
+    if asked["quantization"] == "auto":
+        asked["quantization"] = place.quantization
     if given and not {*checkpoints} - {LOOKUP.name}:
         raise ValueError(f"{' '.join(given)}: leave it out, plain decoding and lookup have no use for it")
     if checkpoints:

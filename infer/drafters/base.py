@@ -386,8 +386,7 @@ class Drafter(nn.Module):
         """States behind the last norm (..., D) to what the head makes of them, (..., R) float32."""
         if self.lm_head is not None:
             return target.scale(self.lm_head(states)).float()
-        states = states.to(target.dtype)
-        return target.scale(target_head(self, target)(states)).float()
+        return target.scale(target_head(self, target)(states.to(target.dtype))).float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last

@@ -183,8 +183,7 @@ class Int8Linear(nn.Module):
         """Return the products of states (..., D), (..., O)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
-        found = self.product(states.reshape(-1, states.shape[-1]))
-        return found.view(*states.shape[:-1], -1)
+        return self.product(states.reshape(-1, states.shape[-1])).view(*states.shape[:-1], -1)
 
     @staticmethod
     def fuse(modules: list["Int8Linear"]) -> Int8Product:

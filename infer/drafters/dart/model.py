@@ -76,8 +76,7 @@ class DARTLayer(DrafterLayer):
         begin with items (B, N, 2 D), of features (B, N, D), and go on with `count` masks each. A mask's
         residual is its first half."""
         masks = self.mask_rep.expand(*items.shape[:2], count, -1)
-        size = projected.shape[-1]
-        residual = torch.cat([projected[:, :, None], masks[..., :size]], dim=2)
+        residual = torch.cat([projected[:, :, None], masks[..., : projected.shape[-1]]], dim=2)
         return residual.flatten(1, 2), torch.cat([items[:, :, None], masks], dim=2).flatten(1, 2)
 
 
