@@ -406,7 +406,8 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     `load` gives in float32."""
     source = Path(path)
     parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
-    folder = cache_folder(f"{source.name}-int8", repr([METHOD, in_pairs(), TEXTS, LENGTH, ALPHAS, LOSES, str(source.resolve()), parts]))
+    how = [METHOD, in_pairs(), TEXTS, LENGTH, ALPHAS, LOSES]
+    folder = cache_folder(f"{source.name}-int8", repr([*how, str(source.resolve()), parts]))
 
     def make(folder: Path) -> None:
         model, tokenizer = load()
