@@ -103,7 +103,7 @@ def step_memory(
     # embeddings beside features, normalised and not
     per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)
     layer = product * (s.queries * per_query + s.context * per_context)
-    mask = 0 if cuda else 4 * s.queries * (s.seen + GROUP)  # of the keys that each of its pieces sees
+    mask = 0 if cuda else 4 * s.queries * (s.seen + GROUP)  # each of its pieces sees so many keys
     ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
     kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row

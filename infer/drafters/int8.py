@@ -6,14 +6,12 @@ acceptance, never a text.
 import torch
 from torch import nn
 
-from infer.targets.int8 import Int8Linear, scales_of
+from infer.targets.int8 import Int8Linear, to_nearest
 
 
 def rounded(linear: nn.Linear, digits: int = 1) -> Int8Linear:
     """Return what takes a linear layer's place; `digits` of its activations."""
-    weight = linear.weight.detach().float()
-    scales = scales_of(weight)
-    codes = (weight / scales).round().to(torch.int8)
+    codes, scales = to_nearest(linear.weight.detach().float())
     return Int8Linear.of(linear, codes, scales.flatten(), torch.ones(linear.in_features), digits)
 
 

@@ -67,6 +67,13 @@ def scales_of(weight: torch.Tensor, pairs: bool = True) -> torch.Tensor:
     return most.amax(1, keepdim=True).clamp(min=1e-30) / TOP
 
 
+def to_nearest(weight: torch.Tensor, pairs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D), each entry rounded by itself;
+    pairs: see `scales_of`."""
+    scales = scales_of(weight, pairs)
+    return (weight / scales).round().to(torch.int8), scales
+
+
 def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the product of whole numbers (N, D) from -127 to 127 with codes (O, D), both int8: (N, O)
     int32; FBGEMM rounds sums of more than 2^24 to float32. Next to each other, two codes of an output
@@ -264,14 +271,13 @@ class Inputs:
         flat = states.detach().flatten(0, -2).float()
         self.most = torch.maximum(self.most, flat.abs().amax(0))
         self.sample.append(flat[len(self.sample) % EVERY :: EVERY])
-        self.waiting.append(flat)
         if len(self.waiting) == STEPS:
             self.add()
+        self.waiting.append(flat)
 
     def add(self) -> None:
-        if self.waiting:
-            flat, self.waiting = torch.cat(self.waiting), []
-            self.moments.addmm_(flat.t(), flat)
+        flat, self.waiting = torch.cat(self.waiting), []
+        self.moments.addmm_(flat.t(), flat)
 
     def rounded(self) -> dict[nn.Linear, Int8Linear]:
         """Return what takes each layer's place: of the factors that SmoothQuant's alphas give the one
@@ -281,13 +287,16 @@ class Inputs:
         weight = torch.cat([module.weight for module in self.modules]).float()
         sample = torch.cat(self.sample)[:SAMPLES]
         exact, tried = sample @ weight.t(), []
-        lost = lambda found: ((found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)).square().mean().sqrt()  # noqa: E731
+
+        def lost(found: torch.Tensor) -> torch.Tensor:
+            return ((found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)).square().mean().sqrt()
+
         for alpha in ALPHAS:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
-            codes, scales = loops.codes(sample, 1 / factors, 1)
-            error = lost((codes * scales[:, None]) @ (weight * factors).t())
-            steps = scales_of(weight * factors, in_pairs())
-            of_weights = lost((sample / factors) @ ((weight * factors / steps).round() * steps).t())
+            scaled, (codes, scales) = weight * factors, loops.codes(sample, 1 / factors, 1)
+            error = lost((codes * scales[:, None]) @ scaled.t())
+            codes, scales = to_nearest(scaled, in_pairs())
+            of_weights = lost((sample / factors) @ (codes * scales).t())
             tried.append((torch.hypot(error, of_weights), error, factors))
         _, error, factors = min(tried, key=lambda one: one[0])
         moments = self.moments / torch.outer(factors, factors)
@@ -367,8 +376,7 @@ def quantise(model: nn.Module, texts: Iterator) -> dict[str, int]:
     embedding = model.get_input_embeddings()
     if type(embedding) is nn.Embedding:
         found[names[embedding]] = new = Int8Embedding(*embedding.weight.shape)
-        new.scales.data = embedding.weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / TOP
-        new.codes.data = (embedding.weight / new.scales).round().to(torch.int8)
+        new.codes.data, new.scales.data = to_nearest(embedding.weight, pairs=False)
         model.set_input_embeddings(new)
     return {name: 0 if type(new) is Int8Embedding else new.digits for name, new in found.items()}
 
