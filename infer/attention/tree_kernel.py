@@ -15,7 +15,10 @@ import triton.language as tl
 
 from infer.attention.masks import Mask
 
-KEYS = 64  # keys that a program looks at together
+# a program's queries, keys that it looks at together, warps and stages: what an H200 is fastest with, for few queries
+# and for many (docs/results/gpu.md)
+FEW, MANY = (16, 64, 4, 3), (64, 128, 8, 2)
+KEY_BYTES = 32768  # of the keys that are looked at together, at most: they must fit into shared memory
 PROGRAMS = 264  # two for each of an H200's multiprocessors
 PARTS = 32  # of the keys, at most
 
@@ -50,9 +53,12 @@ def _attend(
         offset = cached + slot[:, None] * slot_stride + entry
         k = tl.load(key + offset, mask=there[:, None] & real, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        among = there & (new >= 0)
-        seen = tl.load(inside + row * inside_stride + node[:, None] * nodes + new, mask=ours[:, None] & among, other=0)
-        seen = (seen != 0) | (there & (new < 0) & (slot >= low[:, None]))
+        seen = there & (new < 0) & (slot >= low[:, None])
+        if begin + KEYS > end:  # new positions among them
+            among = ours[:, None] & there & (new >= 0)
+            seen = seen | (
+                tl.load(inside + row * inside_stride + node[:, None] * nodes + new, mask=among, other=0) != 0
+            )
         scores = tl.where(seen, scores, -float("inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
@@ -88,17 +94,19 @@ def tree_attention(
     nodes = mask.inside.shape[-1]
     assert keys.stride() == values.stride() and keys.stride(-1) == 1 and mask.inside.stride()[1:] == (nodes, 1)
     queries = queries.contiguous()
-    tile = 16 if count <= 16 else 64
+    tile, together, warps, stages = FEW if count <= FEW[0] else MANY
+    wide = max(16, triton.next_power_of_2(size))
+    together = min(together, KEY_BYTES // (wide * queries.element_size()))
     tiles = triton.cdiv(count, tile)
-    parts = max(1, min(PARTS, PROGRAMS // (rows * heads * tiles), triton.cdiv(keys.shape[2], KEYS)))
+    parts = max(1, min(PARTS, PROGRAMS // (rows * heads * tiles), triton.cdiv(keys.shape[2], together)))
     partial = queries.new_empty(rows * heads, parts, count, size, dtype=torch.float32)
     stats = queries.new_empty(rows * heads, parts, count, 2, dtype=torch.float32)
-    wide = max(16, triton.next_power_of_2(size))
     _attend[rows * heads, tiles, parts](
         queries, keys, values, mask.ends, mask.inside.view(torch.uint8), mask.ranges[0][0].contiguous(), partial, stats,
         scale, nodes, count, parts, heads, *keys.stride()[:3],
         mask.inside.stride(0) if len(mask.inside) > 1 else 0,
-        E=size, WIDE=wide, QUERIES=tile, KEYS=KEYS, PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        E=size, WIDE=wide, QUERIES=tile, KEYS=together, PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty_like(queries)
     _join[count, rows * heads](partial, stats, out, count, parts, E=size, WIDE=wide, PARTS=PARTS)

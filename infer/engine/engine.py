@@ -74,7 +74,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Admit waiting texts, run one round for all rows, and return the texts that grew or ended."""
         scheduler, runner = self.scheduler, self.runner
-        if runner.weights_changed(bool(scheduler.waiting) and len(scheduler.writing) < scheduler.most):
+        if runner.weights_changed(scheduler.admits):
             scheduler.waiting.extendleft(reversed(scheduler.stop()))
             self.reset()
         before = {text: len(text.ids) for text in scheduler.begin_step()}
@@ -85,6 +85,7 @@ class Engine:
             most = scheduler.tree_positions(texts, scheduler.computed) - 1
             runner.round(texts, most)
             self._release()
+        scheduler.idle = scheduler.idle + scheduler.free if scheduler.free else 0
         return [text for text, length in before.items() if text.finish is not None or len(text.ids) > length]
 
     def _prefill(self, width: int) -> None:

@@ -33,6 +33,7 @@ from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
+PATIENCE = 4  # rounds that are replayed in the time of a pass over prompts, which is launched (docs/results/gpu.md)
 NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
 
 
@@ -76,6 +77,7 @@ class Runner:
         on_device = self.drafter is None or drafter.family.on_device
         on_device = on_device and not self.method.ngrams and target.lean
         self.captures = target.device.type == "cuda" and options.compile is not False and on_device
+        self.patience = PATIENCE if self.captures else 0
         self.reset()
 
     def reset(self) -> None:

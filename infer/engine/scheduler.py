@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
 PREFILL_CHUNK = 1024
+# where a pass over prompts holds all rows up for some rounds: positions that one is worth and how many times
+# these rounds a text waits for others to enter with
+PATIENT_ROOM, LONGEST_WAIT = 1024, 8
 
 
 class Scheduler:
@@ -41,6 +44,7 @@ class Scheduler:
         self.entering: list[Sequence] = []  # their prompts are being computed
         self.done = 0  # positions that were computed of each of these prompts
         self.writing: list[Sequence] = []
+        self.idle = 0  # rows that waiting texts could have had, summed over rounds
         # cost of what may still be computed of prompts in this step, in positions without a context
         self.room = 0.0
         self.computed = 0.0  # cost of what was
@@ -63,15 +67,28 @@ class Scheduler:
         if writing and self.positions is not None:
             likely = min(self.tree_positions(writing, 1), self.budget.last + 1)
             trees = len(writing) * likely * self._weight(_context(writing))
-            self.room = max(min(self.positions - trees, self.positions * 2 / 3), trees / 2, 1)
+            least = PATIENT_ROOM if self.runner.patience else 1
+            self.room = max(min(self.positions - trees, self.positions * 2 / 3), trees / 2, least)
         return texts
+
+    @property
+    def free(self) -> int:
+        """How many of the waiting texts have a row."""
+        return min(self.most - len(self.writing), len(self.waiting))
+
+    @property
+    def admits(self) -> bool:
+        """Whether waiting texts may enter. Where a pass over prompts takes as long as some rounds
+        (`Runner.patience`), they wait for others to enter with, until idle rows have lost what the pass
+        takes of all."""
+        return self.free > 0 and self.idle >= self.runner.patience * min(len(self.writing), LONGEST_WAIT * self.free)
 
     def next_piece(self) -> int:
         """Return how many positions of each prompt of `entering` are computed next in this step, 0 for
         none. Waiting texts enter when there is room."""
         if self.room <= 0:
             return 0
-        if not self.entering:
+        if not self.entering and self.admits:
             self.entering, self.done = [self.waiting.popleft() for _ in range(self._fitting())], 0
         if not self.entering:
             return 0
@@ -153,16 +170,15 @@ class Scheduler:
         """Return how many waiting texts enter together: as many as have free rows and prompts that fit
         into the room, padded to one length. A longer prompt enters alone, over several rounds; one that
         begins as another of them does enters after it."""
-        free = min(self.most - len(self.writing), len(self.waiting))
         longest, firsts = 0, set()
-        for count in range(free):
+        for count in range(self.free):
             text = self.waiting[count]
             first = self.runner.find_prefix(text)
             longest = max(longest, len(text.known) - text.reused)
             if count and ((count + 1) * longest > self.room or first in firsts):
                 return count
             firsts |= {first} - {None}
-        return free
+        return self.free
 
 
 def _context(texts: list[Sequence]) -> int:

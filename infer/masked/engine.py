@@ -55,7 +55,7 @@ class MaskedRunner:
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch) -> None:
         self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
-        self.budget = Budget(0)
+        self.budget, self.patience = Budget(0), 0
         self.reset()
 
     def reset(self) -> None:

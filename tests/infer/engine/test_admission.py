@@ -196,3 +196,31 @@ def test_rows_share_what_the_target_computes(tiny):
     assert [widest(rows, 32, prompt=114) for rows in (1, 2, 3, 5)] == [15, 8, 4, 2]  # as if twice as many wrote
     assert widest(3, 32, prompt=260) == 3  # behind twice that context
     assert widest(1, 4, prompt=260) == widest(3, None, prompt=260) == 15
+
+
+def test_where_prompts_take_long_texts_wait_for_others_to_enter_with(tiny, monkeypatch):
+    """Where a pass over prompts takes as long as some rounds, texts enter together, none waits for more than some dozen
+    rounds, and each is its own; where nothing is written, they enter at once."""
+    target, _ = tiny
+    dice = random.Random(0)
+    prompts = [[dice.randrange(90) for _ in range(dice.randrange(3, 20))] for _ in range(60)]
+    options = [TextOptions(max_new_tokens=dice.randrange(10, 40), ignore_eos=True) for _ in prompts]
+    passes, extend = [], target.extend
+    monkeypatch.setattr(target, "extend", lambda parts, *asked: (passes.append(len(parts)), extend(parts, *asked))[1])
+    found = {}
+    for patience in (0, 4):
+        engine = Engine(target, None, EngineConfig("plain", rows=8, positions=None), 64)
+        engine.runner.patience = patience
+        passes.clear()
+        texts = [engine.submit(prompt, each) for prompt, each in zip(prompts, options, strict=True)]
+        engine.step()
+        assert passes == [8]
+        waited = longest = 0
+        while engine.busy:
+            waited = waited + 1 if engine.scheduler.free else 0
+            longest = max(longest, waited)
+            engine.step()
+        found[patience] = len(passes), longest, [text.ids for text in texts]
+    assert found[4][2] == found[0][2]
+    assert found[4][0] < 0.6 * found[0][0]
+    assert found[4][1] <= 4 * 8 + 1
