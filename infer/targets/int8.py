@@ -270,7 +270,7 @@ class Inputs:
     def see(self, states: torch.Tensor) -> None:
         flat = states.detach().flatten(0, -2).float()
         self.most = torch.maximum(self.most, flat.abs().amax(0))
-        self.sample.append(flat[len(self.sample) % EVERY :: EVERY])
+        self.sample.append(flat[len(self.sample) % EVERY :: EVERY].clone())  # a view would keep all of them
         if len(self.waiting) == STEPS:
             self.add()
         self.waiting.append(flat)
