@@ -15,10 +15,6 @@ import triton.language as tl
 
 from infer.attention.masks import Mask
 
-# a program's queries, keys that it looks at together, warps and stages: what an H200 is fastest with, for few queries
-# and for many (docs/results/gpu.md)
-FEW, MANY = (16, 64, 4, 3), (64, 128, 8, 2)
-KEY_BYTES = 32768  # of the keys that are looked at together, at most: they must fit into shared memory
 PROGRAMS = 264  # two for each of an H200's multiprocessors
 PARTS = 32  # of the keys, at most
 
@@ -56,9 +52,8 @@ def _attend(
         seen = there & (new < 0) & (slot >= low[:, None])
         if begin + KEYS > end:  # new positions among them
             among = ours[:, None] & there & (new >= 0)
-            seen = seen | (
-                tl.load(inside + row * inside_stride + node[:, None] * nodes + new, mask=among, other=0) != 0
-            )
+            told = tl.load(inside + row * inside_stride + node[:, None] * nodes + new, mask=among, other=0)
+            seen = seen | (told != 0)
         scores = tl.where(seen, scores, -float("inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
@@ -94,9 +89,10 @@ def tree_attention(
     nodes = mask.inside.shape[-1]
     assert keys.stride() == values.stride() and keys.stride(-1) == 1 and mask.inside.stride()[1:] == (nodes, 1)
     queries = queries.contiguous()
-    tile, together, warps, stages = FEW if count <= FEW[0] else MANY
+    # queries and keys that a program looks at together: what an H200 is fastest with (docs/results/gpu.md)
+    tile, together, warps, stages = (16, 64, 4, 3) if count <= 16 else (64, 128, 8, 2)
     wide = max(16, triton.next_power_of_2(size))
-    together = min(together, KEY_BYTES // (wide * queries.element_size()))
+    together = min(together, 2**15 // (wide * queries.element_size()))  # keys of 32 KB: shared memory holds no more
     tiles = triton.cdiv(count, tile)
     parts = max(1, min(PARTS, PROGRAMS // (rows * heads * tiles), triton.cdiv(keys.shape[2], together)))
     partial = queries.new_empty(rows * heads, parts, count, size, dtype=torch.float32)

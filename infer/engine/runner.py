@@ -33,7 +33,6 @@ from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
-PATIENCE = 4  # rounds that are replayed in the time of a pass over prompts, which is launched (docs/results/gpu.md)
 NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
 
 
@@ -77,7 +76,8 @@ class Runner:
         on_device = self.drafter is None or drafter.family.on_device
         on_device = on_device and not self.method.ngrams and target.lean
         self.captures = target.device.type == "cuda" and options.compile is not False and on_device
-        self.patience = PATIENCE if self.captures else 0
+        # rounds that are replayed in the time of a pass over prompts, which is launched (docs/results/gpu.md)
+        self.patience = 4 if self.captures else 0
         self.reset()
 
     def reset(self) -> None:
@@ -89,7 +89,6 @@ class Runner:
         self.prefixes = Prefixes(megabytes * 2**20) if megabytes and not self.target.recurrent else None
         whole = self.prefixes is not None
         self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most, whole)
-        self.prompts: Prefill | None = None
         self.graphs = Graphs(device)  # the old ones work on memory that is gone
         self.columns = Columns(rows, self.vocabulary, device)
         # texts, and how long they were, that the device knows as they are

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
 PREFILL_CHUNK = 1024
-# where a pass over prompts holds all rows up for some rounds: positions that one is worth and how many times
-# these rounds a text waits for others to enter with
-PATIENT_ROOM, LONGEST_WAIT = 1024, 8
 
 
 class Scheduler:
@@ -45,9 +42,8 @@ class Scheduler:
         self.done = 0  # positions that were computed of each of these prompts
         self.writing: list[Sequence] = []
         self.idle = 0  # rows that waiting texts could have had, summed over rounds
-        # cost of what may still be computed of prompts in this step, in positions without a context
-        self.room = 0.0
-        self.computed = 0.0  # cost of what was
+        # cost of what may still be computed of prompts in this step, and of what was, in positions without a context
+        self.room = self.computed = 0.0
 
     def add(self, text: Sequence) -> None:
         """Let a text wait."""
@@ -67,8 +63,7 @@ class Scheduler:
         if writing and self.positions is not None:
             likely = min(self.tree_positions(writing, 1), self.budget.last + 1)
             trees = len(writing) * likely * self._weight(_context(writing))
-            least = PATIENT_ROOM if self.runner.patience else 1
-            self.room = max(min(self.positions - trees, self.positions * 2 / 3), trees / 2, least)
+            self.room = max(min(self.positions - trees, self.positions * 2 / 3), trees / 2, 256 * self.runner.patience)
         return texts
 
     @property
@@ -79,9 +74,9 @@ class Scheduler:
     @property
     def admits(self) -> bool:
         """Whether waiting texts may enter. Where a pass over prompts takes as long as some rounds
-        (`Runner.patience`), they wait for others to enter with, until idle rows have lost what the pass
-        takes of all."""
-        return self.free > 0 and self.idle >= self.runner.patience * min(len(self.writing), LONGEST_WAIT * self.free)
+        (`Runner.patience`), they wait for others to enter with until idle rows have lost what the pass
+        takes of all, or for eight times as many rounds."""
+        return self.free > 0 and self.idle >= self.runner.patience * min(len(self.writing), 8 * self.free)
 
     def next_piece(self) -> int:
         """Return how many positions of each prompt of `entering` are computed next in this step, 0 for

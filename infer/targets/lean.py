@@ -38,19 +38,14 @@ class Norm:
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         """weight (D,), or (H + K, E): of queries and keys."""
-        wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        self.weight, self.eps, size = weight, eps, weight.shape[-1]
-        self.wide = wide.contiguous()  # for compiled loops
-        self.scaled = wide * size**0.5
-        self.least = wide.new_tensor(size * eps) ** 0.5  # what keeps the length of states from 0
+        self.weight, self.eps = weight, eps
+        self.wide = (
+            weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
+        )  # for compiled loops
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if self.weight.ndim == 1 and loops.serve(states):
             return loops.norm(states, self.wide, self.eps)
-        if states.is_cpu and states.dtype in (torch.float32, torch.bfloat16):  # in less time there than rms_norm
-            wide = states.float()
-            length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            return (wide / torch.hypot(length, self.least)).mul_(self.scaled).to(states.dtype)
         if self.weight.ndim == 1 and self.weight.dtype == states.dtype:
             return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(states.to(self.weight.dtype), states.shape[-1:], None, self.eps) * self.weight
