@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
@@ -116,6 +117,14 @@ class PackedLayer:
         self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on the host in memory that is taken where it is first written to, not before."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap(-1, torch.Size(shape).numel() * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class KVCache:
     """Keys and values of all layers, written in place, in a buffer for every size of them; and the
     states of recurrent layers.
@@ -158,14 +167,12 @@ class KVCache:
                 widths.append(width)
         # of all keys and values, where they are alike
         self.heads = next(iter(layers.values()), ((0, 0),))[0][0]
-        self.buffers = [  # (planes, rows * S, width): zeros, since a masked slot must still be finite
-            torch.zeros(widths.count(width), rows * capacity, width, dtype=dtype, device=device) for width in sizes
-        ]
+        # (planes, rows * S, width): zeros, since a masked slot must still be finite
+        self.buffers = [zeros((widths.count(width), rows * capacity, width), dtype, device) for width in sizes]
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         # the same on the device, 0 for unused rows
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)
-        self.forgotten = torch.zeros_like(self.ends)
-        self.live = torch.zeros_like(self.ends)  # 1 for used rows
+        self.forgotten, self.live = torch.zeros_like(self.ends), torch.zeros_like(self.ends)  # live: 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity
         self.steps = torch.arange(capacity, device=device)
         self.fixed_rows = 0  # inside `fixed`: how many rows passes have

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from timeit import timeit
 
 import numpy as np
 import torch
@@ -265,7 +266,7 @@ def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Bud
 
 
 @torch.inference_mode()
-def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 7) -> BudgetRule:
+def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3) -> BudgetRule:
     """Measure one row's draft and its target passes behind `CONTEXT` positions, size by size until one
     costs `DEAR` plain ones, in turns: medians of `repeats`. About a second on a laptop."""
     cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1), drafter.state(1, CONTEXT + 2 * DRAFTS)
@@ -283,21 +284,16 @@ def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repe
     def verify(tree: DraftTree) -> None:
         likeliest(target, target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last)
 
-    def timed(task: Callable[[], object]) -> float:
-        mark = clock()
-        task()
-        return clock() - mark
-
     tree = draft(SIZES[-1])
     tasks, sizes, first = [partial(draft, FIRST)], [], 0.0
     for size in sorted({min(size, tree.budget) for size in (0, *SIZES)}):
         tasks.append(partial(verify, tree.first(size)))
         sizes.append(size)
         tasks[-1]()  # warms up
-        seconds = timed(tasks[-1])
+        seconds = timeit(tasks[-1], timer=clock, number=1)
         first = first or seconds
         if seconds > DEAR * first:
             break
-    samples = [[timed(task) for task in tasks] for _ in range(repeats)]
+    samples = [[timeit(task, timer=clock, number=1) for task in tasks] for _ in range(repeats)]
     other, *passes = map(statistics.median, zip(*samples, strict=True))
     return BudgetRule(tuple(size + 1 for size in sizes), tuple(accumulate(passes, max)), other)
