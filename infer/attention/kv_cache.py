@@ -45,10 +45,7 @@ class Stateful:
     def get_conv_state(self, *_: object, **__: object) -> None:
         return None
 
-    get_recurrent_state = get_conv_state
-
-    def has_previous_state(self, *_: object, **__: object) -> bool:
-        return False
+    get_recurrent_state = has_previous_state = get_conv_state
 
     def update_conv_state(self, inputs: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return inputs

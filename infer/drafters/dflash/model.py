@@ -139,7 +139,7 @@ class DFlash(Drafter):
     family = FAMILIES["dflash"]
     writers = {
         "angelslim": writers.write_angelslim,
-        "dflash": lambda drafter, target, config, weights: (config, weights),
+        "dflash": writers.write_public,
         "dflash2": writers.write_dflash2,
         "dspark": writers.write_dspark,
         "specforge": writers.write_specforge,
