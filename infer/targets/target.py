@@ -142,7 +142,7 @@ class Target:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (..., V) of final hidden states (..., D)."""
-        return self.scale(self.model.get_output_embeddings()(hidden))
+        return self.scale(self.model.get_output_embeddings()(hidden.contiguous()))  # one product, not one a row
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a sliding
