@@ -7,7 +7,8 @@ import pytest
 from infer import generate
 from infer.cli import generate as module
 from infer.cli.generate import GenerateCommand
-from infer.config import DecodeOptions, LoadedConfig
+from infer.cli.models import load
+from infer.config import DecodeOptions, LoadedConfig, TargetConfig
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -30,3 +31,19 @@ def test_a_quantization_of_nothing_is_refused_before_anything_loads(options, mon
     monkeypatch.setattr("infer.targets.loading.open_target", None)
     with pytest.raises(ValueError, match=r"drafter\.quantization=int8: leave it out"):
         module.run(GenerateCommand(drafter=LoadedConfig("int8"), **options))
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "expected"),
+    [("int8", "auto", "int8"), ("none", "auto", "none"), ("int8", "none", "none"), ("none", "int8", "int8")],
+)
+def test_a_drafter_follows_its_target_into_integers_unless_told_otherwise(target, drafter, expected, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def record(*_, quantization, **__):
+        raise Loaded(quantization)
+
+    monkeypatch.setattr("infer.formats.checkpoint.load_drafter", record)
+    with pytest.raises(Loaded, match=f"^{expected}$"):
+        load(TargetConfig(quantization=target), "embedded", LoadedConfig(drafter))
