@@ -82,7 +82,7 @@ def evaluate_set(
     result = summarise_part(target, drafter, PromptSet(None, [], [], config, cut), measured)
     for method, one in zip(result.methods, measured, strict=True):
         same = sum(text.ids == other.ids for text, other in zip(one.texts, plain.texts, strict=True))
-        faster = seconds_per_token(plain) / seconds_per_token(one)
+        faster = seconds_per_token(plain) / seconds_per_token(one) if one.texts[0].stats.seconds else None
         methods.append(replace(method, same=same, decoding_speedup=faster))
     return SetResult(
         settings=settings,
