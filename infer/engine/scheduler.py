@@ -69,7 +69,7 @@ class Scheduler:
     @property
     def free(self) -> int:
         """How many of the waiting texts have a row."""
-        return min(self.most - len(self.writing), len(self.waiting))
+        return max(0, min(self.most - len(self.writing), len(self.waiting)))
 
     @property
     def admits(self) -> bool:
