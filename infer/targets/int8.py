@@ -342,8 +342,9 @@ def own_texts(model: nn.Module, tokenizer: object) -> Iterator[None]:
         chosen = torch.searchsorted(sums, torch.rand(len(sums), 1) * sums[:, -1:])
         return torch.zeros_like(scores).scatter_(1, chosen, 1)
 
-    never = model.config.get_text_config().vocab_size  # ends no text: it is no token
-    config = GenerationConfig(do_sample=False, max_new_tokens=LENGTH, eos_token_id=never, pad_token_id=0)
+    # what ends no text, as it is no token; and a cache that does not grow, which would leave gigabytes of holes behind
+    told = {"eos_token_id": model.config.get_text_config().vocab_size, "cache_implementation": "static"}
+    config = GenerationConfig(do_sample=False, max_new_tokens=LENGTH, pad_token_id=0, **told)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         ids = torch.tensor([opening] * TEXTS)
