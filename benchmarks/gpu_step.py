@@ -32,11 +32,11 @@ def main() -> None:
     if nullgpu is not None:  # sizes that the device would have to compute
         plan = objective.plan_rows
 
-        def planned(rows: torch.Tensor, weights: torch.Tensor, chunk: int) -> objective.RowPlan:
+        def every_row(rows: torch.Tensor, weights: torch.Tensor, chunk: int) -> objective.RowPlan:
             found = plan(torch.arange(rows.numel()), torch.ones(rows.numel()), chunk)
             return objective.RowPlan(*(part.to(rows.device) if torch.is_tensor(part) else part for part in found))
 
-        objective.plan_rows = planned
+        objective.plan_rows = every_row
     sizes = SMALL if args.small else SIZES
     found = steps(settings(device=device.type, compile=args.compile, steps=args.steps, way="ours", **sizes))
     peak, planned = found["peak_gb"], sum(found["planned"].values()) / 1e9

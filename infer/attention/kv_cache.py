@@ -169,7 +169,8 @@ class KVCache:
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         # the same on the device, 0 for unused rows
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)
-        self.forgotten, self.live = torch.zeros_like(self.ends), torch.zeros_like(self.ends)  # live: 1 for used rows
+        self.forgotten = torch.zeros_like(self.ends)
+        self.live = torch.zeros_like(self.ends)  # 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity
         self.steps = torch.arange(capacity, device=device)
         self.fixed_rows = 0  # inside `fixed`: how many rows passes have

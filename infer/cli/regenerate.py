@@ -122,7 +122,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         # how chats begin, one for every system prompt: refused before weights are read
         openings = [opening(tokenizer, system) for system in config.questions.system or [None]] if itself else []
     if server is None:  # else it has the model
-        # nobody waits for a next token: without trees, which share their positions, all prompts that have a row enter
+        # nobody waits for a next token, so prompts need no limit of positions; the trees of many rows do
         options = text_options(place, options if options.drafts else replace(options, positions=None), config.masked)
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer

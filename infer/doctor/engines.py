@@ -62,8 +62,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
         for text in reference.texts:
             salt = {"cache_salt": uuid4().hex} if counters.salts else {}
             for _ in range(2):
-                # rounds begin before the last block_size - 1 tokens of a known answer
-                answers.append(ask(client, model, text, max(1, len(text.ids) - reference.block_size + 1), salt))
+                answers.append(ask(client, model, text, tokens_of(text, reference), salt))
                 counts.append(read_metrics(client))
         answers = answers[::2]
         told = [answer["usage"]["prompt_tokens"] for answer in answers]
@@ -88,6 +87,12 @@ def acceptance(counters: Counters, counted: Counter[str], reference: Reference) 
     while len(accepted) >= reference.block_size and not accepted[-1]:
         accepted.pop()
     return Acceptance(round(counted[counters.rounds]), accepted)
+
+
+def tokens_of(text: KnownText, reference: Reference) -> int:
+    """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known
+    answer."""
+    return max(1, len(text.ids) - reference.block_size + 1)
 
 
 def read_metrics(client: httpx.Client) -> Counter[str]:

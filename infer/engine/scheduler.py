@@ -63,6 +63,7 @@ class Scheduler:
         if writing and self.positions is not None:
             likely = min(self.tree_positions(writing, 1), self.budget.last + 1)
             trees = len(writing) * likely * self._weight(_context(writing))
+            # where prompts are launched, so many positions take about as long as one
             self.room = max(min(self.positions - trees, self.positions * 2 / 3), trees / 2, 256 * self.runner.patience)
         return texts
 
@@ -81,12 +82,10 @@ class Scheduler:
     def next_piece(self) -> int:
         """Return how many positions of each prompt of `entering` are computed next in this step, 0 for
         none. Waiting texts enter when there is room."""
-        if self.room <= 0:
+        if self.room <= 0 or not (self.entering or self.admits):
             return 0
-        if not self.entering and self.admits:
-            self.entering, self.done = [self.waiting.popleft() for _ in range(self._fitting())], 0
         if not self.entering:
-            return 0
+            self.entering, self.done = [self.waiting.popleft() for _ in range(self._fitting())], 0
         room = self.room / len(self.entering)
         width = min(PREFILL_CHUNK, room)
         if room < math.inf:

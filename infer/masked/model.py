@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, __version__
 from transformers.utils import logging
 
+from infer.attention.kv_cache import zeros
 from infer.attention.masks import additive
 from infer.targets.loading import explain_missing, resolve_device, resolve_dtype, resolve_path, weight_files
 from infer.targets.support import end_tokens, head_size
@@ -142,7 +143,7 @@ class MaskedModel:
         config = self.config
         heads, layers = config.num_key_value_heads, config.num_hidden_layers
         shape = (2 * layers, rows, capacity, heads, head_size(config))
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return zeros(shape, self.dtype, self.device)
 
 
 def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> MaskedModel:

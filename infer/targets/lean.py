@@ -39,9 +39,8 @@ class Norm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         """weight (D,), or (H + K, E): of queries and keys."""
         self.weight, self.eps = weight, eps
-        self.wide = (
-            weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
-        )  # for compiled loops
+        # for compiled loops
+        self.wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if self.weight.ndim == 1 and loops.serve(states):

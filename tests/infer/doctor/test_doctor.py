@@ -15,7 +15,7 @@ from infer.api import decode
 from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import DecodeOptions, EngineConfig
 from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
-from infer.doctor.engines import examine_engine, open_client
+from infer.doctor.engines import examine_engine, open_client, tokens_of
 from infer.doctor.examine import examine, report
 from infer.doctor.replay import chains, compute, next_norm
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
@@ -122,7 +122,7 @@ def test_what_an_engine_does_otherwise_is_named(embedded, drafter, reference, na
     """It decodes for real, with a fault."""
     pair, texts = FAULTS[name](embedded, drafter), []
     for text in reference.texts:
-        options = DecodeOptions(max(1, len(text.ids) - reference.block_size + 1), method="chain", budget=7, rows=1)
+        options = DecodeOptions(tokens_of(text, reference), method="chain", budget=7, rows=1)
         texts += decode(*pair, [text.prompt], options)
     counts = [Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)]) for t in texts]
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
