@@ -45,6 +45,7 @@ STEPS = 4  # of texts that are written, added to second moments together
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
+SMALL = 256  # rows whose products are turned where there is AMX
 ROOM = 4e9  # bytes for second moments at once
 
 
@@ -53,6 +54,15 @@ def in_pairs() -> bool:
     then FBGEMM's kernels are the fast ones, else oneDNN's."""
     able = torch.cpu.get_capabilities()
     return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
+
+
+def turned_rows(rows: int) -> int:
+    """Return as how many rows the product of so many is best taken the other way round, codes (O, D) by
+    rows turned (D, N): with AMX (`SMALL` at most), which packs its left side as it reads it and its right
+    side before. In blocks of WIDTH, or one alone; 0: not so."""
+    if not torch.cpu.get_capabilities().get("amx_int8") or rows > SMALL:
+        return 0
+    return -(-rows // loops.WIDTH) * loops.WIDTH if rows > 1 else 1
 
 
 def pair_sums(weight: torch.Tensor) -> torch.Tensor:
@@ -93,8 +103,14 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
         packed = torch.ops.quantized.linear_prepack(weight, None)
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         return lambda whole: product(whole.float(), 1.0, 128, packed).int()
-    turned = codes.t()
-    return lambda whole: torch._int_mm(whole, turned)
+
+    def multiply(whole: torch.Tensor) -> torch.Tensor:
+        if wide := turned_rows(rows := len(whole)):
+            whole = F.pad(whole, (0, 0, 0, wide - rows))
+            return loops.turned(torch._int_mm(codes, whole.t()), rows)
+        return torch._int_mm(whole, codes.t())
+
+    return multiply
 
 
 @cache
@@ -118,12 +134,12 @@ def handle(address: int, sizes: tuple[int, int], strides: tuple[int, int], kind:
     return found.value
 
 
-def product_call(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
-    """Return a C function and its arguments that put the product of whole (N, D) with codes (O, D) into
-    sums (N, O), int32, as `integer_product` has it."""
+def product_call(left: torch.Tensor, right: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
+    """Return a C function and its arguments that put the product of whole numbers left (M, D) and right (D,
+    N), int8, into sums (M, N), int32."""
     kinds = shim().aoti_torch_dtype_int32(), shim().aoti_torch_dtype_int8()
     entry = ctypes.cast(shim().aoti_torch_cpu__int_mm_out, ctypes.c_void_p).value
-    matrices = (sums, kinds[0]), (whole, kinds[1]), (codes.t(), kinds[1])
+    matrices = (sums, kinds[0]), (left, kinds[1]), (right, kinds[1])
     return entry, *(handle(x.data_ptr(), tuple(x.shape), x.stride(), kind) for x, kind in matrices)
 
 

@@ -432,6 +432,17 @@ def _turn(rows, step, count, size, turned, turned_step):
                 floats(turned + e * turned_step)[m] = floats(rows + m * step)[e]
 
 
+@njit
+def _turn_back(at):
+    """Write sums (O, N) as (N, O), some of the outputs O at a time."""
+    sums, outputs, wide, to = words(at, 4)
+    part = take(at)
+    while part * SOME < outputs:
+        begin = part * SOME
+        _turn(sums + 4 * begin * wide, 4 * wide, min(SOME, outputs - begin), wide, to + 4 * begin, 4 * outputs)
+        part = take(at)
+
+
 @njit(fast=IN_ORDER)
 def _attend(at):
     """Fill out (B, Q, K, G, E) with the attention of queries (B, K, G, Q, E) over the first S = `seen`
@@ -647,6 +658,21 @@ def finish(
     others = 0 if before is None else before.data_ptr()
     Stages(sums.data_ptr(), rows, size, *addresses, digits, bits(factor), before=others, kept=sums.data_ptr()).run()
     return sums.view(torch.float32)[:rows]
+
+
+def turn_words(sums: torch.Tensor, outputs: int, wide: int, to: torch.Tensor) -> tuple[int, ...]:
+    """Return parts, work and words of `_turn_back`."""
+    return -(-outputs // SOME), outputs * wide, sums.data_ptr(), outputs, wide, to.data_ptr()
+
+
+def turned(sums: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first rows (rows, O) of sums (O, N), turned; N: `WIDTH` times a whole number, or 1."""
+    outputs, wide = sums.shape
+    if wide == 1:
+        return sums.view(1, -1)
+    out = sums.new_empty(wide, outputs)
+    run(_turn_back, *turn_words(sums, outputs, wide, out))
+    return out[:rows]
 
 
 def best(sums: torch.Tensor, scales: torch.Tensor, each: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

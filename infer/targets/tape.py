@@ -13,7 +13,7 @@ import torch
 
 from infer.attention.kv_cache import Window
 from infer.targets import loops
-from infer.targets.int8 import Int8Product, product_call
+from infer.targets.int8 import Int8Product, product_call, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
@@ -29,12 +29,14 @@ class Tape:
         """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
         products = [product for layer in layers for product in layer.products]
         self.layers, self.rows, self.width, self.size, self.count = layers, rows, width, size, rows * width
-        self.codes = torch.empty(self.count * max(p.digits * len(p.smooth) for p in products), dtype=torch.int8)
-        self.sums = torch.empty(self.count * max(p.digits * len(p.scales) for p in products), dtype=torch.int32)
+        most = max(p.digits * self.count for p in products)
+        most = max(most, turned_rows(most))
+        self.codes = torch.empty(most * max(len(p.smooth) for p in products), dtype=torch.int8)
+        self.sums, self.turned = torch.empty(2, most * max(len(p.scales) for p in products), dtype=torch.int32)
         self.states, self.steps = torch.empty(self.count, len(norm.wide)), torch.empty(self.count)
         self.outs = {index: torch.empty_like(self.states) for index in (*tapped, len(layers))}
         self.queries, self.mixed = torch.empty(2, self.count, layers[0].heads * size)
-        self.words, self.calls = np.zeros((6 * len(layers) + 1, WORDS), np.int64), []
+        self.words, self.calls = np.zeros((10 * len(layers) + 1, WORDS), np.int64), []
         self.used, self.placing, self.attending = 0, [], []  # rows of words: all, of the loops that use a cache
         self.encode(self.states, products[0], layers[0].before[0])
         stream = self.states
@@ -83,9 +85,17 @@ class Tape:
 
     def multiply(self, product: Int8Product) -> None:
         """Append a product of what is in `codes`, to `sums`."""
-        rows, (outputs, inputs) = product.digits * self.count, product.codes.shape
-        codes, sums = self.codes[: rows * inputs].view(rows, -1), self.sums[: rows * outputs].view(rows, -1)
-        self.calls.append((*product_call(codes, product.codes, sums), 0))
+        (outputs, inputs), rows = product.codes.shape, product.digits * self.count
+        wide = turned_rows(rows)
+        count = wide or rows
+        codes, made = self.codes[: count * inputs].view(count, -1), self.sums if wide < 2 else self.turned
+        made = made[: count * outputs]
+        if not wide:
+            self.calls.append((*product_call(codes, product.codes.t(), made.view(rows, -1)), 0))
+            return
+        self.calls.append((*product_call(product.codes, codes.t(), made.view(outputs, -1)), 0))
+        if wide > 1:
+            self.loop(loops._turn_back, *loops.turn_words(made, outputs, wide, self.sums))
 
     def summed(self, product: Int8Product) -> dict[str, int]:
         """Return what sums of a product are, and stand for."""

@@ -62,12 +62,13 @@ def states_of(target: Target, rows: list[list[int]], cuts: list[int]) -> torch.T
     return torch.cat([target.extend([row[a:b] for row in rows], cache, ()).last for a, b in pieces], 1)
 
 
-@pytest.mark.parametrize("pairs", [True, False])
-def test_products_are_integer_arithmetic(pairs, monkeypatch):
+@pytest.mark.parametrize("pairs, amx", [(True, False), (False, False), (False, True)])
+def test_products_are_integer_arithmetic(pairs, amx, monkeypatch):
     if pairs and "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("no FBGEMM on this processor")
     monkeypatch.setattr(int8, "in_pairs", lambda: pairs)
-    for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65)):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_int8": amx})
+    for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65), (64, 2051, 2), (64, 48, 300)):
         codes, states = whole(outputs, inputs), whole(rows, inputs)
         codes[:, 1::2] = codes[:, 1::2].sign() * torch.minimum(
             codes[:, 1::2].abs(), 128 - codes[:, : inputs - 1 : 2].abs()
@@ -81,7 +82,7 @@ def test_products_are_integer_arithmetic(pairs, monkeypatch):
             with pytest.raises(ValueError, match="VNNI"):
                 int8.integer_product(torch.full((2, 3), 65, dtype=torch.int8))
         if int8.shim():
-            sums, ready = torch.empty(rows, outputs, dtype=torch.int32), (states.to(torch.int8), codes.to(torch.int8))
+            sums, ready = torch.empty(rows, outputs, dtype=torch.int32), (states.to(torch.int8), codes.to(torch.int8).t())
             entry, *matrices = int8.product_call(*ready, sums)
             loops.FUNCTION(entry)(*matrices, 0)
             assert torch.equal(sums, exact.int())
