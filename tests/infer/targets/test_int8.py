@@ -82,8 +82,8 @@ def test_products_are_integer_arithmetic(pairs, amx, monkeypatch):
             with pytest.raises(ValueError, match="VNNI"):
                 int8.integer_product(torch.full((2, 3), 65, dtype=torch.int8))
         if int8.shim():
-            sums = torch.empty(rows, outputs, dtype=torch.int32)
-            entry, *matrices = int8.product_call(states.to(torch.int8), codes.to(torch.int8).t(), sums)
+            sums, ready = torch.empty(rows, outputs, dtype=torch.int32), (states.to(torch.int8), codes.to(torch.int8).t())
+            entry, *matrices = int8.product_call(*ready, sums)
             loops.FUNCTION(entry)(*matrices, 0)
             assert torch.equal(sums, exact.int())
 
