@@ -660,18 +660,13 @@ def finish(
     return sums.view(torch.float32)[:rows]
 
 
-def turn_words(sums: torch.Tensor, outputs: int, wide: int, to: torch.Tensor) -> tuple[int, ...]:
-    """Return parts, work and words of `_turn_back`."""
-    return -(-outputs // SOME), outputs * wide, sums.data_ptr(), outputs, wide, to.data_ptr()
-
-
 def turned(sums: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the first rows (rows, O) of sums (O, N), turned; N: `WIDTH` times a whole number, or 1."""
     outputs, wide = sums.shape
     if wide == 1:
         return sums.view(1, -1)
     out = sums.new_empty(wide, outputs)
-    run(_turn_back, *turn_words(sums, outputs, wide, out))
+    run(_turn_back, -(-outputs // SOME), sums.numel(), sums.data_ptr(), outputs, wide, out.data_ptr())
     return out[:rows]
 
 

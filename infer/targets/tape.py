@@ -95,7 +95,8 @@ class Tape:
             return
         self.calls.append((*product_call(product.codes, codes.t(), made.view(outputs, -1)), 0))
         if wide > 1:
-            self.loop(loops._turn_back, *loops.turn_words(made, outputs, wide, self.sums))
+            parts, to = -(-outputs // loops.SOME), self.sums.data_ptr()
+            self.loop(loops._turn_back, parts, len(made), made.data_ptr(), outputs, wide, to)
 
     def summed(self, product: Int8Product) -> dict[str, int]:
         """Return what sums of a product are, and stand for."""

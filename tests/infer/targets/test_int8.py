@@ -82,8 +82,9 @@ def test_products_are_integer_arithmetic(pairs, amx, monkeypatch):
             with pytest.raises(ValueError, match="VNNI"):
                 int8.integer_product(torch.full((2, 3), 65, dtype=torch.int8))
         if int8.shim():
-            sums, ready = torch.empty(rows, outputs, dtype=torch.int32), (states.to(torch.int8), codes.to(torch.int8).t())
-            entry, *matrices = int8.product_call(*ready, sums)
+            left, right = states.to(torch.int8), codes.to(torch.int8).t()  # their memory is what is told
+            sums = torch.empty(rows, outputs, dtype=torch.int32)
+            entry, *matrices = int8.product_call(left, right, sums)
             loops.FUNCTION(entry)(*matrices, 0)
             assert torch.equal(sums, exact.int())
 
