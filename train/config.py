@@ -60,8 +60,8 @@ class OptimConfig:
     steps: length of the run in steps; None: by epochs
     minutes: length of the run in minutes of its steps, whatever steps and epochs say: evaluations and
         saves do not count, nor on a CPU the time that other programs take
-    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA, on a CPU whichever is
-        faster as the run begins; on a CPU the target's too while it teaches. Weights stay float32, and
+    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on a CPU with AMX, else
+        float32; on a CPU the target's too while it teaches. Weights stay float32, and
         so do evaluations there
     """
 
@@ -193,9 +193,7 @@ class TrainConfig:
         one_of(self, train=("all", "head"))
         above_zero(self, "", "stall_minutes", "save_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
-            raise ValueError(
-                f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
-            )
+            raise ValueError(f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them")
         check_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
             check_head_training(self)  # what a drafter of init has is seen when its folder is read

@@ -1,10 +1,7 @@
 """DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same
 for every ZeRO stage and number of processes."""
 
-import math
-import time
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,14 +9,8 @@ from torch import nn
 
 from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_dtype
-from infer.targets.support import mlp_size
 from train.config import TrainConfig
 from train.optim import has_bfloat16, make_optimizer
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-TRIALS, MOST_ROWS = 5, 1024  # of the pass that says in which dtype a CPU trains sooner
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -27,7 +18,7 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     always float32, and on a CPU the target's too (`target_dtype`)."""
     name = config.optim.precision
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"  # on a CPU `measured_precision` has decided
+        name = "bfloat16" if device.type == "cuda" or has_bfloat16() else "float32"
     return getattr(torch, name)
 
 
@@ -37,30 +28,6 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
     return resolve_dtype(config.target.dtype, device)
-
-
-def measured_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> str:
-    """Return what optim.precision means on this CPU, where auto is measured; elsewhere the option as it
-    is."""
-    if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
-        return config.optim.precision
-    rows = min(config.anchors * config.drafter.block_size, MOST_ROWS)
-    return faster_precision(theirs.hidden_size, mlp_size(theirs), rows)
-
-
-def faster_precision(hidden: int, inner: int, rows: int) -> str:
-    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so
-    many rows, forward and backward: without AMX, what the casts take may be more than what bfloat16's
-    products save."""
-    up, down = (torch.full(shape, 0.1, requires_grad=True) for shape in ((hidden, inner), (inner, hidden)))
-    states = torch.full((rows, hidden), 0.1)
-    least = {"float32": math.inf, "bfloat16": math.inf}
-    for name in [*least] * TRIALS:
-        began = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=name == "bfloat16"):
-            (states @ up @ down).sum().backward()
-        least[name] = min(least[name], time.perf_counter() - began)
-    return min(least, key=least.get)
 
 
 def compiles(config: TrainConfig, cuda: bool) -> bool:

@@ -24,7 +24,7 @@ from infer.targets.support import head_size, key_heads, mlp_size, refuse_unsuppo
 from infer.targets.target import tokenizer_digest
 from infer.utils.progress import Progress
 from train.config import TrainConfig
-from train.engine import compiles, compute_dtype, measured_precision, micro_batch, target_dtype
+from train.engine import compiles, compute_dtype, micro_batch, target_dtype
 from train.features import row_bytes
 from train.run.folder import used_ids
 from train.run.initial import named_mask, resolve_init
@@ -199,14 +199,10 @@ def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
     ValueError as the run would."""
     world = int(os.environ.get("NPROC") or 1)
     there = torch.cuda.is_available()
-    room = None
     asked = config.target.device.partition(":")[0]
     cuda = there if asked == "auto" else asked == "cuda"
     device = torch.device("cuda" if cuda else "cpu")
-    if cuda <= there:
-        room = device_memory(device, world)
-        precision = measured_precision(config, theirs.get_text_config(), device)
-        config = replace(config, optim=replace(config.optim, precision=precision))
+    room = device_memory(device, world) if cuda <= there else None
     shape = StepShape(config, theirs, micro_batch(config, world)[0])
     sizes = world, target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize, cuda
     config, line = with_recompute(config, shape, *sizes, room)

@@ -111,9 +111,7 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[s
     from the target's, or there is no target to compare with."""
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
-            raise ValueError(
-                f"format={format}: it has an embedding or head of its own: give target.path to compare them"
-            )
+            raise ValueError(f"format={format}: it has its own embedding or head: give target.path to compare them")
         try:
             drop_copies(drafter, target)
         except ValueError as error:

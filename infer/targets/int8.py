@@ -56,6 +56,7 @@ def in_pairs() -> bool:
     return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
 
 
+@cache
 def turned_rows(rows: int) -> int:
     """Return as how many rows the product of so many is best taken the other way round, codes (O, D) by
     rows turned (D, N): with AMX (`SMALL` at most), which packs its left side as it reads it and its right
@@ -94,9 +95,7 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
     """
     if in_pairs():
         if pair_sums(codes).max() > TOP + 1:
-            raise ValueError(
-                "codes for a processor with VNNI, and this one has none: load the model's own folder again"
-            )
+            raise ValueError("codes for a processor with VNNI, and this has none: load the model's own folder again")
         ones, zeros = torch.ones(len(codes)).double(), torch.zeros(len(codes)).long()
         with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
             weight = torch._make_per_channel_quantized_tensor(codes, ones, zeros, 0)
@@ -105,10 +104,10 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
         return lambda whole: product(whole.float(), 1.0, 128, packed).int()
 
     def multiply(whole: torch.Tensor) -> torch.Tensor:
-        if wide := turned_rows(rows := len(whole)):
-            whole = F.pad(whole, (0, 0, 0, wide - rows))
-            return loops.turned(torch._int_mm(codes, whole.t()), rows)
-        return torch._int_mm(whole, codes.t())
+        wide = turned_rows(rows := len(whole))
+        if not wide:
+            return torch._int_mm(whole, codes.t())
+        return loops.turned(torch._int_mm(codes, F.pad(whole, (0, 0, 0, wide - rows)).t()), rows)
 
     return multiply
 

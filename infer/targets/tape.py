@@ -87,13 +87,10 @@ class Tape:
         """Append a product of what is in `codes`, to `sums`."""
         (outputs, inputs), rows = product.codes.shape, product.digits * self.count
         wide = turned_rows(rows)
-        count = wide or rows
-        codes, made = self.codes[: count * inputs].view(count, -1), self.sums if wide < 2 else self.turned
-        made = made[: count * outputs]
-        if not wide:
-            self.calls.append((*product_call(codes, product.codes.t(), made.view(rows, -1)), 0))
-            return
-        self.calls.append((*product_call(product.codes, codes.t(), made.view(outputs, -1)), 0))
+        codes = self.codes[: (wide or rows) * inputs].view(-1, inputs)
+        left, right = (product.codes, codes) if wide else (codes, product.codes)
+        made = (self.turned if wide > 1 else self.sums)[: len(codes) * outputs]
+        self.calls.append((*product_call(left, right.t(), made.view(len(left), -1)), 0))
         if wide > 1:
             parts, to = -(-outputs // loops.SOME), self.sums.data_ptr()
             self.loop(loops._turn_back, parts, len(made), made.data_ptr(), outputs, wide, to)

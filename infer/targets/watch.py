@@ -35,12 +35,12 @@ class Watch:
 
     def written(self) -> bool:
         """Return whether versions alone tell of a change, which is cheap enough for every round."""
-        return [*map(version, self.counted)] != self.versions
+        return sum(map(version, self.counted)) != self.versions
 
     def _note(self, weights: list[nn.Parameter]) -> None:
         self.weights = weights
         self.counted = [weight for weight in weights if not weight.is_inference()]
-        self.versions = [*map(version, self.counted)]
+        self.versions = sum(map(version, self.counted))  # each only grows
         self.sample = self._sample()
 
     def _sample(self) -> list[torch.Tensor]:

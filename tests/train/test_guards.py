@@ -16,7 +16,7 @@ from infer.drafters import base
 from infer.utils.entry import Stopped
 from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
-from train.engine import build_engine, faster_precision, training_state
+from train.engine import build_engine, training_state
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
 from train.processes import start_processes
@@ -127,24 +127,16 @@ def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
     return check(loop.block_loss(drafter, target, check.rows, blocks, config))
 
 
-def test_a_run_keeps_the_precision_that_was_faster_as_it_began(monkeypatch, tmp_path, shallow):
-    """auto is measured, where the processor has such products; what a run began with is not measured again."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch, tmp_path):
+    """auto is bfloat16 where the processor has AMX; what a run began with it keeps elsewhere."""
     config, cpu = TrainConfig(name="kept", runs_dir=str(tmp_path)), torch.device("cpu")
-    config.target.path = str(shallow)
-    for kind in ("bfloat16", "float32"):
-        monkeypatch.setattr("train.engine.faster_precision", lambda *sizes, kind=kind: kind)
+    for known, kind in (({"amx_bf16": True}, "bfloat16"), ({"avx512_bf16": True}, "float32")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
         assert precision_of(config, cpu) == kind
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "metrics.jsonl").write_text("{}")
     (tmp_path / "kept" / "config.json").write_text('{"optim": {"precision": "bfloat16"}}')
     assert precision_of(config, cpu) == "bfloat16"
-
-
-def test_the_faster_precision_is_timed():
-    state = torch.get_rng_state()
-    assert faster_precision(16, 32, 8) in ("bfloat16", "float32")
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_deepspeeds_hooks_are_not_compiled(run_here, make_tiny, monkeypatch):

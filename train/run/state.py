@@ -22,7 +22,7 @@ from infer.targets.loading import load_config, open_target, resolve_dtype
 from infer.targets.target import Target, number_format
 from train.blocks import anchor_room
 from train.config import OptimConfig, TrainConfig, check_head_training
-from train.engine import compute_dtype, measured_precision, micro_batch
+from train.engine import compute_dtype, micro_batch
 from train.features import StoredRows
 from train.optim import learning_rate
 from train.plan import StepShape, device_memory, length_of, total_steps, with_recompute
@@ -152,14 +152,13 @@ def completed(
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> str:
-    """Return the precision that the run began with where its option is left to auto, else as it is
-    measured here."""
+    """Return the precision that the run began with where its option is left to auto, else the one of
+    training here."""
     run = run_folder(config)
     if config.optim.precision == "auto" and begun(run):
         with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
             return json.loads((run / CONFIG).read_text())["optim"]["precision"]
-    theirs = load_config(config.target.path, config.target.trust_remote_code).get_text_config()
-    return measured_precision(config, theirs, device)
+    return str(compute_dtype(config, device)).removeprefix("torch.")
 
 
 def as_begun(config: TrainConfig) -> DrafterConfig:

@@ -68,6 +68,7 @@ def test_products_are_integer_arithmetic(pairs, amx, monkeypatch):
         pytest.skip("no FBGEMM on this processor")
     monkeypatch.setattr(int8, "in_pairs", lambda: pairs)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_int8": amx})
+    monkeypatch.setattr(int8, "turned_rows", int8.turned_rows.__wrapped__)
     for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65), (64, 2051, 2), (64, 48, 300)):
         codes, states = whole(outputs, inputs), whole(rows, inputs)
         codes[:, 1::2] = codes[:, 1::2].sign() * torch.minimum(
