@@ -266,11 +266,6 @@ class DraftState:
         with self.cache.add(count) as cache:
             yield replace(self, cache=cache)
 
-    def pass_inputs(self, rows: int) -> tuple:
-        """Return what `Drafter.block_states` takes beside what every family's does, for the first
-        `rows` rows."""
-        return ()
-
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
         positions = self.cache.positions(rows, width)
@@ -479,7 +474,7 @@ class Drafter(nn.Module):
         a conditional head, marginals are the scores without its corrections."""
         cache, rows, width = state.cache, len(bonus), self.num_queries
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
-        states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
+        states = self.block_states(target, bonus, place, state)  # (B, W, D)
         return drafted_block(self, target, self.for_head(states))
 
 

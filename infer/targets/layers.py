@@ -136,5 +136,9 @@ def lean_decoder(
     """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers
     attend in `kinds` of ways. Raises UnknownLayer with the part that it does not express."""
     layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
-    kind = TapedDecoder if all(layer.products for layer in layers) else LeanDecoder
-    return kind(layers, embed, read_norm(body.norm), body.rotary_emb)
+    return decoder_of(layers)(layers, read_norm(body.norm), embed, body.rotary_emb)
+
+
+def decoder_of(layers: list[Layer]) -> type[LeanDecoder]:
+    """Return what runs layers."""
+    return TapedDecoder if all(layer.products for layer in layers) else LeanDecoder

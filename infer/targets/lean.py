@@ -169,12 +169,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class LeanDecoder:
-    """The layers of a target and its last norm."""
+    """The layers of a target, or of a drafter, and the last norm; a target's embedding and angles."""
 
     layers: list[Layer]
-    embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Norm
-    rotary: nn.Module
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    rotary: nn.Module | None = None
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
 
     def __call__(

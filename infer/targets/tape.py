@@ -140,7 +140,7 @@ class TapedDecoder(LeanDecoder):
     tapes: dict[tuple, Tape] = field(default_factory=dict)
 
     def run(self, states, rotations, masks, window, tapped) -> dict[int, torch.Tensor]:
-        if type(window) is not Window or not loops.serve(states):
+        if type(window) is not Window or window.slots.numel() != len(states) or not loops.serve(states):
             return super().run(states, rotations, masks, window, tapped)
         key = (*window.slots.shape, tapped, torch.get_num_threads())
         tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's

@@ -102,10 +102,6 @@ class DARTState(DraftState):
         super().keep(order)
         self.pending[: len(order)] = self.pending[order]
 
-    def pass_inputs(self, rows: int) -> tuple[torch.Tensor]:
-        """The features (rows, F) of the last positions."""
-        return (self.pending[:rows],)
-
 
 class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
@@ -228,10 +224,9 @@ class DART(Drafter):
             cache.buffer.index_copy_(1, slots, both)
         cache.advance(counts, on_device)
 
-    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, pending: torch.Tensor) -> torch.Tensor:
-        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F):
-        features of the last positions, which are `place.ends`."""
-        mask = block_sight(place, self.num_queries, (True, None))
+    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, state: DARTState) -> torch.Tensor:
+        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,)."""
+        mask, pending = block_sight(place, self.num_queries, (True, None)), state.pending[: len(bonus)]
         projected = self.fc(pending[:, None])  # (B, 1, D)
         items = self.midlayer.items(projected, target.embed(bonus)[:, None].to(pending.dtype))
         residual, inputs = self.midlayer.blocks(projected, items, self.num_queries - 1)

@@ -44,7 +44,7 @@ from infer.drafters.dflash import layouts, writers
 from infer.drafters.families import FAMILIES
 from infer.targets import lean, loops
 from infer.targets.int8 import Int8Linear
-from infer.targets.layers import read_layer
+from infer.targets.layers import decoder_of, read_layer
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
@@ -122,14 +122,10 @@ class DFlashState(DraftState):
     """Keys and values of the context features, and the weights as decoding takes them: a copy where
     training goes on with its own."""
 
-    layers: list[lean.Layer]
+    decoder: lean.LeanDecoder | None  # None where layers convolve, which it does not express
     # features (N, F) to all keys and values (N, layers * 2 * H * E)
     project: Callable[[torch.Tensor], torch.Tensor]
     key_norm: lean.Norm  # weight (layers, H, E)
-
-    def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
-        """The layers."""
-        return (self.layers,)
 
 
 class DFlash(Drafter):
@@ -286,9 +282,12 @@ class DFlash(Drafter):
         key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
-        layers = [] if self.layers[0].convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
-        layers = [read_layer(layer, "", *heads) for layer in layers]
-        return DFlashState(cache, angles, layers, self.projection(), lean.Norm(key_weights, eps))
+        decoder = None
+        if not self.layers[0].convolves:
+            modules = zip(self.layers if frozen else deepcopy(self.layers), self.pattern_of_layer, strict=True)
+            layers = [read_layer(module, str(pattern), *heads) for module, pattern in modules]
+            decoder = decoder_of(layers)(layers, lean.Norm(self.norm.weight.detach(), eps))
+        return DFlashState(cache, angles, decoder, self.projection(), lean.Norm(key_weights, eps))
 
     def projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what makes all layers' keys and values, (N, layers * 2 * H * E), of features (N, F),
@@ -336,18 +335,18 @@ class DFlash(Drafter):
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 
-    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer]) -> torch.Tensor:
+    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, state: DFlashState) -> torch.Tensor:
         """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes
         is `DrafterLayer.forward`'s."""
-        _, rotary, window = place
+        (_, rotary, window), decoder = place, state.decoder
         masks = [block_sight(place, self.num_queries, pattern) for pattern in self.attention_patterns]
         states = self.embed(target, self.block_ids(bonus))  # (B, K, D)
-        if self.layers[0].convolves:  # which the lean pass does not express
+        if decoder is None:
             for i, (layer, pattern) in enumerate(zip(self.layers, self.pattern_of_layer, strict=True)):
                 states = layer(states, rotary, partial(attend_cached, window, i, masks[pattern]))
             return states
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
-        states = states.flatten(0, 1)
-        for layer, memory, pattern in zip(layers, window.layers(), self.pattern_of_layer, strict=True):
-            states = layer.run(states, rotation, masks[pattern], memory)
-        return states.unflatten(0, (len(bonus), -1))
+        kinds, last = [layer.kind for layer in decoder.layers], len(self.layers) - 1
+        rotations, masks = dict.fromkeys(kinds, rotation), {kind: masks[int(kind)] for kind in kinds}
+        outputs = decoder.run(states.flatten(0, 1), rotations, masks, window, (last,))
+        return outputs[last].unflatten(0, (len(bonus), -1))
