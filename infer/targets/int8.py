@@ -45,7 +45,7 @@ STEPS = 4  # of texts that are written, added to second moments together
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
-SMALL = 256  # rows whose products are turned where there is AMX
+SMALL, FEW = 256, 4  # rows whose products are turned where there is AMX, and those that are turned back one by one
 ROOM = 4e9  # bytes for second moments at once
 
 
@@ -60,10 +60,11 @@ def in_pairs() -> bool:
 def turned_rows(rows: int) -> int:
     """Return as how many rows the product of so many is best taken the other way round, codes (O, D) by
     rows turned (D, N): with AMX (`SMALL` at most), which packs its left side as it reads it and its right
-    side before. In blocks of WIDTH, or one alone; 0: not so."""
+    side before. More than FEW behind whole blocks of WIDTH become one more, which is turned back at once; 0:
+    not so."""
     if not torch.cpu.get_capabilities().get("amx_int8") or rows > SMALL:
         return 0
-    return -(-rows // loops.WIDTH) * loops.WIDTH if rows > 1 else 1
+    return rows if rows % loops.WIDTH <= FEW else -(-rows // loops.WIDTH) * loops.WIDTH
 
 
 def pair_sums(weight: torch.Tensor) -> torch.Tensor:

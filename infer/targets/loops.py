@@ -661,7 +661,7 @@ def finish(
 
 
 def turned(sums: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the first rows (rows, O) of sums (O, N), turned; N: `WIDTH` times a whole number, or 1."""
+    """Return the first rows (rows, O) of sums (O, N), turned."""
     outputs, wide = sums.shape
     if wide == 1:
         return sums.view(1, -1)
