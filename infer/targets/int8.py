@@ -45,7 +45,8 @@ STEPS = 4  # of texts that are written, added to second moments together
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
-SMALL, FEW = 256, 4  # rows whose products are turned where there is AMX, and those that are turned back one by one
+SMALL, NEAR = 256, 2**20  # rows and sums of products that are turned where there is AMX
+FEW = 4  # rows that are turned back one by one
 ROOM = 4e9  # bytes for second moments at once
 
 
@@ -57,12 +58,12 @@ def in_pairs() -> bool:
 
 
 @cache
-def turned_rows(rows: int) -> int:
+def turned_rows(rows: int, outputs: int) -> int:
     """Return as how many rows the product of so many is best taken the other way round, codes (O, D) by
-    rows turned (D, N): with AMX (`SMALL` at most), which packs its left side as it reads it and its right
-    side before. More than FEW behind whole blocks of WIDTH become one more, which is turned back at once; 0:
-    not so."""
-    if not torch.cpu.get_capabilities().get("amx_int8") or rows > SMALL:
+    rows turned (D, N): with AMX, whose kernels pack the right side before they begin. More than FEW behind
+    whole blocks of WIDTH become one more, which is turned back at once. 0: not so; sums that leave the cache
+    are turned back too slowly."""
+    if not torch.cpu.get_capabilities().get("amx_int8") or rows > SMALL or rows * outputs > NEAR:
         return 0
     return rows if rows % loops.WIDTH <= FEW else -(-rows // loops.WIDTH) * loops.WIDTH
 
@@ -105,7 +106,7 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
         return lambda whole: product(whole.float(), 1.0, 128, packed).int()
 
     def multiply(whole: torch.Tensor) -> torch.Tensor:
-        wide = turned_rows(rows := len(whole))
+        wide = turned_rows(rows := len(whole), len(codes))
         if not wide:
             return torch._int_mm(whole, codes.t())
         return loops.turned(torch._int_mm(codes, F.pad(whole, (0, 0, 0, wide - rows)).t()), rows)

@@ -29,10 +29,10 @@ class Tape:
         """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
         products = [product for layer in layers for product in layer.products]
         self.layers, self.rows, self.width, self.size, self.count = layers, rows, width, size, rows * width
-        most = max(p.digits * self.count for p in products)
-        most = max(most, turned_rows(most))
-        self.codes = torch.empty(most * max(len(p.smooth) for p in products), dtype=torch.int8)
-        self.sums, self.turned = torch.empty(2, most * max(len(p.scales) for p in products), dtype=torch.int32)
+        sizes = [(*p.codes.shape, p.digits * self.count) for p in products]
+        sizes = [(outputs, inputs, turned_rows(rows, outputs) or rows) for outputs, inputs, rows in sizes]
+        self.codes = torch.empty(max(inputs * rows for _, inputs, rows in sizes), dtype=torch.int8)
+        self.sums, self.turned = torch.empty(2, max(outputs * rows for outputs, _, rows in sizes), dtype=torch.int32)
         self.states, self.steps = torch.empty(self.count, len(norm.wide)), torch.empty(self.count)
         self.outs = {index: torch.empty_like(self.states) for index in (*tapped, len(layers))}
         self.queries, self.mixed = torch.empty(2, self.count, layers[0].heads * size)
@@ -86,7 +86,7 @@ class Tape:
     def multiply(self, product: Int8Product) -> None:
         """Append a product of what is in `codes`, to `sums`."""
         (outputs, inputs), rows = product.codes.shape, product.digits * self.count
-        wide = turned_rows(rows)
+        wide = turned_rows(rows, outputs)
         codes = self.codes[: (wide or rows) * inputs].view(-1, inputs)
         left, right = (product.codes, codes) if wide else (codes, product.codes)
         made = (self.turned if wide > 1 else self.sums)[: len(codes) * outputs]
