@@ -8,7 +8,9 @@ from infer.config import HeadConfig
 from infer.drafters.base import target_head
 from infer.drafters.int8 import quantise
 from infer.formats.compatibility import check_folder
-from infer.targets.int8 import Int8Linear
+from infer.targets.int8 import Int8Linear, in_pairs, shim
+from infer.targets.lean import LeanDecoder
+from infer.targets.tape import TapedDecoder
 
 KINDS = {
     "convolutions": {"convolutions": 2},
@@ -56,6 +58,15 @@ def test_blocks_are_the_rounded_weights_in_floats_and_texts_the_targets(make_tin
         plain = generate(target, None, [[3, 1, 4], [1, 5, 9, 2, 6]], method="plain", **options)
         texts = generate(target, ours, [[3, 1, 4], [1, 5, 9, 2, 6]], method=method, budget=8, **options)
         assert [text.ids for text in texts] == [text.ids for text in plain]
+
+
+@pytest.mark.parametrize("kind", ["fusion", "window", "part"])
+def test_a_block_on_a_tape_is_the_block_layer_by_layer(make_tiny, kind, monkeypatch):
+    target, ours, _ = in_codes(make_tiny, kind)
+    assert in_pairs() or shim() is None or type(ours.state(1, 40).decoder) is TapedDecoder
+    taped = drafted(target, ours)
+    monkeypatch.setattr(TapedDecoder, "run", LeanDecoder.run)
+    assert torch.equal(taped, drafted(target, ours))
 
 
 def test_codes_are_a_folder_that_every_command_reads(tmp_path, make_tiny):
