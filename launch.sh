@@ -90,11 +90,8 @@ set_up() {
     { "$python" -m pip install --no-compile "$torch" &&
         "$python" -m pip install --no-compile --editable "$repo[gguf,train,serve,test]"; } >&2 ||
         die "the installation did not finish (pip says why, above); the same command goes on from there."
-    # a first text, which has numba compile its loops for this processor, and beside it what training and serving import:
-    # whoever waits for theirs should not wait for that
-    PYTHONPATH=$repo "$python" -c "import train.loop, infer.serving.server" >/dev/null 2>&1 &
+    # a first text, which has numba compile its loops for this processor: whoever waits for theirs should not wait for that
     "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 || true
-    wait $! || true
     echo "$pins" >"$venv/.installed"
 }
 
