@@ -45,7 +45,7 @@ STEPS = 4  # of texts that are written, added to second moments together
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
 DAMPING = 0.01  # of GPTQ: added to the diagonal, as a share of its mean
 ROWS = 16  # outputs that GPTQ rounds together: few enough to stay in a near cache
-SMALL, NEAR = 256, 2**20  # rows and sums of products that are turned where there is AMX
+SMALL, NEAR = 64, 2**20  # rows and sums of products that are turned where there is AMX
 FEW = 4  # rows that are turned back one by one
 ROOM = 4e9  # bytes for second moments at once
 
