@@ -140,5 +140,5 @@ def lean_decoder(
 
 
 def decoder_of(layers: list[Layer]) -> type[LeanDecoder]:
-    """Return what runs layers."""
+    """Return the lean pass that runs layers: on a tape, if all of them can be there."""
     return TapedDecoder if all(layer.products for layer in layers) else LeanDecoder
