@@ -339,14 +339,14 @@ class DFlash(Drafter):
         """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes
         is `DrafterLayer.forward`'s."""
         (_, rotary, window), decoder = place, state.decoder
-        masks = [block_sight(place, self.num_queries, pattern) for pattern in self.attention_patterns]
+        patterns = enumerate(self.attention_patterns)
+        masks = {str(number): block_sight(place, self.num_queries, pattern) for number, pattern in patterns}
         states = self.embed(target, self.block_ids(bonus))  # (B, K, D)
         if decoder is None:
             for i, (layer, pattern) in enumerate(zip(self.layers, self.pattern_of_layer, strict=True)):
-                states = layer(states, rotary, partial(attend_cached, window, i, masks[pattern]))
+                states = layer(states, rotary, partial(attend_cached, window, i, masks[str(pattern)]))
             return states
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
-        kinds, last = [layer.kind for layer in decoder.layers], len(self.layers) - 1
-        rotations, masks = dict.fromkeys(kinds, rotation), {kind: masks[int(kind)] for kind in kinds}
-        outputs = decoder.run(states.flatten(0, 1), rotations, masks, window, (last,))
+        last = len(self.layers) - 1
+        outputs = decoder.run(states.flatten(0, 1), dict.fromkeys(masks, rotation), masks, window, (last,))
         return outputs[last].unflatten(0, (len(bonus), -1))
