@@ -84,6 +84,8 @@ set_up() {
         found=$(find_python)
         "$found" -m venv "$venv" >&2 || die "$found could not make $venv."
     fi
+    # the pip that Python brings may be years old, and takes twice as long to find what goes together
+    "$python" -m pip install --upgrade pip >&2 || true
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
     # Modules are compiled when they are first imported, as most never are.

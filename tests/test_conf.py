@@ -94,7 +94,8 @@ def test_model_bundles_differ_in_name_and_target_only():
         composed("train", ["+model=hf"])
 
 
-@pytest.mark.parametrize("model", [pytest.param("qwen3-4b", marks=pytest.mark.robustness), "smollm2"])
+@pytest.mark.robustness
+@pytest.mark.parametrize("model", ["qwen3-4b", "smollm2"])
 def test_every_objective_composes_with_every_bundle(model):
     """`gamma` is the objective's: what a bundle says of one is nothing to another."""
     for objective in options_of("objective"):

@@ -288,7 +288,8 @@ esac
         text = f"{folder}/infer/main.py generate prompt=import os decoding.max_new_tokens=40"  # compiles
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout
-        assert [call.removeprefix("-m pip install --no-compile ") for call in calls] == [
+        assert calls[0] == "-m pip install --upgrade pip"
+        assert [call.removeprefix("-m pip install --no-compile ") for call in calls[1:]] == [
             "torch==2.13.0",
             f"--editable {folder}[gguf,train,serve,test]",
             text,
@@ -297,7 +298,7 @@ esac
         assert run()[1] == [started]
         with (folder / "pyproject.toml").open("a") as pins:
             pins.write("# another pin\n")
-        assert len(run()[1]) == 4
+        assert len(run()[1]) == 5
         assert run()[1] == [started]
 
     def test_a_model_that_is_named_is_installed_where_it_is_missing(self, fresh):
@@ -315,7 +316,7 @@ esac
         done, calls = run("python3", BREAK=broken)
         assert done.returncode == 2 and broken in calls[-1]
         assert "did not finish" in done.stderr
-        assert len(run()[1]) == 4
+        assert len(run()[1]) == 5
 
     @pytest.mark.parametrize(
         "pythons, old, bare, told",

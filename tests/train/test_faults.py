@@ -80,6 +80,7 @@ def features(tmp_path: Path, config: TrainConfig) -> list[str]:
     return [f"features={options.out}", "drafter.target_layer_ids=[2]"]
 
 
+@pytest.mark.robustness
 def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, monkeypatch, capsys):
     """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones too."""
     options = [*features(tmp_path, small()), "optim.steps=8", "checkpoints=2", "self_check=false"]

@@ -50,7 +50,7 @@ def poisoned(bad: dict[int, str], states: list):
     return step
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.robustness) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.robustness) for stage in (1, 2, 3))])
 def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here, monkeypatch, capsys, stage):
     states: list = []
     monkeypatch.setattr(loop, "train_step", poisoned({2: "loss", 4: "gradient"}, states))

@@ -170,6 +170,7 @@ def test_every_altered_byte_of_the_header_is_noticed(small):
             NGram.open(small)
 
 
+@pytest.mark.robustness
 def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
     """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there is an overflow."""
     documents = [[5, 6] * 3000, *skewed(300, 40, seed=8)]

@@ -93,6 +93,7 @@ def test_every_answer_follows_those_written_before_it(expected):
     assert 45 < whole < 86 and thoughts > 45
 
 
+@pytest.mark.robustness
 def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
     """Stopped twice, the second time within a line: the same file. A folder of shards holds the same lines."""
     out = tmp_path / "a.jsonl"

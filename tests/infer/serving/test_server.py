@@ -177,6 +177,7 @@ def test_other_wrong_things(served, client):
         client.completions.create(model="other", prompt="x")
 
 
+@pytest.mark.robustness
 def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
     """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
     asked = ["--requests", "160", "--clients", "40", "--margin", "1000"]
