@@ -18,7 +18,7 @@ from infer.config import TextOptions
 
 SLAB = 1 << 18  # numbers that one step of sampling works on at least
 ON_DEVICE = 1 << 24  # the same elsewhere than on the CPU, where the number of steps is what takes time
-NOISE = 1 << 22  # the same for noise, whose bits take eight bytes a number, and several copies of them
+NOISE = 4  # how much more room one of noise takes: its bits have eight bytes, and there are copies
 
 SeenAt = Callable[[slice], torch.Tensor]  # nodes -> which tokens their true prefixes hold, (B, q, V) bool
 
@@ -102,15 +102,15 @@ _GOLDEN, _MIX_1, _MIX_2 = (v - (v >> 63 << 64) for v in (0x9E3779B97F4A7C15, 0xB
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The splitmix64 finaliser: every bit of the result depends on every bit of x. int64, wrapping
-    around."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+    """The splitmix64 finaliser, in place: every bit of the result depends on every bit of x. int64,
+    wrapping around."""
+    for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        x.bitwise_xor_(_shift(x, bits)).mul_(factor)
+    return x
 
 
 def derived_seed(seed: int, number: int) -> int:
@@ -125,21 +125,21 @@ def derived_seed(seed: int, number: int) -> int:
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a
     pure function of seed, position and token id, whatever the shape around them and the device."""
-    tokens = torch.arange(vocabulary, device=positions.device)
+    tokens = torch.arange(vocabulary, device=positions.device) * _GOLDEN
     keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
     noise = torch.empty(len(keys), vocabulary, device=positions.device)
     for part in slabs(len(keys), vocabulary, keys.device, NOISE):
-        bits = _shift(_mix(keys[part, None] + tokens * _GOLDEN), 11)  # 53 random bits
+        bits = _shift(_mix(keys[part, None] + tokens), 11)  # 53 random bits
         uniform = bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
         noise[part] = uniform.log_().neg_().log_().neg_()
     return noise.view(*positions.shape, vocabulary)
 
 
-def slabs(count: int, width: int, device: torch.device, on_device: int = ON_DEVICE) -> Iterator[slice]:
+def slabs(count: int, width: int, device: torch.device, room: int = 1) -> Iterator[slice]:
     """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers
-    (elsewhere than on the CPU `on_device`) or 1/64 of all, whichever is more, so that steps are few and
-    what lies between them is small."""
-    size = max(1, (SLAB if device.type == "cpu" else on_device) // width, count // 64)
+    (elsewhere than on the CPU ON_DEVICE) that take so much `room`, or 1/64 of all, whichever is more,
+    so that steps are few and what lies between them is small."""
+    size = max(1, (SLAB if device.type == "cpu" else ON_DEVICE) // (room * width), count // 64)
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
