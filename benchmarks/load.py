@@ -2,6 +2,7 @@
 
     python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2  # 12 minutes, quiet
     python benchmarks/load.py DRAFTER --clients 1 64 --minutes 4
+    python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES --threads 2 --clients 1 8
 
 As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the server's default has
 rows. All ways write the same texts in a turn, one a client and at least eight, other texts in the next turn, and every
@@ -34,9 +35,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from inputs import held_out
+from inputs import add_prompts, add_target, prompts_of, target_of
 
-from infer import Engine, load_drafter, load_target
+from infer import Engine, load_drafter
 from infer.config import EngineConfig, TextOptions
 from infer.evaluation.ruler import FEWEST, interval
 
@@ -175,15 +176,20 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--minutes", type=float, default=12, help="it ends by then, after five turns that compare")
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
+    add_target(parser)
+    add_prompts(parser)
+    parser.set_defaults(prompts=64, prompt_tokens=64)
     args = parser.parse_args()
     began = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
-    target, drafter = load_target("embedded", device="cpu"), load_drafter(args.drafter)
-    prompts = held_out(target.tokenizer, 64, 64)
+    target = target_of(args)
+    drafter = load_drafter(args.drafter, quantization="int8" if target.quantised else "none")
+    prompts = prompts_of(args, target.tokenizer)
+    capacity = max(map(len, prompts)) + 64
     asked = [(ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True)) for i, ids in enumerate(prompts)]
     engines = {
-        way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), 128, clock)
+        way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), capacity, clock)
         for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()
     }
     write([Part(engine, ROWS, asked[:ROWS]) for engine in engines.values()])  # warms up
