@@ -35,10 +35,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from inputs import add_prompts, add_target, prompts_of, target_of
+from inputs import add_prompts, add_target, prompts_of
 
-from infer import Engine, load_drafter
-from infer.config import EngineConfig, TextOptions
+from infer import Engine
+from infer.cli import models
+from infer.config import EngineConfig, TargetConfig, TextOptions
 from infer.evaluation.ruler import FEWEST, interval
 
 BUDGETS = (2, 4, 8, 16, 64)
@@ -183,8 +184,8 @@ def main() -> None:
     began = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
-    target = target_of(args)
-    drafter = load_drafter(args.drafter, quantization="int8" if target.quantised else "none")
+    place = TargetConfig(args.target, dtype=args.dtype, device="cpu", quantization=args.quantization or "none")
+    target, drafter = models.load(place, args.drafter)
     prompts = prompts_of(args, target.tokenizer)
     capacity = max(map(len, prompts)) + 64
     asked = [(ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True)) for i, ids in enumerate(prompts)]

@@ -108,9 +108,9 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """The splitmix64 finaliser, in place: every bit of the result depends on every bit of x. int64,
     wrapping around."""
-    for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+    for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         x.bitwise_xor_(_shift(x, bits)).mul_(factor)
-    return x
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def derived_seed(seed: int, number: int) -> int:
