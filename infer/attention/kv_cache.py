@@ -4,7 +4,7 @@ B rows in use, Q new positions, S capacity, H key/value heads, E head size, T le
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -115,11 +115,13 @@ class PackedLayer:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on the host in memory that is taken where it is first written to, not before."""
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap(-1, torch.Size(shape).numel() * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    """Return zeros; on the host in memory that is taken where it is first written to, not before, as long as the kernel
+    maps any: an engine that comes back where memory was short takes what malloc has."""
+    if device.type == "cpu" and 0 not in shape:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        with suppress(OSError):
+            return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class KVCache:

@@ -68,7 +68,8 @@ def main() -> int:
     engine.scheduler.retry = retrying
     config = network(app, ServerConfig(port=1))
     config.port = 0
-    server = Server(config, app.state.service, bound.set)
+    server, worker = Server(config, app.state.service, bound.set), app.state.service.worker
+    worker.on_failure = lambda: setattr(server, "should_exit", True)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     bound.wait()
@@ -89,7 +90,7 @@ def main() -> int:
         if status not in (200, 500) or (status == 500) != alone or (alone and request["temperature"] == 0):
             faults.append(f"{status} for a request that {'failed' if alone else 'did not fail'} alone")
     after = list(pool.map(ask, [body(i, dice, True) for i in range(options.after)]))
-    faults += [f"{status} afterwards" for _, status in after if status != 200]
+    faults += [f"{status} afterwards" for _, status in after if status != 200] + [worker.failure] * bool(worker.failure)
     kinds = Counter((("greedy" if request["temperature"] == 0 else "sampled"), status) for request, status in mixed)
     print(f"{len(mixed)} requests: {dict(kinds)}; {len(after)} afterwards: {Counter(s for _, s in after)}")
     print(f"{len(failures)} rounds failed" if failures else "every round fitted: a smaller --margin makes some fail")
