@@ -211,6 +211,7 @@ if [[ -n ${LAUNCH_PYTHON:-} ]]; then
     python=$LAUNCH_PYTHON
     command -v "$python" >/dev/null || die "LAUNCH_PYTHON=$python cannot be run."
 else
+    unset PYTHONDONTWRITEBYTECODE # as is set in many containers: pip compiled nothing, see set_up
     set_up
     set_up_model "$@"
 fi
