@@ -1,6 +1,7 @@
 """What every test stands on: no network, one thread a process, the repository's folder."""
 
 import fcntl
+import functools
 import gc
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,10 @@ def pytest_collection_finish() -> None:
     """What has been imported is here to stay: it is not looked through for garbage again and again."""
     gc.collect()
     gc.freeze()
+
+
+# every HTTP client that a test makes would read all certificates anew, for a server that has none
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 @pytest.fixture(scope="session")

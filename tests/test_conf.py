@@ -32,6 +32,7 @@ def test_entry_configs_compose(name):
     composed(name, [])
 
 
+@pytest.mark.robustness
 def test_every_group_option_composes(repo):
     targets = options_of("target")
     for target in targets:

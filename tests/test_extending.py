@@ -91,6 +91,7 @@ def test_a_toy_is_as_few_files_as_the_page_says(page):
         assert len(code) < 45, title
 
 
+@pytest.mark.robustness
 def test_toys_go_through_training_eval_compare_and_export(copy, shallow, start_command):
     rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
     (copy / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -100,6 +100,7 @@ def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, t
     assert not rolling(run) and not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.robustness
 def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkeypatch):
     taus = {1: 1.5, 2: 4.0, 3: 1.2, 4: 1.1}
     monkeypatch.setattr(ruler, "is_better", lambda one, other: taus[one.step] > taus[other.step])
@@ -219,6 +220,7 @@ def test_resuming_notices_other_rows_under_the_same_path(stopped, tmp_path, caps
     assert "going on after step 2" in capsys.readouterr().out
 
 
+@pytest.mark.robustness
 def test_a_run_goes_on_with_the_defaults_it_began_with(small, run_here, capsys, monkeypatch):
     """What the drafter tapped stands in a checkpoint; how many processes tokenised changes nothing."""
     options = ["optim.steps=3", "checkpoints=2", "self_check=false"]

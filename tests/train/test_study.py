@@ -15,6 +15,7 @@ from train.study import StudyCommand, study
 HEAD = "drafter.block_size=4 head=markov"
 
 
+@pytest.mark.robustness
 def test_a_study_trains_what_is_new_and_says_what_decoding_would(
     small, small_options, run_here, monkeypatch, tmp_path, capsys
 ):

@@ -35,6 +35,7 @@ def reference(embedded, drafter):
         return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]])
 
 
+@pytest.mark.robustness
 def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running, monkeypatch):
     material = compute(
         embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)

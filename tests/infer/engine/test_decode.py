@@ -48,7 +48,10 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
     assert longest >= min(block_size, 10)  # (nearly) whole blocks were accepted now and then
 
 
-@pytest.mark.parametrize(("family", "temperature"), [("dflash", 0.9), ("dart", 0.0), ("dart", 0.9)])
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [("dflash", 0.9), ("dart", 0.0), pytest.param("dart", 0.9, marks=pytest.mark.robustness)],
+)
 def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     scripted_drafter, make_tiny, ngrams, family, temperature
 ):

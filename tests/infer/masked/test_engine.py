@@ -327,6 +327,7 @@ def edit(folder: Path, **changes) -> None:
     )
 
 
+@pytest.mark.robustness
 def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, capsys):
     place = TargetConfig(str(folder), "float32", "cpu")
     config = GenerateCommand(prompt="import os", target=place)

@@ -214,6 +214,7 @@ def test_a_parsed_answer(client):
     assert isinstance(done.choices[0].message.parsed, City)
 
 
+@pytest.mark.robustness
 def test_an_agents_loop_of_six_turns(served, client):
     """Two local functions are called in turn, their results are sent back, and the loop ends with words."""
     local = {"weather": lambda city, days: f"{city[:3]} {'sun ' * (days % 3)}", "now": lambda: "12:00"}

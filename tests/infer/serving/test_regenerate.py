@@ -109,6 +109,7 @@ FUNCTIONS = """{% for m in messages -%}
 {%- if add_generation_prompt %}{{ '(' }}{% endif %}"""
 
 
+@pytest.mark.robustness
 def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp_path, capsys):
     """Its template is of Python's functions, whose names are the questions: up to the bracket."""
     (tmp_path / "target" / "chat_template.jinja").write_text(FUNCTIONS)
