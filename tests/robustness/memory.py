@@ -25,7 +25,7 @@ from infer import Engine
 from infer.config import EngineConfig
 from infer.engine.sequence import Sequence
 from infer.serving.config import ServerConfig
-from infer.serving.server import Server, create_app, network
+from infer.serving.server import make_server
 
 VOCABULARY, ROWS, CAPACITY, WAIT = 151_936, 4, 512, 600
 MIB = 2**20
@@ -56,7 +56,6 @@ def main() -> int:
     engine, dice = small_engine(), random.Random(0)
     failures: list[tuple[int, ...] | None] = []  # failed rounds: the prompt that failed alone
 
-    app = create_app(engine, ServerConfig(port=1, model_name="small"))
     bound = threading.Event()
     retry = engine.scheduler.retry
 
@@ -66,10 +65,8 @@ def main() -> int:
         return text
 
     engine.scheduler.retry = retrying
-    config = network(app, ServerConfig(port=1))
-    config.port = 0
-    server, worker = Server(config, app.state.service, bound.set), app.state.service.worker
-    worker.on_failure = lambda: setattr(server, "should_exit", True)
+    server = make_server(engine, ServerConfig(port=1, model_name="small"), bound.set)
+    server.config.port = 0
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     bound.wait()
@@ -90,7 +87,9 @@ def main() -> int:
         if status not in (200, 500) or (status == 500) != alone or (alone and request["temperature"] == 0):
             faults.append(f"{status} for a request that {'failed' if alone else 'did not fail'} alone")
     after = list(pool.map(ask, [body(i, dice, True) for i in range(options.after)]))
-    faults += [f"{status} afterwards" for _, status in after if status != 200] + [worker.failure] * bool(worker.failure)
+    faults += [f"{status} afterwards" for _, status in after if status != 200]
+    if server.service.worker.failure is not None:
+        faults.append(server.service.worker.failure)
     kinds = Counter((("greedy" if request["temperature"] == 0 else "sampled"), status) for request, status in mixed)
     print(f"{len(mixed)} requests: {dict(kinds)}; {len(after)} afterwards: {Counter(s for _, s in after)}")
     print(f"{len(failures)} rounds failed" if failures else "every round fitted: a smaller --margin makes some fail")
