@@ -71,6 +71,8 @@ find_python() {
     die "Python 3.11 or newer is needed, and none of python3.13, python3.12, python3.11 and python3 is that."
 }
 
+stopped() { die "the installation did not finish (pip says why, above); the same command goes on from there."; }
+
 # Makes .venv and installs into it. The stamp, written last, says for which pins that was finished: later starts go
 # straight on, changed pins and an interrupted installation are installed again.
 set_up() {
@@ -87,13 +89,15 @@ set_up() {
     # the pip that Python brings may be years old, and takes twice as long to find what goes together
     "$python" -m pip install --upgrade pip >&2 || true
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
-    # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
+    # where one is on hand, the CUDA build elsewhere, and the lines below keep it whatever the others ask for.
     # Modules are compiled when they are first imported, as most never are.
-    { "$python" -m pip install --no-compile "$torch" &&
-        "$python" -m pip install --no-compile --editable "$repo[gguf,train,serve,test]"; } >&2 ||
-        die "the installation did not finish (pip says why, above); the same command goes on from there."
-    # a first text, which has numba compile its loops for this processor: whoever waits for theirs should not wait for that
-    "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 || true
+    # What builds this package (pyproject.toml) comes once, and not into an environment of its own each time.
+    local pip=("$python" -m pip install --no-compile --no-build-isolation)
+    { "${pip[@]}" "$torch" "setuptools>=77" && "${pip[@]}" --editable "$repo[gguf]"; } >&2 || stopped
+    # a first text has Python compile what it imports, and numba its loops for this processor: whoever waits for theirs
+    # should not wait for that. It goes on beside what is left to install, and beside the command.
+    "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 </dev/null &
+    "${pip[@]}" --editable "$repo[gguf,train,serve,test]" >&2 || stopped
     echo "$pins" >"$venv/.installed"
 }
 

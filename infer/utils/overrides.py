@@ -79,11 +79,11 @@ def merged(name: str, schema: type, arguments: list[str]):
     groups, given = typed(schema, groups_of(name), arguments)
     chosen = [f"{group}={option}" for group, option in groups.items() if group not in BUNDLES]
     chosen += [f"+{group}={groups[group]}" for group in BUNDLES if group in groups]
-    base = OmegaConf.merge(OmegaConf.structured(schema), with_groups(name, *chosen))
-    config = OmegaConf.merge(base, given)
-    return OmegaConf.merge(base, of_run(schema, config, groups, given), given)
+    base = with_groups(name, schema, *chosen)
+    return OmegaConf.merge(base, of_run(schema, OmegaConf.merge(base, given), groups, given), given)
 
 
+@cache
 def groups_of(name: str) -> set[str]:
     """Return the groups of conf/ that a command's configuration is composed of."""
     from omegaconf import OmegaConf
@@ -141,10 +141,10 @@ def options_of(group: str) -> list[str]:
 
 
 @cache
-def with_groups(name: str, *chosen: str) -> dict:
-    """Return conf/<name>.yaml with options of its groups, GROUP=NAME, as Hydra composes them. Hydra is
-    told what has no file: a command without groups, and model=NAME for every target without one, which
-    is the bundle conf/model/hf.yaml with that target."""
+def with_groups(name: str, schema: type, *chosen: str):
+    """Return conf/<name>.yaml with options of its groups, GROUP=NAME, as Hydra composes them, as
+    OmegaConf's `schema`. Hydra is told what has no file: a command without groups, and model=NAME for
+    every target without one, which is the bundle conf/model/hf.yaml with that target."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -156,7 +156,8 @@ def with_groups(name: str, *chosen: str) -> dict:
         bundle = {"defaults": ["hf", {"override /target": target}], "name": target + "-${drafter.family}"}
         store.store(group="model", name=target, node=bundle, package="_global_")
     with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
-        return OmegaConf.to_container(hydra.compose(name, [*chosen]))
+        found = OmegaConf.to_container(hydra.compose(name, [*chosen]))
+    return OmegaConf.merge(OmegaConf.structured(schema), found)
 
 
 def literal(text: str) -> str:
