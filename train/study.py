@@ -9,7 +9,6 @@ answers to held-out prompts; what a drafter commits along them is found by repla
 import json
 import re
 import shlex
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ METHODS = ("chain", "ddtree")  # rows of TREES
 NODES = 16  # of a tree
 COLUMNS = ("", "variant", "seeds", "steps", "chain τ", "tokens/s", f"{NODES} nodes τ", "tokens/s", "to the base")
 TEXTS = "texts.json"  # what drafters are measured on, and of which base
-TIMED, TIMES = 24, 5  # tokens of the text that is decoded for the time of a round, and how often
+TIMED = 4  # prompts that are decoded for the time of a round
 
 
 @dataclass
@@ -63,7 +62,7 @@ class StudyCommand:
 
 
 def study(config: StudyCommand) -> None:
-    """Train and measure the runs that are new, and write table and picture."""
+    """Train and measure the runs that are new, time one of each variant, and write table and picture."""
     ruler, found = None, {}
     with going_on("the same command goes on from there"):
         for variant in config.variants:
@@ -74,7 +73,9 @@ def study(config: StudyCommand) -> None:
                     ruler = ruler or Ruler(config)
                     write_json(folder / "study.json", ruler.measure(folder))
                 found.setdefault(variant, []).append(json.loads((folder / "study.json").read_text()))
-    write_table(found, Path(config.out))
+        runs = {variant: Path(config.out, config.run_of(variant, 0).name) for variant in config.variants}
+        seconds = (ruler or Ruler(config)).seconds(runs)
+    write_table(found, seconds, Path(config.out))
 
 
 def train_alone(run: TrainConfig) -> None:
@@ -117,7 +118,7 @@ class Ruler:
 
         base, file = composed("train", TrainConfig, config.base), Path(config.out, TEXTS)
         options, length = base.evaluation, base.evaluation.max_new_tokens
-        self.target, _ = load(base.target, None)
+        self.place, (self.target, _) = base.target, load(base.target, None)
         self.plain = DecodeOptions(max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None)
         if not file.exists():
             prompts = evaluation_prompts(base.data, self.target.tokenizer, options.prompts, options.prompt_tokens)
@@ -128,7 +129,7 @@ class Ruler:
 
     def measure(self, run: Path) -> dict:
         """Return what the drafter that a run ended with commits, text by text and round by round, by each
-        of METHODS, and what a round takes, in seconds."""
+        of METHODS."""
         from infer.evaluation.replay import Order, replay
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints, step_of
@@ -138,26 +139,27 @@ class Ruler:
         orders = [Order("chain", drafter.block_size - 1), Order("ddtree", NODES)]
         texts = replay(self.target, drafter, self.texts, orders)
         commits = {order.method: [text.commits[order] for text in texts] for order in orders}
-        seconds = {order.method: self.seconds(drafter, order.method) for order in orders}
-        return {"steps": step_of(last), "commits": commits, "seconds": seconds}
+        return {"steps": step_of(last), "commits": commits}
 
-    def seconds(self, drafter, method: str) -> float:
-        """Return what a round takes: the least of TIMES times that a text is decoded."""
-        from infer.api import decode
+    def seconds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
+        """Return what a round takes by (variant, method), in seconds, the prompt's share included. The
+        runs' drafters are loaded as `eval` loads them, and take turns on the same prompts."""
+        from infer.cli.models import load_all
+        from infer.evaluation.measuring import Variant, measure
+        from train.run.checkpoints import checkpoints
 
-        clock = time.thread_time if self.target.device.type == "cpu" else time.perf_counter
-        options = replace(self.plain, method=method, budget=NODES, continuity="none", max_new_tokens=TIMED)
-        took = []
-        for _ in range(TIMES):
-            began = clock()
-            (text,) = decode(self.target, drafter, [self.texts[0][0]], options)
-            took.append((clock() - began) / len(text.commits))
-        return min(took)
+        target, drafters = load_all(self.place, [str(checkpoints(run)[-1]) for run in runs.values()])
+        options, ways = replace(self.plain, budget=NODES, continuity="none"), []
+        for name, drafter in zip(runs, drafters, strict=True):
+            ways += [Variant(name, NODES, replace(options, method=method), drafter) for method in METHODS]
+        found = measure(target, None, ways, [prompt for prompt, _ in self.texts[:TIMED]])
+        took = [one.seconds / sum(text.rounds for text in one.prompts) for one in found]
+        return {(way.name, way.options.method): seconds for way, seconds in zip(ways, took, strict=True)}
 
 
-def write_table(found: dict[str, list[dict]], out: Path) -> None:
+def write_table(found: dict[str, list[dict]], seconds: dict[tuple[str, str], float], out: Path) -> None:
     """Print a row a variant, the best trees first, and write it beside a picture. found: what the runs
-    of each variant came to, the base's first."""
+    of each variant came to, the base's first; seconds: what a round took, by (variant, method)."""
     from infer.evaluation.charts import Chart, Line, picture
     from infer.evaluation.tables import markdown, span
     from infer.trees.methods import TREES
@@ -172,8 +174,7 @@ def write_table(found: dict[str, list[dict]], out: Path) -> None:
             tau, interval = figure(runs, method)
             lines[method].points.append((number, tau))
             lines[method].intervals.append(interval)
-            rate = tau * len(runs) / sum(run["seconds"][method] for run in runs)
-            cells += [f"{tau:.3f}{span(interval)}", f"{rate:.1f}"]
+            cells += [f"{tau:.3f}{span(interval)}", f"{tau / seconds[variant, method]:.1f}"]
         ratio, interval = figure(runs, "ddtree", base)
         rows.append([*cells, f"{ratio:.3f}{span(interval)}"])
     chart = Chart("τ by variant", "row of the table", "τ, tokens a round", list(lines.values()))

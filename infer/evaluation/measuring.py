@@ -37,7 +37,7 @@ class Variant:
     name: str
     budget: int  # drafted nodes a round; for a masked model, states
     options: DecodeOptions
-    drafter: Lookup | None = None  # in the place of the one that is evaluated
+    drafter: Drafter | None = None  # in the place of the one that is evaluated
 
 
 @dataclass
