@@ -341,7 +341,7 @@ class EvaluationConfig:
         prompts, and the 24 of data/embedded/outside.jsonl
     prompt_tokens: tokens of a prompt at most
     max_new_tokens: most tokens of an answer
-    budgets: node budgets of the trees
+    budgets: node budgets of the trees; with their roots 3, 7 and 15 fill passes of 4, 8 and 16 rows
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
@@ -358,7 +358,7 @@ class EvaluationConfig:
     outside: int = 24
     prompt_tokens: int = 96
     max_new_tokens: int = 48
-    budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
+    budgets: list[int] = field(default_factory=lambda: [3, 7, 15])
     temperature: float = 0.0
     sampled: float | None = 1.0
     minutes: float | None = 10.0

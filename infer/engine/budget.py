@@ -24,10 +24,11 @@ from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
 from infer.utils.jit import njit
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
+# node counts to choose among: with the root they fill blocks of rows, as products take them
+SIZES = (1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 CONTEXT = 128  # positions in the cache while measuring
 DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
-FIRST = 16  # nodes of the first rounds at most, before anything is known
+FIRST = 15  # nodes of the first rounds at most, before anything is known
 TRIED = 2  # plain rounds that one of the first may take by the rule, where one node does not take more
 DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
