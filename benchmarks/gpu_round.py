@@ -84,7 +84,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
 
     with memory.cache.fixed(rows):
         proposal = Proposal(memory.bonus, None)
-        asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), None, None)
+        asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), memory.bonus, 1, 1, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
                 proposal = timed("draft", lambda: propose(memory, asked, nodes, engine.options, runner.ngram))

@@ -6,6 +6,7 @@ B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 
 from collections import abc
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,10 +25,21 @@ class RowsAsked:
     """What the rows of a round ask of sampling."""
 
     sampling: Sampling
-    noise: torch.Tensor | None  # (B, > max depth, V), where a row is sampled
+    start: torch.Tensor  # (B,) the roots' positions
+    steps: int  # positions behind them, more than trees are deep
+    vocabulary: int
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
     # none where the host is not asked: no processors, no grammars, no n-grams
     texts: abc.Sequence[Sequence] = ()
+
+    @cached_property
+    def noise(self) -> torch.Tensor | None:
+        """The noise of all positions, (B, steps, V), where a row is sampled."""
+        return self.some_noise(slice(None), 0, self.steps, self.vocabulary)
+
+    def some_noise(self, rows: slice, first: int, steps: int, tokens: int | torch.Tensor) -> torch.Tensor | None:
+        """Return that of some rows, depths from `first` on, and tokens (`gumbel_noise`)."""
+        return round_noise(self.sampling.rows(rows), self.start[rows] + first, steps, tokens)
 
 
 def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
@@ -43,7 +55,7 @@ def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor
     """Return what texts ask of a round with trees of so much depth behind roots at positions start
     (B,)."""
     sampling, seen = sampling_of(target, texts)
-    return RowsAsked(sampling, round_noise(sampling, start, depth + 1, target.vocabulary), seen, texts)
+    return RowsAsked(sampling, start, depth + 1, target.vocabulary, seen, texts)
 
 
 def piece(rows: int) -> int:
@@ -62,9 +74,11 @@ def choose_tokens(
     target: Target, tree: DraftTree, within: SeenAt | None, last: torch.Tensor, asked: RowsAsked
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
-    for a `piece` of the nodes at a time, unless processors want to see them."""
-    pieces, judged = [], any(text.judged for text in asked.texts)
-    width, plain = last.shape[1] if judged else piece(len(last)), within is None and asked.noise is None and not judged
+    for a `piece` of the nodes at a time, unless processors want to see them. On a CPU, where noise takes
+    as long as a pass, it is made where the target goes alone, see `choose_processed`."""
+    pieces, judged, sampled = [], any(text.judged for text in asked.texts), asked.sampling.kind.sampled
+    width, plain = last.shape[1] if judged else piece(len(last)), within is None and not (sampled or judged)
+    alone = sampled and within is None and last.device.type == "cpu" and asked.texts and 1 < last.shape[1] <= width
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
         if plain:
@@ -72,10 +86,10 @@ def choose_tokens(
             continue
         logits = target.head(last[:, here])  # (B, n, V)
         before = within and (lambda nodes, first=first: within(slice(nodes.start + first, nodes.stop + first)))
-        pieces.append(choose(logits, tree.depths[:, here], asked.sampling, asked.noise, before))
+        pieces.append(choose(logits, tree.depths[:, here], asked.sampling, None if alone else asked.noise, before))
     chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     for row, text in enumerate(asked.texts):
-        if text.judged:
+        if alone or text.judged:
             chosen[row] = choose_processed(target, tree, row, asked, logits, within)
     return chosen
 
@@ -83,10 +97,9 @@ def choose_tokens(
 def choose_processed(
     target: Target, tree: DraftTree, row: int, asked: RowsAsked, logits: torch.Tensor, within: SeenAt | None
 ) -> torch.Tensor:
-    """Return the same for one row whose logits go through processors or a grammar, (M,). These see the
-    true prefix of one node at a time, and so only the nodes on the path that the target takes, as far
-    as the text goes; -1, which no child carries, elsewhere. Behind the end of the text the last token
-    stands, which is cut off."""
+    """Return the same for one row, (M,): only for the nodes on the path that the target takes, as far as
+    the text goes; -1, which no child carries, elsewhere. Processors and grammars see the true prefix of
+    one node at a time. Behind the end of the text the last token stands, which is cut off."""
     text, sampling = asked.texts[row], asked.sampling.rows(slice(row, row + 1))
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     chosen = torch.full_like(tree.tokens[row], -1)
@@ -99,8 +112,9 @@ def choose_processed(
             if text.grammar is not None:
                 scores = text.grammar.mask(scores, text.ids, ids[len(text.ids) :])
             seen = None if within is None else within(slice(node, node + 1))[row : row + 1]
-            scores = adjust(scores[None], sampling, seen)[0, 0]  # (V,)
-            token = int((scores if asked.noise is None else scores + asked.noise[row, depth]).argmax())
+            scores = adjust(scores[None], sampling, seen)  # (1, 1, V)
+            noise = asked.some_noise(slice(row, row + 1), depth, 1, target.vocabulary)
+            token = int((scores if noise is None else scores + noise).argmax())
             ids.append(token)
         chosen[node] = token
         children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)

@@ -23,7 +23,7 @@ from infer.engine.memory import Memory, Prefill
 from infer.engine.packet import note_logprobs, pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.round import Method, RoundResult, commit, follow_target, run_round
-from infer.engine.sampling import Kind, condition_on_noise, judge_on_noise, round_noise
+from infer.engine.sampling import Kind, condition_on_noise, judge_on_noise
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target
@@ -202,7 +202,7 @@ class Runner:
             rows, start = slice(size.rows), memory.cache.ends_of(size.rows)
             sampling = self.columns.sampling.rows(rows, size.kind)
             seen = self.columns.seen[rows] if size.kind.penalised else None
-            asked = RowsAsked(sampling, round_noise(sampling, start, self.length + 1, self.vocabulary), seen)
+            asked = RowsAsked(sampling, start, self.length + 1, self.vocabulary, seen)
             method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
             found = run_round(memory, asked, method)
             accepted, packet = found.accepted, pack(self.target, found, size.kind.logprobs, self.budget.adapts)
@@ -279,7 +279,8 @@ def propose(memory: Memory, asked: RowsAsked, nodes: int, options: EngineConfig,
     target, drafter = memory.target, memory.drafter
     known = drafter.vocabulary
     seen = known.part(asked.seen)
-    told = asked.sampling, known.part(asked.noise), None if seen is None else seen[:, None]
+    noise = asked.noise if known.tokens is None else asked.some_noise(slice(None), 0, asked.steps, known.tokens)
+    told = asked.sampling, noise, None if seen is None else seen[:, None]
     block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
         steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told))

@@ -122,17 +122,18 @@ def derived_seed(seed: int, number: int) -> int:
     return int(_shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(number) * _GOLDEN), 11))
 
 
-def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a
-    pure function of seed, position and token id, whatever the shape around them and the device."""
-    tokens = torch.arange(vocabulary, device=positions.device) * _GOLDEN
+    pure function of seed, position and token id, whatever the shape around them and the device.
+    tokens: V, or which (V,)."""
+    which = (torch.arange(tokens, device=positions.device) if isinstance(tokens, int) else tokens) * _GOLDEN
     keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
-    noise = torch.empty(len(keys), vocabulary, device=positions.device)
-    for part in slabs(len(keys), vocabulary, keys.device, NOISE):
-        bits = _shift(_mix(keys[part, None] + tokens), 11)  # 53 random bits
+    noise = torch.empty(len(keys), len(which), device=positions.device)
+    for part in slabs(*noise.shape, keys.device, NOISE):
+        bits = _shift(_mix(keys[part, None] + which), 11)  # 53 random bits
         uniform = bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
         noise[part] = uniform.log_().neg_().log_().neg_()
-    return noise.view(*positions.shape, vocabulary)
+    return noise.view(*positions.shape, -1)
 
 
 def slabs(count: int, width: int, device: torch.device, room: int = 1) -> Iterator[slice]:
@@ -143,13 +144,13 @@ def slabs(count: int, width: int, device: torch.device, room: int = 1) -> Iterat
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
-def round_noise(asked: Sampling, start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
+def round_noise(asked: Sampling, start: torch.Tensor, steps: int, tokens: int | torch.Tensor) -> torch.Tensor | None:
     """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V),
     0 for greedy rows; None where no row is sampled. It belongs to positions, not to nodes."""
     if not asked.kind.sampled:
         return None
     places = start[:, None] + 1 + torch.arange(steps, device=start.device)
-    return gumbel_noise(asked.columns["seed"], places, vocabulary).mul_(asked["sampled"])
+    return gumbel_noise(asked.columns["seed"], places, tokens).mul_(asked["sampled"])
 
 
 def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,11 +193,7 @@ def lowest_of_top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def choose(
-    logits: torch.Tensor,
-    depths: torch.Tensor,
-    asked: Sampling,
-    noise: torch.Tensor | None,
-    seen: SeenAt | None = None,
+    logits: torch.Tensor, depths: torch.Tensor, asked: Sampling, noise: torch.Tensor | None, seen: SeenAt | None = None
 ) -> torch.Tensor:
     """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of
     depths (B, Q), the round's noise (B, > max depth, V), and the tokens of every node's prefix, needed

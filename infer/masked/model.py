@@ -116,11 +116,7 @@ class MaskedModel:
         Native models only."""
         body = self.model.get_decoder()
         out = body(
-            input_ids=ids,
-            position_ids=places,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
+            input_ids=ids, position_ids=places, attention_mask=mask, past_key_values=cache, use_cache=cache is not None
         )
         return out.last_hidden_state
 

@@ -292,11 +292,7 @@ def by_kind(windows: dict[str, int | None], make: Callable[..., Mask]) -> dict[s
 
 
 def tree_masks(
-    windows: dict[str, int | None],
-    ancestors: torch.Tensor,
-    positions: torch.Tensor,
-    ends: torch.Tensor,
-    window: Window,
+    windows: dict[str, int | None], ancestors: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, window: Window
 ) -> dict[str, Mask]:
     """Return the masks of nodes at positions (B, M) with `ancestors` (B, M, M) behind the `ends` (B,)
     of a cache. Rows of one length whose nodes are roots alone see all that was written, which is the
