@@ -91,6 +91,7 @@ def critical(freedom: int, z: float) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
+@pytest.mark.robustness
 def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_tiny):
     """20,000 draws, false alarm rate 1e-4 (z = 3.72)."""
     temperature = 0.7

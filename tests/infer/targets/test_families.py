@@ -136,7 +136,13 @@ def target(tiny, request) -> Target:
     return tiny(request.param)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# what these do is greedy below, too; their own code is slow on random weights
+SLOW = {"gemma 3n", "falcon h1", "zamba 2", "bamba", "granite 4"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.robustness if name in SLOW else ()) for name in FAMILIES]
+)
 def test_every_node_has_the_logits_of_its_own_sequence(tiny, name):
     assert tree_difference(tiny(name)) < (4e-4 if name == "qwen 3 next" else 1e-4)  # see the last test
 
