@@ -91,9 +91,8 @@ set_up() {
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the lines below keep it whatever the others ask for.
     # Modules are compiled when they are first imported, as most never are.
-    # What builds this package (pyproject.toml) comes once, and not into an environment of its own each time.
-    local pip=("$python" -m pip install --no-compile --no-build-isolation)
-    { "${pip[@]}" "$torch" "setuptools>=77" && "${pip[@]}" --editable "$repo[gguf]"; } >&2 || stopped
+    local pip=("$python" -m pip install --no-compile)
+    { "${pip[@]}" "$torch" && "${pip[@]}" --editable "$repo[gguf]"; } >&2 || stopped
     # a first text has Python compile what it imports, and numba its loops for this processor: whoever waits for theirs
     # should not wait for that. It goes on beside what is left to install, and beside the command.
     "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 </dev/null &

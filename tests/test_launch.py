@@ -294,8 +294,8 @@ esac
         assert calls[0] == "-m pip install --upgrade pip"
         assert calls.index(text) >= 3
         calls.remove(text)
-        assert [call.removeprefix("-m pip install --no-compile --no-build-isolation ") for call in calls[1:]] == [
-            "torch==2.13.0 setuptools>=77",
+        assert [call.removeprefix("-m pip install --no-compile ") for call in calls[1:]] == [
+            "torch==2.13.0",
             f"--editable {folder}[gguf]",
             f"--editable {folder}[gguf,train,serve,test]",
             started,
