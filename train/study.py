@@ -118,7 +118,7 @@ class Ruler:
 
         base, file = composed("train", TrainConfig, config.base), Path(config.out, TEXTS)
         options, length = base.evaluation, base.evaluation.max_new_tokens
-        self.place, (self.target, _) = base.target, load(base.target, None)
+        self.quantization, (self.target, _) = base.target.quantization, load(base.target, None)
         self.plain = DecodeOptions(max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None)
         if not file.exists():
             prompts = evaluation_prompts(base.data, self.target.tokenizer, options.prompts, options.prompt_tokens)
@@ -143,16 +143,17 @@ class Ruler:
 
     def seconds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
         """Return what a round takes by (variant, method), in seconds, the prompt's share included. The
-        runs' drafters are loaded as `eval` loads them, and take turns on the same prompts."""
-        from infer.cli.models import load_all
+        runs' drafters have the target's quantization, as in `eval`, and take turns on the same prompts."""
         from infer.evaluation.measuring import Variant, measure
+        from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints
 
-        target, drafters = load_all(self.place, [str(checkpoints(run)[-1]) for run in runs.values()])
         options, ways = replace(self.plain, budget=NODES, continuity="none"), []
-        for name, drafter in zip(runs, drafters, strict=True):
+        place = self.target.dtype, self.target.device
+        for name, run in runs.items():
+            drafter = load_drafter(checkpoints(run)[-1], *place, quantization=self.quantization)
             ways += [Variant(name, NODES, replace(options, method=method), drafter) for method in METHODS]
-        found = measure(target, None, ways, [prompt for prompt, _ in self.texts[:TIMED]])
+        found = measure(self.target, None, ways, [prompt for prompt, _ in self.texts[:TIMED]])
         took = [one.seconds / sum(text.rounds for text in one.prompts) for one in found]
         return {(way.name, way.options.method): seconds for way, seconds in zip(ways, took, strict=True)}
 

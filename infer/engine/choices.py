@@ -75,7 +75,7 @@ def choose_tokens(
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
     for a `piece` of the nodes at a time, unless processors want to see them. On a CPU, where noise takes
-    as long as a pass, it is made where the target goes alone, see `choose_processed`."""
+    as long as a pass, it is made where the target goes alone, see `choose_alone`."""
     pieces, judged, sampled = [], any(text.judged for text in asked.texts), asked.sampling.kind.sampled
     width, plain = last.shape[1] if judged else piece(len(last)), within is None and not (sampled or judged)
     alone = sampled and within is None and last.device.type == "cpu" and asked.texts and 1 < last.shape[1] <= width
@@ -90,11 +90,11 @@ def choose_tokens(
     chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     for row, text in enumerate(asked.texts):
         if alone or text.judged:
-            chosen[row] = choose_processed(target, tree, row, asked, logits, within)
+            chosen[row] = choose_alone(target, tree, row, asked, logits, within)
     return chosen
 
 
-def choose_processed(
+def choose_alone(
     target: Target, tree: DraftTree, row: int, asked: RowsAsked, logits: torch.Tensor, within: SeenAt | None
 ) -> torch.Tensor:
     """Return the same for one row, (M,): only for the nodes on the path that the target takes, as far as

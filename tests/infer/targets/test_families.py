@@ -136,7 +136,7 @@ def target(tiny, request) -> Target:
     return tiny(request.param)
 
 
-# what these do is greedy below, too; their own code is slow on random weights
+# their own code is slow on random weights; their greedy trees are tested as everybody's, below
 SLOW = {"gemma 3n", "falcon h1", "zamba 2", "bamba", "granite 4"}
 
 
