@@ -12,8 +12,6 @@ from infer.targets.loading import resolve_path
 
 CONVERTER = "convert_hf_to_gguf.py"
 FILE = "drafter.gguf"
-# what the converter reads of a target: config and tokenizer
-OF_TARGET = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def find_converter(named: str | None) -> Path:
@@ -34,7 +32,7 @@ def convert(folder: Path, target: str, converter: Path) -> Path:
     Raises ValueError with the converter's last words where it fails."""
     place = Path(resolve_path(target))
     if not place.is_dir():
-        place = Path(snapshot_download(target, allow_patterns=OF_TARGET))
+        place = Path(snapshot_download(target, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model"]))
     out = folder / FILE
     command = [sys.executable, str(converter), str(folder), "--target-model-dir", str(place), "--outfile", str(out)]
     done = subprocess.run([*command, "--outtype", "auto"], capture_output=True, text=True, check=False)

@@ -21,16 +21,17 @@ SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
 BENDS = {nn.SiLU: loops.SILU, type(ACT2FN["silu"]): loops.SILU, type(ACT2FN["gelu_pytorch_tanh"]): loops.GELU}
-LINEAR = nn.Linear, Int8Linear
 
 
 class UnknownLayer(Exception):
     """A layer is built in a way that this pass does not express; the message names the part."""
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False) -> bool:
-    """Return whether two results differ by rounding only; `coarse`: of codes."""
-    return bool((ours - theirs).norm() <= (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm())
+def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False, onto: torch.Tensor | float = 0.0) -> bool:
+    """Return whether two results differ by rounding only; `coarse`: of codes. `onto`: what both were added
+    to, and the sum was rounded."""
+    within = (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm()
+    return bool((ours - theirs).norm() <= within + torch.finfo(theirs.dtype).eps * torch.as_tensor(onto).norm())
 
 
 def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
@@ -80,7 +81,7 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor, Norm], torch.Te
     parts = dict(module.named_children())
     activation = parts.get("act_fn", parts.get("activation_fn"))
     inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
-    if activation is None or any(type(part) not in LINEAR or part.bias is not None for part in inner):
+    if activation is None or any(type(part) not in (nn.Linear, Int8Linear) or part.bias is not None for part in inner):
 
         def run(states: torch.Tensor, norm: Norm) -> torch.Tensor:
             result = module(norm(states)[None])

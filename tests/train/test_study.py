@@ -23,13 +23,13 @@ def test_a_study_trains_what_is_new_and_says_what_decoding_would(
     monkeypatch.setattr("train.study.train_apart", lambda run: trained.append(run.name) or run_here(run))
     sizes = ["evaluation.prompts=6", "evaluation.max_new_tokens=20", "optim.steps=2"]
     base, place = [*small_options, *sizes], small().target.path
-    for variants in ([""], ["", HEAD]):
-        config = StudyCommand(base=base, variants=variants, out=str(tmp_path / "study"))
+    for variants, seeds in (([""], 1), (["", HEAD], 2)):
+        config = StudyCommand(base=base, variants=variants, seeds=seeds, out=str(tmp_path / "study"))
         config.check()
         study(config)
     with pytest.raises(ValueError, match="a study of another base"):
         StudyCommand(base=base[1:], out=config.out).check()
-    assert trained == ["base-0", "drafter.block_size_4_head_markov-0"]
+    assert trained == [f"{name}-{seed}" for seed in (0, 1) for name in ("base", "drafter.block_size_4_head_markov")]
     table = capsys.readouterr().out
     assert HEAD in table and "1.000" in table and "<svg" in (tmp_path / "study/study.svg").read_text()
 

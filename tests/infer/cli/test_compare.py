@@ -60,6 +60,7 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
         decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, continuity=str(ngrams)))
 
 
+@pytest.mark.robustness
 def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
     checkpoints, target, loaded = [], embedded, []
     monkeypatch.setattr("infer.targets.loading.open_target", lambda place: loaded.append(place) or open_target(place))

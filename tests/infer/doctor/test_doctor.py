@@ -68,6 +68,7 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     )
 
 
+@pytest.mark.robustness
 def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter, reference):
     """Two layers' context keys under one norm, as vLLM's kernel for CPUs has them: fewer drafts, by less than noise."""
     texts = reference.texts

@@ -83,8 +83,8 @@ MIXED = [
         ("static", 6, "dart", "none", GREEDY),
         ("ddtree", "auto", "dart", "none", GREEDY),
         ("plain", 1, "dflash", "none", MIXED),
-        ("ddtree", 9, "dflash", "selector", MIXED),
-        ("static", 6, "dflash", "none", MIXED),
+        pytest.param("ddtree", 9, "dflash", "selector", MIXED, marks=pytest.mark.robustness),
+        pytest.param("static", 6, "dflash", "none", MIXED, marks=pytest.mark.robustness),
     ],
 )
 def test_replayed_rounds_write_what_launched_rounds_write(

@@ -349,6 +349,7 @@ def test_drafters_without_a_network_have_a_budget_too(make_tiny):
     assert generate(target, Lookup(), prompt, budget="auto", max_new_tokens=30).ids == plain
 
 
+@pytest.mark.robustness
 def test_noise_that_steers_the_tree_is_worth_it(embedded):
     """At temperature 1 a drafter that knows the noise accepts more than one that does not, and the text is the same."""
     from unittest.mock import patch

@@ -44,6 +44,7 @@ def test_any_drafter_is_replayed_as_it_decodes(make_tiny, name):
     assert max(map(max, (text.commits[orders[2]] for text in found))) > 1
 
 
+@pytest.mark.robustness
 def test_what_is_counted_is_what_decoding_accepted(embedded):
     """Chains decoded for real say how often first choices are right; no order accepts more than the best one."""
     drafter = load_drafter("embedded")

@@ -59,6 +59,7 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.split("\n")] for block in blocks]
 
 
+@pytest.mark.robustness
 def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, capsys, monkeypatch):
     command.check()
     run_eval(command)

@@ -192,6 +192,7 @@ def test_another_model_is_refused(tiny, make_tiny):
         make_tiny(seed=9)[0].model.generate(**batch(), max_new_tokens=4, custom_generate=speculative(target, drafter))
 
 
+@pytest.mark.robustness
 def test_the_example_of_the_docs_runs_as_it_stands(repo, shallow, shallow_target, tmp_path, monkeypatch, capsys):
     """docs/serving.md's ten lines, word for word, where its folders hold a target and a fresh drafter."""
     from infer import save_drafter

@@ -402,6 +402,12 @@ def test_the_lean_pass_is_used_where_it_computes_the_same(tiny, name):
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+@pytest.mark.filterwarnings("error:.*through transformers")
+def test_rounding_of_the_stream_is_no_other_arithmetic():
+    """The embedded target's last layers add next to nothing, in 16 bits less than the stream's rounding."""
+    assert isinstance(load_target("embedded", dtype="bfloat16").decoder_pass, LeanDecoder)
+
+
 def test_a_layer_that_computes_something_else_is_noticed(random_target):
     target = random_target(family_config("qwen3"))
     mlp = target.body.layers[2].mlp

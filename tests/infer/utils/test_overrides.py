@@ -101,6 +101,7 @@ def test_a_prompt_comes_from_a_file_or_from_standard_input(tmp_path, monkeypatch
             composed("generate", GenerateCommand, [f"prompt={wrong}"])
 
 
+@pytest.mark.robustness
 def test_awkward_prompts_and_paths_really_run(tmp_path, capsys):
     """All prompts through regenerate, one through generate, in a folder and under names as people give them."""
     folder = tmp_path / "größe (1), [a]"
