@@ -64,18 +64,18 @@ class StudyCommand:
 
 def study(config: StudyCommand) -> None:
     """Train and measure the runs that are new, time one of each variant, and write table and picture."""
-    ruler, found = None, {}
+    ruler, found, timed = None, {}, {}
     with going_on("the same command goes on from there"):
         for seed, variant in product(range(config.seeds), config.variants):  # a seed's variants share an hour
             run = config.run_of(variant, seed)
             folder = Path(run.runs_dir, run.name)
+            timed.setdefault(variant, folder)
             if not (folder / "study.json").exists():
                 train_apart(run)
                 ruler = ruler or Ruler(config)
                 write_json(folder / "study.json", ruler.measure(folder))
             found.setdefault(variant, []).append(json.loads((folder / "study.json").read_text()))
-        runs = {variant: Path(config.out, config.run_of(variant, 0).name) for variant in config.variants}
-        seconds = (ruler or Ruler(config)).seconds(runs)
+        seconds = (ruler or Ruler(config)).seconds(timed)
     write_table(found, seconds, Path(config.out))
 
 

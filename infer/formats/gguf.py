@@ -31,7 +31,7 @@ def convert(folder: Path, target: str, converter: Path) -> Path:
     """Convert the drafter in `folder`, whose target's tokenizer goes into the file; return the file.
     Raises ValueError with the converter's last words where it fails."""
     place = Path(resolve_path(target))
-    if not place.is_dir():
+    if not place.is_dir():  # the converter reads config and tokenizer
         place = Path(snapshot_download(target, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model"]))
     out = folder / FILE
     command = [sys.executable, str(converter), str(folder), "--target-model-dir", str(place), "--outfile", str(out)]

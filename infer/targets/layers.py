@@ -27,11 +27,11 @@ class UnknownLayer(Exception):
     """A layer is built in a way that this pass does not express; the message names the part."""
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False, onto: torch.Tensor | float = 0.0) -> bool:
-    """Return whether two results differ by rounding only; `coarse`: of codes. `onto`: what both were added
-    to, and the sum was rounded."""
+def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False, onto: float = 0.0) -> bool:
+    """Return whether two results differ by rounding only; `coarse`: of codes. `onto`: the norm of what both
+    were added to, which was rounded with them."""
     within = (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm()
-    return bool((ours - theirs).norm() <= within + torch.finfo(theirs.dtype).eps * torch.as_tensor(onto).norm())
+    return bool((ours - theirs).norm() <= within + torch.finfo(theirs.dtype).eps * onto)
 
 
 def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:

@@ -322,7 +322,7 @@ def compare(target: Target, lean: LeanDecoder, context: int = 9, width: int = 5)
         lean.layers, window.layers(), target.body.layers, outputs.chunk(len(every), dim=-1), strict=True
     ):
         ours, theirs = layer.run(states, rotations[layer.kind], masks[layer.kind], memory), theirs.flatten(0, 1)
-        if not close(ours - states, theirs - states, target.quantised, states):
+        if not close(ours - states, theirs - states, target.quantised, float(states.norm())):
             raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
         states = theirs
     if not close(lean.norm(states), last.flatten(0, 1), target.quantised):
