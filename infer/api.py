@@ -95,8 +95,7 @@ def stream(
 def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:
     while engine.busy:
         engine.step()
-        piece = pieces.next()
-        if piece:
+        if piece := pieces.next():
             yield piece
 
 

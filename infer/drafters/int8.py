@@ -3,6 +3,9 @@ weights rounded to nearest, without any texts. A drafter need not be exact: what
 acceptance, never a text.
 """
 
+import ctypes
+from contextlib import suppress
+
 import torch
 from torch import nn
 
@@ -23,3 +26,5 @@ def quantise(drafter: nn.Module) -> None:
         if type(module) is nn.Linear and module not in kept:
             drafter.set_submodule(name, rounded(module, 2 if name == "fc" else 1))
     drafter.quantised = True
+    with suppress(OSError, AttributeError):  # what the C library keeps of loading is ten times as much
+        ctypes.CDLL(None).malloc_trim(0)

@@ -64,8 +64,7 @@ def load_drafter(
         tried = "" if str(opened.path) != str(folder) else f" (and there is neither {' nor '.join(INNER)} in it)"
         raise FileNotFoundError(f"{opened.path} is no drafter: {'; '.join(opened.problems)}{tried}")
     reading = read(opened, target_layers)
-    problems = find_problems(opened, reading)
-    if problems:
+    if problems := find_problems(opened, reading):
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.edited:
         warnings.warn(
@@ -86,6 +85,7 @@ def load_drafter(
     if window is not None:
         narrow(drafter, window)
     if quantization == "int8":
+        del weights
         quantise(drafter)
     return drafter
 

@@ -17,7 +17,7 @@ import ctypes
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -118,11 +118,9 @@ def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tenso
 def shim() -> ctypes.CDLL | None:
     """Return PyTorch's library where its C entries for compiled code (AOTInductor's) have the product of
     whole numbers, else None."""
-    try:
+    with suppress(OSError, StopIteration, AttributeError):
         found = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
         return found if found.aoti_torch_cpu__int_mm_out else None
-    except (OSError, StopIteration, AttributeError):
-        return None
 
 
 @cache
@@ -155,10 +153,10 @@ class Int8Product:
     bias: torch.Tensor | None = None
     codes: torch.Tensor | None = None  # (O, D) of all outputs, where compiled code multiplies by them (`product_call`)
 
-    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
-        """Return the product (N, O) of states (N, D), behind a norm if there is one."""
+    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None, *added: object) -> torch.Tensor:
+        """Return the product (N, O) of states (N, D), behind a norm if there is one; `added`: see `onto`."""
         whole, scales = loops.codes(states, self.smooth, self.digits, norm)
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias, *added)
 
     normed = __call__
 
@@ -170,8 +168,7 @@ class Int8Product:
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
-        whole, scales = loops.codes(states, self.smooth, self.digits)
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias, before, factor)
+        return self(states, None, before, factor)
 
 
 class Int8Linear(nn.Module):

@@ -227,22 +227,22 @@ def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] |
     folder = int8_folder(model_folder(path), whole)
     target = load_target(folder, "float32", "cpu", trust_remote_code, None, told)
     target.name = path
-    if in_pairs():
-        pack(target, weight_files(folder))
+    settle(target, weight_files(folder))
     return target
 
 
-def pack(target: Target, files: list[Path]) -> None:
-    """Pack all codes of a target just loaded, and keep no page of its files that packing reads."""
-    for parameter in target.model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.clone()
-    target.lean, target.shapes  # noqa: B018
-    target.head(torch.zeros(1, target.config.hidden_size))
+def settle(target: Target, files: list[Path]) -> None:
+    """Join and pack the codes of a target just loaded, and keep no page of its files that this reads."""
     parameters = dict(target.model.named_parameters())
+    for parameter in filter(torch.is_floating_point, parameters.values()):
+        parameter.data = parameter.clone()
+    mapped = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+    target.lean, target.shapes  # noqa: B018
+    if in_pairs():
+        target.head(torch.zeros(1, target.config.hidden_size))
     for file in files:
         for name, tensor in load_file(file).items():  # mapped, not read
-            if name in parameters and tensor.dtype == torch.int8:
+            if tensor.dtype == torch.int8 and parameters[name].data_ptr() == mapped[name]:
                 parameters[name].data = tensor
 
 

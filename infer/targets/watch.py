@@ -39,7 +39,9 @@ class Watch:
 
     def _note(self, weights: list[nn.Parameter]) -> None:
         self.weights = weights
-        self.counted = [weight for weight in weights if not weight.is_inference()]
+        # the first of every module: what writes to one of its weights alone is seen where a text enters
+        firsts = (next(module.parameters(recurse=False), None) for module in self.module.modules())
+        self.counted = [weight for weight in firsts if weight is not None and not weight.is_inference()]
         self.versions = sum(map(version, self.counted))  # each only grows
         self.sample = self._sample()
 

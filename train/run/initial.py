@@ -35,8 +35,7 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     check_known(options, theirs)
     folder = open_folder(options.init)
     reading = read(folder, theirs.num_hidden_layers)
-    problems = find_problems(folder, reading)
-    if problems:
+    if problems := find_problems(folder, reading):
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
     drafter = reading.drafter()
     known = fixed_options(drafter)

@@ -210,6 +210,8 @@ def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsy
     ids = [list(range(9))]
     assert torch.equal(states_of(first, ids, [9]), states_of(again, ids, [9])) and again.name == str(shallow)
     assert again.vocabulary == len(again.head_weight) == len(again.embedding.weight)
+    parts = again.body.layers[0].self_attn.q_proj.codes, again.body.layers[0].self_attn.v_proj.codes
+    assert int8.in_pairs() or len({part.untyped_storage().data_ptr() for part in parts}) == 1  # joined: not the file's
     assert load_target(str(shallow), quantization="int8", only_layers=(0,)).head_weight.is_floating_point()
 
 
