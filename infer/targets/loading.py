@@ -242,7 +242,7 @@ def settle(target: Target, files: list[Path]) -> None:
         target.head(torch.zeros(1, target.config.hidden_size))
     for file in files:
         for name, tensor in load_file(file).items():  # mapped, not read
-            if tensor.dtype == torch.int8 and parameters[name].data_ptr() == mapped[name]:
+            if tensor.dtype == torch.int8 and name in mapped and parameters[name].data_ptr() == mapped[name]:
                 parameters[name].data = tensor
 
 
