@@ -26,5 +26,5 @@ def quantise(drafter: nn.Module) -> None:
         if type(module) is nn.Linear and module not in kept:
             drafter.set_submodule(name, rounded(module, 2 if name == "fc" else 1))
     drafter.quantised = True
-    with suppress(OSError, AttributeError):  # what the C library keeps of loading is ten times as much
+    with suppress(OSError, AttributeError):  # loading leaves ten times what the codes take with the C library
         ctypes.CDLL(None).malloc_trim(0)

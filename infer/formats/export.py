@@ -70,8 +70,7 @@ def check_export(drafter: Drafter, format: str) -> None:
     another way."""
     check_format(drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
     refused = drafter.family.formats[format].refuses
-    wrong = [sentence for name, sentence in faults(drafter).items() if name in refused]
-    if wrong:
+    if wrong := [sentence for name, sentence in faults(drafter).items() if name in refused]:
         raise ValueError(f"format={format}: its readers would run another drafter: {'; '.join(wrong)}")
 
 

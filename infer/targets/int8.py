@@ -153,10 +153,10 @@ class Int8Product:
     bias: torch.Tensor | None = None
     codes: torch.Tensor | None = None  # (O, D) of all outputs, where compiled code multiplies by them (`product_call`)
 
-    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None, *added: object) -> torch.Tensor:
-        """Return the product (N, O) of states (N, D), behind a norm if there is one; `added`: see `onto`."""
+    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
+        """Return the product (N, O) of states (N, D), behind a norm if there is one."""
         whole, scales = loops.codes(states, self.smooth, self.digits, norm)
-        return loops.finish(self.sums(whole), scales, self.scales, self.bias, *added)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias)
 
     normed = __call__
 
@@ -168,7 +168,8 @@ class Int8Product:
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
-        return self(states, None, before, factor)
+        whole, scales = loops.codes(states, self.smooth, self.digits)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias, before, factor)
 
 
 class Int8Linear(nn.Module):
