@@ -103,18 +103,14 @@ def _up_to_cut(messages: list[dict]) -> list[dict]:
     cut thought."""
     for i, turn in enumerate(messages):
         if turn["role"] == "assistant" and turn.get("finish") not in ENDED:
-            if not _cut_thought(turn):
+            opened = "<think>" in turn["content"] and "</think>" not in turn["content"]
+            alone = THOUGHT in turn and not turn["content"].strip() and "tool_calls" not in turn
+            if not (opened or alone):  # there is something behind its thought
                 return messages[: i + 1]
             if not any(before["role"] == "assistant" for before in messages[:i]):
                 raise NothingWhole("the answer was cut within its thought")
             return messages[:i]
     return messages
-
-
-def _cut_thought(answer: dict) -> bool:
-    """Return whether an answer, which was cut, has nothing behind its thought."""
-    opened = "<think>" in answer["content"] and "</think>" not in answer["content"]
-    return opened or (THOUGHT in answer and not answer["content"].strip() and "tool_calls" not in answer)
 
 
 def _message(turn: object) -> dict:

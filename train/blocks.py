@@ -19,11 +19,6 @@ class Blocks(NamedTuple):
     supervised: torch.Tensor  # (B, N, L) bool: inside the document, loss allowed
     teacher_rows: torch.Tensor  # (B, N, L) row of the flattened (B*T) target states that predicts the label
 
-    def tokens_before(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the true token before every label (B, N, L), the anchor's own before the first; ids
-        (B, T)."""
-        return torch.cat([ids.gather(1, self.anchors)[..., None], self.labels[..., :-1]], -1)
-
 
 def anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """Return where anchors may stand in rows (B, T): bool. An anchor's token and its successor both

@@ -5,7 +5,7 @@ A divergence is one formula of log-probabilities. Training, the self-check (`tra
 the tests all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and name it
 in a file in conf/objective/. Training differentiates the formula with autograd, chunk by chunk. A row
 may also have its gradient derived by hand, which is 1.4 to 1.5 times as fast and needs less memory; the
-rows below do.
+most rows below do.
 
 This module does not import torch, because `train/config.py` checks names against the tables before
 torch loads: formulas use methods of the tensors that they are given.
@@ -97,20 +97,9 @@ def total_variation(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tenso
     return 1 - overlap(log_p, log_q)
 
 
-def total_variation_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    overlap, gradient = overlap_by_hand(chunk.p, chunk.q)
-    return 1 - overlap, gradient.neg_()
-
-
 def acceptance(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
     """-log a."""
     return -overlap(log_p, log_q).log()
-
-
-def acceptance_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    overlap, gradient = overlap_by_hand(chunk.p, chunk.q)
-    overlap.clamp_(min=TINY)
-    return -overlap.log(), gradient.div_(-overlap[:, None])
 
 
 def lk(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
@@ -150,8 +139,8 @@ def dpace(likely: "Tensor", counted: "Tensor") -> "Tensor":
 DIVERGENCES = {
     "kl": Divergence(kl, kl_by_hand, reads_log_q=True),
     "cross_entropy": Divergence(cross_entropy, cross_entropy_by_hand, of_labels=True),
-    "tv": Divergence(total_variation, total_variation_by_hand),
-    "acceptance": Divergence(acceptance, acceptance_by_hand),
+    "tv": Divergence(total_variation),
+    "acceptance": Divergence(acceptance),
     "lk": Divergence(lk, lk_by_hand, reads_log_q=True),
     "ce_l1": Divergence(ce_l1, ce_l1_by_hand, until_gap=True),  # as DeepSpec and SpecForge train it
 }

@@ -106,7 +106,9 @@ def score(
     if head is None:
         drafted = states.flatten(0, 1)
     else:
-        answer = teach(drafter, target, drafted, blocks.tokens_before(rows["ids"]).flatten(0, 1))
+        # the true token before every label, (B, N, L)
+        before = torch.cat([rows["ids"].gather(1, blocks.anchors)[..., None], blocks.labels[..., :-1]], -1)
+        answer = teach(drafter, target, drafted, before.flatten(0, 1))
         drafted = answer.read.flatten(0, 1).to(target.dtype)
         if answer.correction is not None:
             correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
@@ -21,15 +22,12 @@ class LayerWindow:
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
-    slots: torch.Tensor  # (B * Q,) int64, where new positions go
+    slots: torch.Tensor  # (N,) int64, where new positions go
     keys: torch.Tensor  # (B, H, extent - first, E) that a query may look at
     values: torch.Tensor
+    rows: int  # B
     width: int  # Q
-
-    @property
-    def rows(self) -> int:
-        """B."""
-        return self.keys.shape[0]
+    stops: torch.Tensor | None = None  # see `Window`
 
     def write(self, new: torch.Tensor) -> None:
         """Write the new positions: keys and values of all heads, (B Q, 2 H, E)."""
@@ -59,13 +57,25 @@ class Window(Stateful):
     to `extent` of every row are visible. Duck-typed as a Hugging Face cache: attention layers call
     `update(keys, values, layer)`.
 
-    `slots` may have more rows than are in use; the extra rows are written and never read.
+    `slots` may have more rows than are in use; the extra rows are written and never read. Where
+    rows have numbers of positions of their own, these come one row after the other.
     """
 
     cache: "KVCache"
     slots: torch.Tensor  # (B, Q) int64, flat: row * S + place
     extent: int
     first: int = 0  # no query sees what is before it
+    real: torch.Tensor | None = None  # (B, Q) bool, the positions that are there: a row's first; None: all
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """The slots of the N positions that are there, (N,)."""
+        return self.slots.flatten() if self.real is None else self.slots[self.real]
+
+    @cached_property
+    def stops(self) -> torch.Tensor | None:
+        """Behind which of the N each row ends, (B,) int64; None where all are there."""
+        return None if self.real is None else self.real.sum(1).cumsum(0)
 
     @property
     def capacity(self) -> int:
@@ -90,11 +100,11 @@ class Window(Stateful):
 
     def layers(self) -> list[LayerWindow]:
         """Return the window of every layer, of a cache whose layers are alike."""
-        rows, flat, buffer = len(self.slots), self.slots.flatten(), self.cache.buffer
+        rows, buffer = len(self.slots), self.cache.buffer
         seen = buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, self.first : self.extent]
         seen = seen.unflatten(3, (self.cache.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent - first, E)
-        pairs = zip(seen[::2], seen[1::2], strict=True)
-        return [LayerWindow(buffer, i, flat, *pair, self.slots.shape[1]) for i, pair in enumerate(pairs)]
+        pairs, known = enumerate(zip(seen[::2], seen[1::2], strict=True)), (*self.slots.shape, self.stops)
+        return [LayerWindow(buffer, i, self.flat, *pair, *known) for i, pair in pairs]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]
@@ -240,9 +250,9 @@ class KVCache:
                 column[to] = column[source]
                 column[source] = 0
 
-    def window(self, width: int) -> Window:
-        """Return the window of the next `width` positions of every row. Raises ValueError beyond the
-        capacity."""
+    def window(self, width: int, real: torch.Tensor | None = None) -> Window:
+        """Return the window of the next `width` positions of every row, or of those that are `real`. Raises
+        ValueError beyond the capacity."""
         if self.fixed_rows:
             rows, extent, shortest = self.fixed_rows, self.capacity, 0
         else:
@@ -250,7 +260,7 @@ class KVCache:
         first = 0 if self.reach is None else max(0, shortest - self.reach + 1)
         if extent > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
-        return Window(self, self.origins[:rows, None] + self.next_places(rows, width), extent, first)
+        return Window(self, self.origins[:rows, None] + self.next_places(rows, width), extent, first, real)
 
     def ends_of(self, rows: int) -> torch.Tensor:
         """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not

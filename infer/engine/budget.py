@@ -22,10 +22,9 @@ from infer.engine.choices import likeliest
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
-from infer.utils.jit import njit
 
-# node counts to choose among: with the root they fill blocks of rows, as products take them
-SIZES = (1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
+# node counts to choose among: with the root most fill blocks of rows, as products take them
+SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 CONTEXT = 128  # positions in the cache while measuring
 DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
 FIRST = 15  # nodes of the first rounds at most, before anything is known
@@ -45,50 +44,6 @@ MEMORY = 200  # rows of drafting rounds in the averages of what trees promise an
 LN2 = math.log(2)
 NOTHING = 1e-30  # weight of the rule's own guess
 NEAR = 16.0  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
-
-
-@njit
-def ratios_near(known: np.ndarray, ratios: np.ndarray, near: np.ndarray, key: int) -> np.ndarray:
-    """Return what rounds cost over the rule's seconds by size, (S,), of ratios (32, S) by bits of rows
-    and size, known from so many rounds each: those of twice the rows weigh a NEAR-th of those at `key`,
-    those of other sizes as `near` (S, S) says."""
-    seen, total = np.full(near.shape[0], NOTHING), np.full(near.shape[0], NOTHING)
-    for bits in range(len(known)):
-        for size in range(near.shape[0]):
-            weight = NEAR ** -abs(bits - key) * known[bits, size]
-            for other in range(near.shape[0]):
-                seen[other] += weight * near[size, other]
-                total[other] += weight * near[size, other] * ratios[bits, size]
-    return total / seen
-
-
-@njit
-def promises(likely: np.ndarray, bits: np.ndarray, verified: np.ndarray) -> np.ndarray:
-    """Return the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes of
-    trees, (M + 1,): by the drafter's probabilities `likely` (B, M), in bins `bits` (B, M), times what was
-    committed of what was promised, `verified` (2, BITS). Bins in which little was verified are as right
-    as all nodes are."""
-    rows, nodes = likely.shape
-    expected = np.zeros(nodes + 1)
-    right = (verified[1].sum() + DOUBT) / (verified[0].sum() + DOUBT)
-    factors = (verified[1] + DOUBT * right) / (verified[0] + DOUBT)
-    for node in range(nodes):
-        for row in range(rows):
-            expected[node + 1] += min(likely[row, node] * factors[bits[row, node]], 1.0) / rows
-        expected[node + 1] += expected[node]
-    return expected
-
-
-@njit
-def tally(verified: np.ndarray, keep: float, bits: np.ndarray, likely: np.ndarray, kept: np.ndarray) -> None:
-    """Count what nodes in bins (B, N) promised, `likely` (B, >= N), and that those in `kept` (K, 2), row
-    and node, were committed, in `verified` (2, BITS), of which a share of what it holds is kept."""
-    verified *= keep
-    for row in range(bits.shape[0]):
-        for node in range(bits.shape[1]):
-            verified[0, bits[row, node]] += likely[row, node]
-    for row, node in kept:
-        verified[1, bits[row, node]] += 1
 
 
 @dataclass(frozen=True)
@@ -119,10 +74,14 @@ class Budget:
     def most_nodes(self, rows: int | torch.Tensor, most: int) -> int:
         return most
 
-    nodes = nodes_ahead = most_nodes
+    nodes_ahead = most_nodes
 
     def grown(self, nodes: int) -> int:
         return nodes
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """Return what is verified of ranked trees."""
+        return tree
 
     def note(self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]]) -> None:
         pass
@@ -139,14 +98,18 @@ class BudgetController(Budget):
     nodes are worth their time where they commit more than rounds do in that time on average: as many
     tokens as possible a second over all rounds, not in each by itself.
 
+    Where rows may be `uneven`, nodes of all rows compete: those that are likeliest are verified, wherever
+    they are, and a size is a row's on average.
+
     Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and
     size; those of like rows and sizes lean on each other.
     """
 
     adapts = True
 
-    def __init__(self, rule: BudgetRule, most: int) -> None:
+    def __init__(self, rule: BudgetRule, most: int, uneven: bool = False) -> None:
         super().__init__(most)
+        self.uneven, self.limit = uneven, most  # of a row on average in the next round
         sizes = [0, *sorted({size for size in SIZES if size < most} | {most})]
         self.sizes = sizes
         # of one row of a size's nodes, or none: by rows, so that the rule is asked once
@@ -162,7 +125,7 @@ class BudgetController(Budget):
         self.verified = np.zeros((2, BITS))  # by bits of verified nodes: tokens promised, and committed
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self.likely = np.zeros((1, 0))  # (B, M) the drafter's probabilities of the drafted nodes found last
-        self.bits = np.zeros((1, 0), int)  # the bins of these
+        self.own = self.bits = np.zeros((1, 0), int)  # the bins of these, by rows and as they compete
         self.expected = np.zeros(1)  # of a row's, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
 
@@ -174,8 +137,9 @@ class BudgetController(Budget):
         """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is
         drafted. A known ratio of twice the rows or nodes weighs a NEAR-th of one of the same."""
         if rows not in self._costs:
-            ratios = ratios_near(self.known, self.ratios, self.near, rows.bit_length())
-            self._costs[rows] = ratios * self.by_rule(rows)
+            weights = NEAR ** -abs(np.arange(len(self.known)) - rows.bit_length())  # of numbers of rows
+            total, seen = (weights @ of @ self.near + NOTHING for of in (self.known * self.ratios, self.known))
+            self._costs[rows] = total / seen * self.by_rule(rows)
         return self._costs[rows]
 
     def most_nodes(self, rows: int, most: int) -> int:
@@ -183,6 +147,7 @@ class BudgetController(Budget):
         average, as this round's may be worth more; 0: none."""
         self.rounds += 1
         last = self.place(max(1, min(most, POSITIONS // rows - 1)))
+        self.limit = self.sizes[last]
         if self.rounds <= TRIAL or not self.promised.any():
             costs = self.by_rule(rows)
             cheap = int((costs <= TRIED * costs[0]).sum()) - 1
@@ -194,7 +159,9 @@ class BudgetController(Budget):
         self.rate = float(max(rates[0], rates[best]))
         other = self.alike >= self._patience(rows, gain, costs[0] / costs[best])
         self.alike = 0 if other else self.alike + 1
-        return 0 if (gain > 1) == other else min(self.grown(self.sizes[best]), self.sizes[last])
+        found = self.grown(self.sizes[best])
+        found = max(found, FIRST) if self.uneven and rows > 1 else min(found, self.limit)  # sure rows have many
+        return 0 if (gain > 1) == other else min(found, self.most)
 
     def _patience(self, rows: int, gain: float, cost: float) -> float:
         """Return how many rounds of the better kind come between two of the other, where a plain round
@@ -203,19 +170,30 @@ class BudgetController(Budget):
         known = self.known[rows.bit_length()]
         return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, UNKNOWN)
 
+    def cut(self, tree: DraftTree) -> DraftTree:
+        nodes = self.nodes(tree.log_probs, min(self.limit, tree.budget))
+        return tree.likeliest(nodes) if self.uneven and len(tree.tokens) > 1 else tree.first(nodes)
+
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, that commits most tokens a second over all rounds,
         for ranked trees with log-probabilities (B, M): the first n nodes are the best tree of n, whose
         expected acceptance length is the sum of their probabilities (DDTree proposition 1), which are
-        calibrated by what was accepted lately. All rows get the same size."""
+        calibrated by what was accepted lately."""
         self._expect(log_probs.double().numpy(force=True))
         return self._best(len(log_probs), most)
 
     def _expect(self, log_probs: np.ndarray) -> None:
         """Take note of what trees with log-probabilities (B, M) promise."""
         self.likely = np.exp(log_probs[:, 1:])
-        self.bits = np.minimum(abs(log_probs[:, 1:]) / LN2, BITS - 1).astype(int)
-        self.expected = promises(self.likely, self.bits, self.verified)
+        self.own = self.bits = np.minimum(abs(log_probs[:, 1:]) / LN2, BITS - 1).astype(int)
+        if self.uneven:  # the likeliest B of all rows are in the first column, those behind in the next
+            order = self.likely.ravel().argsort()[::-1]
+            self.likely, self.bits = (x.ravel()[order].reshape(x.shape[::-1]).T for x in (self.likely, self.bits))
+        # bins in which little was verified are as right as all nodes are
+        promised, kept = self.verified
+        factors = (kept + DOUBT * (kept.sum() + DOUBT) / (promised.sum() + DOUBT)) / (promised + DOUBT)
+        each = np.minimum(self.likely * factors[self.bits], 1).mean(0)
+        self.expected = np.append(0.0, each.cumsum())
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if
@@ -254,8 +232,9 @@ class BudgetController(Budget):
         here = slice(len(sizes) - 1)
         self.found[here] = keep * self.found[here] + rows
         self.promised[here] += rows / self.found[here] * (np.diff(self.expected[sizes]) - self.promised[here])
-        kept = np.array([(row, node - 1) for row, path in enumerate(paths) for node in path], np.int64).reshape(-1, 2)
-        tally(self.verified, keep, self.bits[:, :nodes], self.likely, kept)
+        kept = [self.own[row, node - 1] for row, path in enumerate(paths) for node in path]
+        bits, likely = (x[:, :nodes].ravel() for x in (self.bits, self.likely))
+        self.verified = keep * self.verified + [np.bincount(bits, likely, BITS), np.bincount(kept, minlength=BITS)]
 
 
 def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:

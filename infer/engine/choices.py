@@ -77,13 +77,14 @@ def choose_tokens(
     for a `piece` of the nodes at a time, unless processors want to see them. On a CPU, where noise takes
     as long as a pass, it is made where the target goes alone, see `choose_alone`."""
     pieces, judged, sampled = [], any(text.judged for text in asked.texts), asked.sampling.kind.sampled
-    width, plain = last.shape[1] if judged else piece(len(last)), within is None and not (sampled or judged)
+    width = last.shape[1] if judged else piece(len(last))
     alone = sampled and within is None and last.device.type == "cpu" and asked.texts and 1 < last.shape[1] <= width
+    if within is None and not (sampled or judged):
+        flat = last.flatten(0, 1) if tree.real is None else last[tree.real]
+        found = torch.cat([likeliest(target, part) for part in flat.split(width * len(last))])
+        return found.view(last.shape[:2]) if tree.real is None else tree.tokens.index_put((tree.real,), found)
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
-        if plain:
-            pieces.append(likeliest(target, last[:, here]))
-            continue
         logits = target.head(last[:, here])  # (B, n, V)
         before = within and (lambda nodes, first=first: within(slice(nodes.start + first, nodes.stop + first)))
         pieces.append(choose(logits, tree.depths[:, here], asked.sampling, None if alone else asked.noise, before))

@@ -69,7 +69,7 @@ def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
 def rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
     """Return the likeliest rejected path of a row: from the last accepted node on, each node's first
     child (siblings are sorted by probability)."""
-    tokens, parents, rejected = tree.tokens[row].tolist(), tree.parents[row].tolist(), []
+    tokens, parents, rejected = tree.tokens[row].tolist(), tree.parents[row, : tree.budgets[row] + 1].tolist(), []
     while node in parents[node + 1 :]:
         node = parents.index(node, node + 1)
         rejected.append(tokens[node])

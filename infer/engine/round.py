@@ -60,7 +60,7 @@ def follow_target(
 ) -> tuple[Accepted, torch.Tensor]:
     """Return the path that the target takes by final states (B, M, D), and its token after every node,
     (B, M)."""
-    within = None if asked.seen is None else partial(seen_at_nodes, asked.seen, tree.tokens, ancestors)
+    within = None if asked.seen is None else partial(seen_at_nodes, asked.seen, tree.tokens.clamp(min=0), ancestors)
     chosen = choose_tokens(target, tree, within, last, asked)
     return walk(tree, chosen, ancestors), chosen
 

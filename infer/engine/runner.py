@@ -71,7 +71,8 @@ class Runner:
                 nodes = min(nodes, self.method.most_nodes(drafter.block_size))
         self.budget = Budget(nodes)
         if self.drafter is not None and auto:
-            self.budget = BudgetController(rule_of(target, drafter, watch.clock), nodes)
+            rule, uneven = rule_of(target, drafter, watch.clock), self.method.ranked and target.uneven
+            self.budget = BudgetController(rule, nodes, uneven)
         # a round of texts without processors asks the host for nothing between its start and its end
         on_device = self.drafter is None or drafter.family.on_device
         on_device = on_device and not self.method.ngrams and target.lean
@@ -159,17 +160,18 @@ class Runner:
             memory.count(lengths)
         else:
             commit(memory, found, path[:, : max(lengths)], lengths)
+        drafted = found.tree.budgets
         for number, (text, row) in enumerate(zip(texts, told, strict=True)):
             note_logprobs(text, row.logprobs)
             text.append(row.tokens, self.target)
-            text.drafted.append(found.tree.budget)
+            text.drafted.append(drafted[number])
             text.accepted.append(len(row.path))
             text.stats.rounds += 1
             if text.trace:
                 text.rejected.append(rejected_path(found.tree, number, [0, *row.path][-1]))
         self.noted = [(text, len(text.ids)) for text in texts] if captured else []
         seconds, paths = self.watch.clock() - began, [row.path for row in told]
-        self.budget.note(seconds, found.tree.budget, paths, [row.log_probs for row in told])
+        self.budget.note(seconds, sum(drafted) // len(texts), paths, [row.log_probs for row in told])
         self.watch.lap("commit")
 
     def _to_host(self, packet: torch.Tensor) -> list[list[float]]:
@@ -178,7 +180,7 @@ class Runner:
     def _launch(self, texts: list[Sequence], nodes: int) -> tuple[RoundResult, torch.Tensor]:
         """Run a round that nothing of is committed yet; return it and its `pack`."""
         asked = texts_ask(self.target, texts, self.memory.cache.ends_of(len(texts)), self.length)
-        method = self._method(asked, nodes, nodes, lambda tree: self.budget.nodes(tree.log_probs, nodes))
+        method = self._method(asked, nodes, self.budget.cut)
         found = run_round(self.memory, asked, method, self.watch.lap)
         return found, pack(self.target, found, asked.sampling.kind.logprobs, promises=False)
 
@@ -186,7 +188,10 @@ class Runner:
         """Run a round that is committed on the device already, in a graph of the next larger size."""
         rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
         kind = Kind.of([text.options for text in texts], self.vocabulary)
-        size = Size(rows, self._graph_size(self.budget.nodes_ahead(len(texts), nodes) if nodes else 0), kind)
+        nodes = self.budget.nodes_ahead(len(texts), nodes) if nodes else 0
+        if nodes not in (0, self.budget.most):  # graphs have few sizes
+            nodes = max(size for size in SIZES if size <= nodes)
+        size = Size(rows, nodes, kind)
         if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
             self.columns.write(*sampling_of(self.target, texts))
         return self.graphs.run(size, partial(self._captured, size))
@@ -203,7 +208,7 @@ class Runner:
             sampling = self.columns.sampling.rows(rows, size.kind)
             seen = self.columns.seen[rows] if size.kind.penalised else None
             asked = RowsAsked(sampling, start, self.length + 1, self.vocabulary, seen)
-            method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
+            method = self._method(asked, self.budget.grown(size.nodes), lambda tree: tree.first(size.nodes))
             found = run_round(memory, asked, method)
             accepted, packet = found.accepted, pack(self.target, found, size.kind.logprobs, self.budget.adapts)
             if seen is not None:
@@ -213,25 +218,15 @@ class Runner:
             memory.tell_drafter()
         return replace(found, features=None, chosen=None), packet  # a graph keeps the memory of its results
 
-    def _method(self, asked: RowsAsked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
-        """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to
-        `size`."""
+    def _method(self, asked: RowsAsked, nodes: int, cut: abc.Callable[[DraftTree], DraftTree]) -> Method:
+        """Return how trees come about: so many nodes are found, and cut."""
         if not nodes:
             return Method(partial(Proposal, self.memory.bonus, None), plain)
 
         def build(proposal: Proposal) -> DraftTree:
             return follow_grammars(self.build(proposal), proposal, asked.texts, self.method)
 
-        def cut(tree: DraftTree) -> DraftTree:
-            count = min(size(tree), tree.budget)
-            return tree if count == tree.budget else tree.first(count)
-
-        return Method(partial(propose, self.memory, asked, found, self.options, self.ngram), build, cut)
-
-    def _graph_size(self, nodes: int) -> int:
-        """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all
-        there may be."""
-        return nodes if nodes in (0, self.budget.most) else max(size for size in SIZES if size <= nodes)
+        return Method(partial(propose, self.memory, asked, nodes, self.options, self.ngram), build, cut)
 
     def free(self, texts: list[Sequence], entering: list[Sequence], order: list[int]) -> None:
         """Give up the rows of finished texts: row i becomes what row order[i] was."""

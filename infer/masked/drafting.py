@@ -92,12 +92,6 @@ def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Gue
     }
 
 
-def next_write(guesses: Guesses, choices: Sequence[int]) -> Write:
-    """Return the write of one step: the most confident position, the lower one of two equals."""
-    position = max(choices, key=lambda position: (guesses[position].confidence, -position))
-    return position, guesses[position].tokens[0]
-
-
 def drafts(guesses: Guesses, plan: Plan, length: int) -> list[Write]:
     """Return the `length` likeliest writes in the order in which steps would make them, block by block,
     by confidence (section 3.2.2)."""
@@ -191,6 +185,8 @@ def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan
     at, writes = index[frozenset()], []
     while at is not None:
         last = at
-        writes.append(next_write(guesses[at], plan.open(states[at])))
+        guess, places = guesses[at], plan.open(states[at])
+        place = max(places, key=lambda place: (guess[place].confidence, -place))  # the lower one of two equals
+        writes.append((place, guess[place].tokens[0]))
         at = index.get(states[at] | {writes[-1]})
     return writes, last

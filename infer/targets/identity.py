@@ -12,7 +12,9 @@ SAMPLES, SAMPLE = 256, 4096  # places of a weight file that are looked at to tel
 
 def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
     """Return what identifies the target at `path`; `tokenizer`: its `tokenizer_digest`."""
-    return {"weights": weights_digest(path), "config": config_digest(path), "tokenizer": tokenizer}
+    beside = [file.parent / "config.json" for file in weight_files(path)]
+    config = json_digest(json.loads(beside[0].read_text())) if beside and beside[0].is_file() else None
+    return {"weights": weights_digest(path), "config": config, "tokenizer": tokenizer}
 
 
 def weights_digest(path: str) -> str:
@@ -27,9 +29,3 @@ def weights_digest(path: str) -> str:
                 weights.seek(i * size // SAMPLES)
                 digest.update(weights.read(SAMPLE))
     return digest.hexdigest()
-
-
-def config_digest(path: str) -> str | None:
-    """Return the digest of the config.json beside a model's weights, None where there are none."""
-    files = [file.parent / "config.json" for file in weight_files(path)]
-    return json_digest(json.loads(files[0].read_text())) if files and files[0].is_file() else None

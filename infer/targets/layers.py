@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from infer.targets import loops
 from infer.targets.int8 import Int8Linear, Int8Product
-from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product, attend_packed
+from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product
 from infer.targets.tape import TapedDecoder
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
@@ -119,8 +119,7 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         key_heads=shared,
         before=(read_norm(module.input_layernorm), read_norm(parts[second])),
         after=after,
-        qkv=(qkv := fuse(projections)),
-        attend=loops.attend_in_order if type(qkv) is Int8Product else attend_packed,
+        qkv=fuse(projections),
         qk_norm=qk_norm,
         out=fuse([attention.o_proj]),
         mlp=mlp,

@@ -77,9 +77,11 @@ class Product:
 
 
 def attend_packed(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
-    """Return the attention (B Q, H E) of packed queries (B, K, G Q, E) over a layer of a cache."""
-    mixed = attend(queries, memory.keys, memory.values, mask, scale)
-    mixed = mixed.view(*mixed.shape[:2], -1, memory.width, mixed.shape[-1])  # (B, K, G, Q, E)
+    """Return the attention (B Q, H E) of queries (B Q, H, E) over a layer of a cache."""
+    queries = queries.view(memory.rows, memory.width, memory.keys.shape[1], -1, queries.shape[-1]).permute(
+        0, 2, 3, 1, 4
+    )
+    mixed = attend(queries.flatten(2, 3), memory.keys, memory.values, mask, scale).view(queries.shape)
     return mixed.permute(0, 3, 1, 2, 4).reshape(memory.rows * memory.width, -1)
 
 
@@ -118,7 +120,6 @@ class Layer:
     scale: float  # of attention's scores
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
-    attend: Callable[..., torch.Tensor] = attend_packed  # over a cache
 
     @property
     def products(self) -> tuple[Int8Product, ...] | None:
@@ -146,13 +147,14 @@ class Layer:
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
         parts = self.qkv.normed(states, self.before[0]).view(count, self.heads + 2 * self.key_heads, -1)
         queries = self.place(parts, rotation, memory)  # of parts (B Q, H + 2 K, E)
-        mix = self.attend if isinstance(memory, LayerWindow) else attend_packed
-        states = self.add(states, mix(queries, memory, mask, self.scale), self.out, 0)
+        apart = type(self.qkv) is Int8Product and isinstance(memory, LayerWindow)
+        mixed = (loops.attend_in_order if apart else attend_packed)(queries, memory, mask, self.scale)
+        states = self.add(states, mixed, self.out, 0)
         return self.add(states, self.mlp(states, self.before[1]), self.down, 1)
 
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
         """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return
-        the queries, packed by the key head they share, (B, K, G Q, E)."""
+        the queries, (B Q, H, E)."""
         if isinstance(memory, LayerWindow) and loops.serve(parts):
             return loops.place(parts, self.qk_norm, rotation if self.rotates else None, memory)
         both = parts[:, : -self.key_heads]
@@ -162,9 +164,7 @@ class Layer:
         elif self.qk_norm is not None:
             both.copy_(normed)
         memory.write(parts[:, self.heads :])
-        queries = parts[:, : self.heads]  # (B Q, H, E)
-        queries = queries.reshape(memory.rows, -1, self.key_heads, self.heads // self.key_heads, parts.shape[-1])
-        return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
+        return parts[:, : self.heads].contiguous()
 
 
 @dataclass(frozen=True)

@@ -445,17 +445,18 @@ def _turn_back(at):
 
 @njit(fast=IN_ORDER)
 def _attend(at):
-    """Fill out (B, Q, K, G, E) with the attention of queries (B, K, G, Q, E) over the first S = `seen`
-    places of keys and values (B, capacity, K E), under an additive mask (B, Q, S), unless its address
-    is 0. Sums go from the first place to the last, one by one, and a hidden place adds 0: so a query's
-    numbers follow from what it sees alone, wherever that lies and whatever lies between.
+    """Fill out (N, K, G, E) with the attention of queries (N, K, G, E) over the first S = `seen` places of
+    keys and values (B, capacity, K E), under an additive mask (B, Q, S), unless its address is 0: of Q in
+    every row, or, unless their address is 0, of those up to stops (B,). Sums go from the first
+    place to the last, one by one, and a hidden place adds 0: so a query's numbers follow from what it
+    sees alone, wherever that lies and whatever lies between.
 
     Some queries of a row and a key head go together over some places, which stay near."""
-    queries, scale, out, rows, width, shared, groups, size, keys, values, mask, capacity, seen = words(at, 13)
+    queries, scale, out, rows, shared, groups, size, keys, values, mask, capacity, seen, width, stops = words(at, 14)
     parts, whole, hidden = (width + QUERIES - 1) // QUERIES, mask == 0, carray(floats(mask), (rows, width, seen))
     many = (width + parts - 1) // parts
     wide, up = (size + STEP - 1) // STEP * STEP, (seen + STEP - 1) // STEP * STEP
-    to = carray(floats(out), (rows, width, shared, groups, size))
+    to = carray(floats(out), (rows * width, shared, groups, size))
     turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
     padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
     weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
@@ -465,14 +466,16 @@ def _attend(at):
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
-        count, most = min(many, width - begin) * groups, 0
+        first = b * width if stops == 0 else longs(stops)[b - 1] if b > 0 else 0
+        end = width if stops == 0 else longs(stops)[b] - first
+        count, most = max(0, min(many, end - begin)) * groups, 0
         for i in range(count // groups):
             last[i] = seen
             while not whole and last[i] > 1 and hidden[b, begin + i, last[i] - 1] < 0:
                 last[i] -= 1
             most = max(most, last[i])
             for g in range(groups):
-                q_at = queries + 4 * size * (((b * shared + h) * groups + g) * width + begin + i)
+                q_at = queries + 4 * size * (((first + begin + i) * shared + h) * groups + g)
                 _copy(q_at, asked_at + 4 * size * (i * groups + g), size)
         _clear(w_at, count * up)
         _clear(mixed.ctypes.data, count * wide)
@@ -496,20 +499,20 @@ def _attend(at):
             _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide)
         for r in range(count):
             for e in range(size):
-                to[b, begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
+                to[first + begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
         unit = take(at)
 
 
 @njit(fast=REORDERS)
 def _place_heads(at):
-    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of
-    each text, to where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots
+    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, to where
+    attention reads them: queries (N, H, E), keys and values (S, K E) at slots
     (N,). Queries and keys are normed by weight (H + K, E), unless its address is 0, and their first R
     features are turned by cos and sin (N, R). Parts are floats, or sums (`_read_row`)."""
     (
-        parts, stride, scales, each, bias, digits, weight, eps, queries, rows, width, heads, shared, size,
-        rotated, cos, sin, slots, keys, values,
-    ) = words(at, 20)  # fmt: skip
+        parts, stride, scales, each, bias, digits, weight, eps, queries, rows, heads, shared, size, rotated, cos,
+        sin, slots, keys, values,
+    ) = words(at, 19)  # fmt: skip
     normed, half, eps = weight != 0, rotated // 2, number(eps)
     weight = carray(floats(weight), (heads + shared, size))
     cos, sin = carray(floats(cos), (rows, rotated)), carray(floats(sin), (rows, rotated))
@@ -520,12 +523,12 @@ def _place_heads(at):
         second = parts + 4 * (rows + n) * stride if digits == 2 else 0
         scale = floats(scales)[n] if each != 0 else np.float32(0)
         _read_row(parts + 4 * n * stride, second, scale, each, bias, of_position.reshape(-1))
-        begin, place, slot = n // width * heads * width, n % width, 4 * slots[n] * shared * size
+        slot = 4 * slots[n] * shared * size
         for h in range(heads + shared):
             x = of_position[h]
             if normed:
                 _norm_row(x, weight[h], eps)
-            to = queries + 4 * (begin + h * width + place) * size if h < heads else keys + slot + 4 * (h - heads) * size
+            to = queries + 4 * (n * heads + h) * size if h < heads else keys + slot + 4 * (h - heads) * size
             to = carray(floats(to), size)
             for e in range(half):
                 to[e] = x[e] * cos[n, e] + x[e + half] * sin[n, e]
@@ -599,18 +602,17 @@ def place(
 ) -> torch.Tensor:
     """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate
     them by cos and sin (N, 1, R), if they are given, write keys and values to `memory`, and return the
-    queries, packed by the key head they share, (B, K, G Q, E). Only the first dimension of heads may
-    have gaps."""
-    (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
+    queries, (N, H, E). Only the first dimension of heads may have gaps."""
+    (count, heads, size), shared = parts.shape, memory.keys.shape[1]
     heads -= 2 * shared
-    queries = parts.new_empty(rows, shared, heads // shared * width, size)
+    queries = parts.new_empty(count, heads, size)
     angles = (0, 0, 0) if rotation is None else (rotation[0].shape[-1], *(x.data_ptr() for x in rotation))
     plane = 4 * memory.buffer.stride(0)
     keys = memory.buffer.data_ptr() + 2 * memory.index * plane
     run(
         _place_heads, count, 2 * count * (heads + 2 * shared) * size, parts.data_ptr(), parts.stride(0), 0, 0, 0, 1,
-        *scale_words(norm), queries.data_ptr(), count, width, heads, shared, size, *angles, memory.slots.data_ptr(),
-        keys, keys + plane,
+        *scale_words(norm), queries.data_ptr(), count, heads, shared, size, *angles, memory.slots.data_ptr(), keys,
+        keys + plane,
     )  # fmt: skip
     return queries
 
@@ -681,18 +683,18 @@ def best(sums: torch.Tensor, scales: torch.Tensor, each: torch.Tensor, bias: tor
 
 
 def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scale: float) -> torch.Tensor:
-    """Return the attention (B Q, H E) of packed queries (B, K, G Q, E) over a layer of a cache, each
-    query's sums in the order of the places: its numbers do not depend on what is beside it."""
+    """Return the attention (N, H E) of queries (N, H, E) over a layer of a cache, each query's sums in the
+    order of the places: its numbers do not depend on what is beside it."""
     (rows, shared, seen, size), width, keys = memory.keys.shape, memory.width, memory.keys
-    additive, groups = mask.for_packed(1, queries.dtype), queries.shape[2] // width
-    out = queries.new_empty(rows * width, shared * groups * size)
-    hidden = 0 if additive is None else additive.data_ptr()
+    additive, groups = mask.for_packed(1, queries.dtype), queries.shape[1] // shared
+    out = torch.empty_like(queries)
+    hidden, stops = (0 if x is None else x.data_ptr() for x in (additive, memory.stops))
     run(
         _attend, rows * shared * -(-width // QUERIES), queries.numel() * seen // 2, queries.data_ptr(), bits(scale),
-        out.data_ptr(), rows, width, shared, groups, size, keys.data_ptr(), memory.values.data_ptr(), hidden,
-        keys.stride(0) // keys.stride(2), seen,
+        out.data_ptr(), rows, shared, groups, size, keys.data_ptr(), memory.values.data_ptr(), hidden,
+        keys.stride(0) // keys.stride(2), seen, width, stops,
     )  # fmt: skip
-    return out
+    return out.flatten(1)
 
 
 @cache

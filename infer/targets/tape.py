@@ -21,14 +21,14 @@ WORDS = 21  # of a loop, most of all: its counter and arguments
 
 
 class Tape:
-    """The calls of a pass over B rows of Q positions, and the memory that they work in."""
+    """The calls of a pass over N positions of B rows, and the memory that they work in."""
 
     def __init__(
-        self, layers: list[Layer], norm: Norm, rows: int, width: int, size: int, tapped: tuple[int, ...]
+        self, layers: list[Layer], norm: Norm, rows: int, count: int, size: int, tapped: tuple[int, ...]
     ) -> None:
         """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
         products = [product for layer in layers for product in layer.products]
-        self.layers, self.rows, self.width, self.size, self.count = layers, rows, width, size, rows * width
+        self.layers, self.rows, self.size, self.count = layers, rows, size, count
         sizes = [(*p.codes.shape, p.digits * self.count) for p in products]
         sizes = [(outputs, inputs, turned_rows(rows, outputs) or rows) for outputs, inputs, rows in sizes]
         self.codes = torch.empty(max(inputs * rows for _, inputs, rows in sizes), dtype=torch.int8)
@@ -57,14 +57,13 @@ class Tape:
         self.placing.append(self.used)
         self.loop(
             loops._place_heads, self.count, self.count * len(qkv.scales), self.sums.data_ptr(),
-            *self.summed(qkv).values(), *qk_norm, self.queries.data_ptr(), self.count, self.width, heads, shared,
-            self.size,
+            *self.summed(qkv).values(), *qk_norm, self.queries.data_ptr(), self.count, heads, shared, self.size,
         )  # fmt: skip
         self.attending.append(self.used)
-        parts = self.rows * shared * -(-self.width // loops.QUERIES)
+        parts = self.rows * shared * -(-self.count // (self.rows * loops.QUERIES))
         self.loop(
             loops._attend, parts, loops.WORTH + 1, self.queries.data_ptr(), loops.bits(layer.scale),
-            self.mixed.data_ptr(), self.rows, self.width, shared, heads // shared, self.size,
+            self.mixed.data_ptr(), self.rows, shared, heads // shared, self.size,
         )  # fmt: skip
         self.encode(self.mixed, out)
         self.multiply(out)
@@ -118,7 +117,8 @@ class Tape:
         one, the last states, (N, D) each, which lie in the tape's memory."""
         self.states.copy_(states)
         self.words[:, 0] = 0
-        buffer, seen, slots = window.cache.buffer, window.extent - window.first, window.slots.flatten()
+        buffer, seen, slots = window.cache.buffer, window.extent - window.first, window.flat
+        width, stops = window.slots.shape[1], 0 if window.stops is None else window.stops.data_ptr()
         plane, first = 4 * buffer.stride(0), 4 * window.first * buffer.shape[2]
         turned = {kind: (cos.shape[-1], cos.data_ptr(), sin.data_ptr()) for kind, (cos, sin) in rotations.items()}
         hidden = {kind: mask.for_packed(1, states.dtype) for kind, mask in masks.items()}
@@ -126,9 +126,9 @@ class Tape:
         for index, layer in enumerate(self.layers):
             keys = buffer.data_ptr() + 2 * index * plane
             angles = turned[layer.kind] if layer.rotates else (0, 0, 0)
-            self.words[self.placing[index], 15:21] = (*angles, slots.data_ptr(), keys, keys + plane)
+            self.words[self.placing[index], 14:20] = (*angles, slots.data_ptr(), keys, keys + plane)
             cached = keys + first, keys + plane + first, hides[layer.kind], window.capacity, seen
-            self.words[self.attending[index], 9:14] = cached
+            self.words[self.attending[index], 8:15] = *cached, width, stops
         loops.run(loops._play, 1, 0, self.list.ctypes.data, len(self.list))
         return self.outs
 
@@ -140,9 +140,9 @@ class TapedDecoder(LeanDecoder):
     tapes: dict[tuple, Tape] = field(default_factory=dict)
 
     def run(self, states, rotations, masks, window, tapped) -> dict[int, torch.Tensor]:
-        if type(window) is not Window or window.slots.numel() != len(states) or not loops.serve(states):
+        if type(window) is not Window or window.flat.numel() != len(states) or not loops.serve(states):
             return super().run(states, rotations, masks, window, tapped)
-        key = (*window.slots.shape, tapped, torch.get_num_threads())
+        key = (len(window.slots), len(states), tapped, torch.get_num_threads())
         tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's
         if tape is None:
             size = window.cache.buffer.shape[2] // self.layers[0].key_heads

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
-from infer.targets.int8 import Int8Linear
+from infer.targets import loops
+from infer.targets.int8 import Int8Linear, Int8Product
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.recurrent import Lineage, PackedWindow, Shapes, States, follow_trees
@@ -225,6 +226,12 @@ class Target:
         return weights / (self.config.num_attention_heads * sizes) if sizes else math.inf
 
     @property
+    def uneven(self) -> bool:
+        """Whether the rows of a pass may have different numbers of nodes."""
+        kinds = {type(layer.qkv) for layer in self.lean.layers} if self.lean and loops.serve(self.number) else ()
+        return kinds == {Int8Product}
+
+    @property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes
         the same."""
@@ -272,12 +279,15 @@ class Target:
         node attends to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes
         until `commit` keeps a path."""
         rows, width = tree.tokens.shape
-        window, ends = cache.window(width), cache.ends_of(rows)
-        positions = tree.positions(ends)
+        window, ends = cache.window(width, tree.real), cache.ends_of(rows)
+        positions, tokens, real = tree.positions(ends), tree.tokens, tree.real
         masks = tree_masks(self.windows, ancestors, positions, ends, window)
         if self.recurrent:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
-        return Features(*self.decoder_pass(tree.tokens, positions, masks, window, layers))
+        if real is None:
+            return Features(*self.decoder_pass(tokens, positions, masks, window, layers))
+        found = self.lean(tokens[real], positions[real], masks, window, layers)
+        return Features(*(part.new_zeros(rows, width, part.shape[-1]).index_put((real,), part) for part in found))
 
 
 def numbers(module: nn.Module) -> torch.Tensor:

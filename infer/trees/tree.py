@@ -4,7 +4,7 @@ B rows, M nodes with the root, L drafted positions, R tokens that the drafter kn
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,11 +77,18 @@ class DraftTree:
     depths: torch.Tensor  # (B, M) int64, the root's is 0
     log_probs: torch.Tensor  # (B, M) of the whole prefix under the drafter, the root's is 0
     max_depth: int  # no node is deeper: L of the marginals, 0 for a root alone
+    # (B, M) bool, what of these are nodes, a row's first; the others' tokens are -1. None: all
+    real: torch.Tensor | None = None
 
     @property
     def budget(self) -> int:
-        """Drafted nodes."""
+        """Drafted nodes, of the row that has most."""
         return self.tokens.shape[1] - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Drafted nodes of every row."""
+        return [self.budget] * len(self.tokens) if self.real is None else (self.real.sum(1) - 1).tolist()
 
     def positions(self, start: torch.Tensor) -> torch.Tensor:
         """Return absolute positions (B, M) for a root at `start` (B,): by depth, never by slot."""
@@ -102,10 +109,18 @@ class DraftTree:
     def first(self, nodes: int) -> "DraftTree":
         """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that
         size."""
-        end = nodes + 1
-        return DraftTree(
-            self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
-        )
+        of_nodes = ("tokens", "parents", "depths", "log_probs")
+        return replace(self, **{name: getattr(self, name)[:, : nodes + 1] for name in of_nodes})
+
+    def likeliest(self, nodes: int) -> "DraftTree":
+        """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are: rows of which the
+        drafter is sure have more than others."""
+        rows, found = self.log_probs[:, 1:].shape
+        chosen = self.log_probs[:, 1:].flatten().topk(rows * nodes).indices // found  # the rows of these
+        counts = 1 + chosen.bincount(minlength=rows)
+        cut = self.first(int(counts.max()) - 1)
+        real = torch.arange(cut.budget + 1, device=counts.device) < counts[:, None]
+        return replace(cut, tokens=cut.tokens.where(real, -1), real=real)
 
 
 def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:

@@ -223,11 +223,6 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
         instead = {section, "suite"} if section == "data" else {section}
         if section in run and not deciding and not instead & set(groups):
             theirs = run[section].items()
-            if run[section].get("adapter"):  # of an earlier version's target
-                raise ValueError(
-                    f"{checkpoints[0]} was trained for {run[section]['path']} with the adapter "
-                    f"{run[section]['adapter']}: merge it with peft, and give the merged folder as target.path"
-                )
             found[section] = {key: value for key, value in theirs if key in OF_RUN[section]}
     return found
 

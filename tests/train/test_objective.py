@@ -60,7 +60,7 @@ def test_every_formula_is_what_its_definition_says():
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("kind", [kind for kind, row in DIVERGENCES.items() if row.by_hand])
 @pytest.mark.parametrize("own", [False, True])
 def test_gradients_by_hand_are_those_of_autograd(kind, own, monkeypatch):
     args, results = case(9), []

@@ -145,7 +145,8 @@ def test_log_probabilities_are_the_targets(tiny, options):
         assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-4)
 
 
-def test_the_budget_follows_the_load():
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_budget_follows_the_load(uneven):
     """A machine that computes 32 positions for the price of one: small trees at one row, none at 64, and back; always
     within 5% of the best of all fixed budgets, plain decoding among them, wherever the rule's own guess is wrong."""
     dice = random.Random(0)
@@ -161,7 +162,7 @@ def test_the_budget_follows_the_load():
         return list(range(1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))))
 
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), other=2.0)
-    pace = BudgetController(rule, 64)
+    pace = BudgetController(rule, 64, uneven)
     for rows in (1, 64, 8, 2, 64, 1):
         spent = tokens = 0.0
         for turn in range(500):

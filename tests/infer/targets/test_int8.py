@@ -1,5 +1,7 @@
 """Targets in 8-bit integers: against integer arithmetic, against float32, and to the last bit against themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from huggingface_hub import constants
@@ -9,6 +11,7 @@ from infer.api import decode
 from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
+from infer.engine.budget import BudgetController, BudgetRule
 from infer.targets import int8, loops
 from infer.targets.layers import UnknownLayer, fuse
 from infer.targets.lean import LeanDecoder, attend_packed
@@ -36,6 +39,12 @@ def normal(*shape: int) -> torch.Tensor:
 
 def whole(*shape: int) -> torch.Tensor:
     return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def chains(rows: list[list[int]], nodes: int) -> DraftTree:
+    """Return trees of one branch over the first tokens of rows."""
+    tokens, steps = torch.tensor(rows)[:, :nodes], torch.arange(nodes).expand(len(rows), -1)
+    return DraftTree(tokens, (steps - 1).clamp(min=0), steps, torch.zeros(tokens.shape), nodes - 1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -104,6 +113,8 @@ def test_a_tape_computes_what_its_layers_do(pair, monkeypatch):
             pass
         pieces = zip([0, *cuts], cuts, strict=False)
         found.append([target.extend([row[a:b] for row in rows], cache, (0, 2, 4)) for a, b in pieces])
+        tree = replace(chains(rows, 5), real=torch.arange(5) < torch.tensor([[2], [5], [1]]))
+        found[-1].append(target.verify(tree, tree.ancestors(), cache, (0, 2, 4)))
     for taped, plain in zip(*found, strict=True):
         assert torch.equal(taped.context, plain.context) and torch.equal(taped.last, plain.last)
 
@@ -138,10 +149,13 @@ def test_attention_in_order_is_attention(rows, width, seen):
     ends = torch.tensor([seen - width] * rows)
     inside = torch.eye(width, dtype=torch.bool).logical_or(normal(width, width) < 0).tril()[None]
     mask = tree_mask(ends, ends[:, None] + inside[0].sum(0), inside, seen)
-    queries = normal(rows, shared, groups * width, size)
-    memory = LayerWindow(planes, 0, torch.empty(0), keys, values, width)
-    expected = attend_packed(queries, memory, mask, 0.3)
-    torch.testing.assert_close(loops.attend_in_order(queries, memory, mask, 0.3), expected)
+    queries = normal(rows * width, shared * groups, size)
+    memory = LayerWindow(planes, 0, torch.empty(0), keys, values, rows, width)
+    found = loops.attend_in_order(queries, memory, mask, 0.3)
+    torch.testing.assert_close(found, attend_packed(queries, memory, mask, 0.3))
+    memory.stops = torch.arange(1, rows + 1) * (width // 2 + 1)  # of every row the first half
+    first = torch.arange(rows * width) % width <= width // 2
+    assert torch.equal(loops.attend_in_order(queries[first], memory, mask, 0.3), found[first])
 
 
 def test_gates_and_exponentials():
@@ -175,8 +189,11 @@ def test_numbers_do_not_depend_on_what_is_beside_them(pair):
     depths = [0] + [depth for i in range(1, len(text)) for depth in (i, i)]
     table = [torch.tensor([row, row]) for row in (nodes, parents, depths)]
     tree = DraftTree(*table, torch.zeros(2, len(nodes)), len(text) - 1)
-    found = target.verify(tree, tree.ancestors(), cache).last[0, 0::2]
-    assert torch.equal(found, alone[18:])
+    found = target.verify(tree, tree.ancestors(), cache).last
+    assert torch.equal(found[0, 0::2], alone[18:])
+    real = torch.arange(len(nodes)) < torch.tensor([[3], [len(nodes)]])  # rows that have numbers of their own
+    uneven = target.verify(replace(tree, real=real), tree.ancestors(), cache).last
+    assert target.uneven and torch.equal(uneven[0, :3], found[0, :3]) and torch.equal(uneven[1], found[1])
 
 
 def test_distributions_are_nearly_those_of_float32(pair):
@@ -188,15 +205,22 @@ def test_distributions_are_nearly_those_of_float32(pair):
     assert features.context.shape == (4, 30, 64)
 
 
-def test_texts_are_those_of_plain_decoding(pair, scripted_drafter):
+def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
     _, target = pair
     prompts = (whole(3, 9).abs() % V).tolist()
-    for temperature in (0.0, 1.0):
-        plain = DecodeOptions(20, method="plain", temperature=temperature, seed=1, ignore_eos=True)
+    for temperature, penalty in ((0.0, 1.0), (1.0, 1.0), (0.0, 1.2)):
+        settings = {"temperature": temperature, "repetition_penalty": penalty, "seed": 1, "ignore_eos": True}
+        plain = DecodeOptions(20, method="plain", **settings)
         texts = [text.ids for text in decode(target, None, prompts, plain)]
         drafter = scripted_drafter([p + t for p, t in zip(prompts, texts, strict=True)], 4, V)
-        options = DecodeOptions(20, method="ddtree", budget=6, temperature=temperature, seed=1, ignore_eos=True)
+        options = DecodeOptions(20, method="ddtree", budget=6, **settings)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
+        monkeypatch.setattr("infer.engine.runner.rule_of", lambda *_: BudgetRule((1, 9), (1.0, 2.0), 1.0))
+        monkeypatch.setattr(BudgetController, "most_nodes", lambda pace, rows, most: 6)
+        monkeypatch.setattr(BudgetController, "_best", lambda pace, rows, most: 2)
+        found = decode(target, drafter, prompts, replace(options, budget="auto"))
+        assert [text.ids for text in found] == texts
+        assert len({nodes for text in found for nodes in text.drafted}) > 1, "all rows have as many nodes"
 
 
 def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):

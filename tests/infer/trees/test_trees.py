@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from infer.engine.packet import rejected_path
 from infer.trees import compiled
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
@@ -66,3 +68,15 @@ def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     for row in range(2):
         assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
     assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)
+
+
+def test_nodes_of_all_rows_compete():
+    """Of all ways to share so many nodes among rows the one that promises most; behind a row there is no node."""
+    log_probs = F.pad(-torch.rand(4, 5, generator=torch.Generator().manual_seed(1)).cumsum(1), (1, 0))
+    steps = torch.arange(6).expand(4, -1)
+    whole = DraftTree(steps + 7, (steps - 1).clamp(min=0), steps, log_probs, 5)
+    cut, worth = whole.likeliest(2), log_probs.exp().cumsum(1)
+    ways = [way for way in product(range(6), repeat=4) if sum(way) == 8]
+    assert tuple(cut.budgets) == max(ways, key=lambda way: sum(worth[row, n] for row, n in enumerate(way)))
+    assert [(row >= 0).sum() - 1 for row in cut.tokens] == cut.budgets and cut.budget == max(cut.budgets)
+    assert rejected_path(cut, 0, 0) == list(range(8, 8 + cut.budgets[0]))

@@ -116,15 +116,6 @@ def test_awkward_prompts_and_paths_really_run(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("It's {a: [1, 2]}, ${x}\n")
 
 
-def test_a_run_for_an_adapter_does_not_give_its_base_model(tmp_path):
-    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
-    (tmp_path / "config.json").write_text(json.dumps({"target": {"path": "base", "adapter": "lora"}}))
-    checkpoint = f"checkpoint={tmp_path}/checkpoints/best"
-    with pytest.raises(ValueError, match="trained for base with the adapter lora: merge it with peft"):
-        composed("generate", GenerateCommand, [checkpoint])
-    assert composed("generate", GenerateCommand, [checkpoint, "target.path=merged"]).target.path == "merged"
-
-
 @pytest.mark.parametrize(
     "name, argument, says",
     [
