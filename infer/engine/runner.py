@@ -26,7 +26,7 @@ from infer.engine.round import Method, RoundResult, commit, follow_target, run_r
 from infer.engine.sampling import Kind, condition_on_noise, judge_on_noise
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
-from infer.targets.target import Features, Target
+from infer.targets.target import Features, Target, takes_uneven
 from infer.targets.watch import Watch
 from infer.trees.constrained import Rule, constrain
 from infer.trees.methods import TreeMethod
@@ -71,7 +71,7 @@ class Runner:
                 nodes = min(nodes, self.method.most_nodes(drafter.block_size))
         self.budget = Budget(nodes)
         if self.drafter is not None and auto:
-            rule, uneven = rule_of(target, drafter, watch.clock), self.method.ranked and target.uneven
+            rule, uneven = rule_of(target, drafter, watch.clock), self.method.ranked and takes_uneven(target)
             self.budget = BudgetController(rule, nodes, uneven)
         # a round of texts without processors asks the host for nothing between its start and its end
         on_device = self.drafter is None or drafter.family.on_device

@@ -226,12 +226,6 @@ class Target:
         return weights / (self.config.num_attention_heads * sizes) if sizes else math.inf
 
     @property
-    def uneven(self) -> bool:
-        """Whether the rows of a pass may have different numbers of nodes."""
-        kinds = {type(layer.qkv) for layer in self.lean.layers} if self.lean and loops.serve(self.number) else ()
-        return kinds == {Int8Product}
-
-    @property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes
         the same."""
@@ -288,6 +282,12 @@ class Target:
             return Features(*self.decoder_pass(tokens, positions, masks, window, layers))
         found = self.lean(tokens[real], positions[real], masks, window, layers)
         return Features(*(part.new_zeros(rows, width, part.shape[-1]).index_put((real,), part) for part in found))
+
+
+def takes_uneven(target: Target) -> bool:
+    """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.real`)."""
+    kinds = {type(layer.qkv) for layer in target.lean.layers} if target.lean and loops.serve(target.number) else ()
+    return kinds == {Int8Product}
 
 
 def numbers(module: nn.Module) -> torch.Tensor:

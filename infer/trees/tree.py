@@ -109,8 +109,10 @@ class DraftTree:
     def first(self, nodes: int) -> "DraftTree":
         """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that
         size."""
-        of_nodes = ("tokens", "parents", "depths", "log_probs")
-        return replace(self, **{name: getattr(self, name)[:, : nodes + 1] for name in of_nodes})
+        tokens, parents, depths, log_probs = (
+            of_nodes[:, : nodes + 1] for of_nodes in (self.tokens, self.parents, self.depths, self.log_probs)
+        )
+        return DraftTree(tokens, parents, depths, log_probs, self.max_depth)
 
     def likeliest(self, nodes: int) -> "DraftTree":
         """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are: rows of which the
