@@ -381,9 +381,15 @@ MUTANTS = [
         "tests/infer/engine/test_prefixes.py",
     ),
     (
+        "what a row did not verify is accepted",
+        "infer/trees/tree.py",
+        ("tokens=cut.tokens.where(real, -1), real=real", "real=real"),
+        "tests/infer/targets/test_int8.py",
+    ),
+    (
         "all drafts count as kept",
         "infer/engine/budget.py",
-        ("for row, node in kept:", "for row, node in np.argwhere(likely[:, : bits.shape[1]] >= 0):"),
+        ("np.bincount(kept, minlength=BITS)", "np.bincount(bits, minlength=BITS)"),
         "tests/infer/engine/test_engine.py",
     ),
     (
