@@ -164,7 +164,7 @@ class Layer:
         elif self.qk_norm is not None:
             both.copy_(normed)
         memory.write(parts[:, self.heads :])
-        return parts[:, : self.heads].contiguous()
+        return parts[:, : self.heads]
 
 
 @dataclass(frozen=True)

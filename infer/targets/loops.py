@@ -686,7 +686,7 @@ def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scal
     """Return the attention (N, H E) of queries (N, H, E) over a layer of a cache, each query's sums in the
     order of the places: its numbers do not depend on what is beside it."""
     (rows, shared, seen, size), width, keys = memory.keys.shape, memory.width, memory.keys
-    additive, groups = mask.for_packed(1, queries.dtype), queries.shape[1] // shared
+    additive, groups, queries = mask.for_packed(1, queries.dtype), queries.shape[1] // shared, queries.contiguous()
     out = torch.empty_like(queries)
     hidden, stops = (0 if x is None else x.data_ptr() for x in (additive, memory.stops))
     run(
