@@ -78,9 +78,8 @@ class Product:
 
 def attend_packed(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
     """Return the attention (B Q, H E) of queries (B Q, H, E) over a layer of a cache."""
-    queries = queries.view(memory.rows, memory.width, memory.keys.shape[1], -1, queries.shape[-1]).permute(
-        0, 2, 3, 1, 4
-    )
+    shape = memory.rows, memory.width, memory.keys.shape[1], -1, queries.shape[-1]
+    queries = queries.view(shape).permute(0, 2, 3, 1, 4)  # (B, K, G, Q, E)
     mixed = attend(queries.flatten(2, 3), memory.keys, memory.values, mask, scale).view(queries.shape)
     return mixed.permute(0, 3, 1, 2, 4).reshape(memory.rows * memory.width, -1)
 
@@ -122,6 +121,11 @@ class Layer:
     rotates: bool
 
     @property
+    def in_order(self) -> bool:
+        """Whether it attends over a cache place after place, as int8 layers do (`loops.attend_in_order`)."""
+        return type(self.qkv) is Int8Product
+
+    @property
     def products(self) -> tuple[Int8Product, ...] | None:
         """The products of a layer that can be on a tape: all are of codes, through the entry for compiled
         code, and go as they are into the residual stream."""
@@ -147,9 +151,8 @@ class Layer:
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
         parts = self.qkv.normed(states, self.before[0]).view(count, self.heads + 2 * self.key_heads, -1)
         queries = self.place(parts, rotation, memory)  # of parts (B Q, H + 2 K, E)
-        apart = type(self.qkv) is Int8Product and isinstance(memory, LayerWindow)
-        mixed = (loops.attend_in_order if apart else attend_packed)(queries, memory, mask, self.scale)
-        states = self.add(states, mixed, self.out, 0)
+        mix = loops.attend_in_order if self.in_order and isinstance(memory, LayerWindow) else attend_packed
+        states = self.add(states, mix(queries, memory, mask, self.scale), self.out, 0)
         return self.add(states, self.mlp(states, self.before[1]), self.down, 1)
 
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:

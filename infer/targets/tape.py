@@ -17,7 +17,7 @@ from infer.targets.int8 import Int8Product, product_call, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
-WORDS = 21  # of a loop, most of all: its counter and arguments
+WORDS = 20  # of a loop, most of all: its counter and arguments
 
 
 class Tape:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
 from infer.targets import loops
-from infer.targets.int8 import Int8Linear, Int8Product
+from infer.targets.int8 import Int8Linear
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.recurrent import Lineage, PackedWindow, Shapes, States, follow_trees
@@ -286,8 +286,7 @@ class Target:
 
 def takes_uneven(target: Target) -> bool:
     """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.real`)."""
-    kinds = {type(layer.qkv) for layer in target.lean.layers} if target.lean and loops.serve(target.number) else ()
-    return kinds == {Int8Product}
+    return bool(target.lean) and loops.serve(target.number) and all(layer.in_order for layer in target.lean.layers)
 
 
 def numbers(module: nn.Module) -> torch.Tensor:

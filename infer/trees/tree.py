@@ -109,10 +109,10 @@ class DraftTree:
     def first(self, nodes: int) -> "DraftTree":
         """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that
         size."""
-        tokens, parents, depths, log_probs = (
-            of_nodes[:, : nodes + 1] for of_nodes in (self.tokens, self.parents, self.depths, self.log_probs)
+        end = nodes + 1
+        return DraftTree(
+            self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
         )
-        return DraftTree(tokens, parents, depths, log_probs, self.max_depth)
 
     def likeliest(self, nodes: int) -> "DraftTree":
         """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are: rows of which the

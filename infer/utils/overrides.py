@@ -222,8 +222,7 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
         deciding = {"path", "source", "parts"} & set(given.get(section, {}))
         instead = {section, "suite"} if section == "data" else {section}
         if section in run and not deciding and not instead & set(groups):
-            theirs = run[section].items()
-            found[section] = {key: value for key, value in theirs if key in OF_RUN[section]}
+            found[section] = {key: value for key, value in run[section].items() if key in OF_RUN[section]}
     return found
 
 
