@@ -14,12 +14,11 @@ N positions, D inputs, O outputs of a linear layer.
 """
 
 import ctypes
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from infer.utils.files import cache_folder, kept_once
 from infer.utils.jit import IN_ORDER, njit
 
 METHOD = "blockdraft-int8"
-TOP = 127  # the greatest code; where products are added in pairs, two next to each other are at most one more in sum
+TOP = 127  # the greatest code
 TEXTS, LENGTH = 96, 128  # of the target's own that it is calibrated on, and their tokens
 ALPHAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)  # how much of the range activations give to weights (SmoothQuant's alpha)
 SAMPLES, EVERY = 256, 48  # activations, one of so many, that alpha and digits are chosen by
@@ -50,11 +49,12 @@ FEW = 4  # rows that are turned back one by one
 ROOM = 4e9  # bytes for second moments at once
 
 
-def in_pairs() -> bool:
-    """Return whether this processor, an x86 without VNNI, adds products of codes in pairs of 16 bits:
-    then FBGEMM's kernels are the fast ones, else oneDNN's."""
+@cache
+def by_loops(inputs: int) -> bool:
+    """Return whether products over so many inputs are taken by `loops._multiply`: on an x86 with AVX2 and
+    without VNNI, for which oneDNN has no fast ones."""
     able = torch.cpu.get_capabilities()
-    return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
+    return able.get("avx2", False) and not (able["avx512_vnni"] or able["avx_vnni"]) and inputs % loops.CODES == 0
 
 
 @cache
@@ -68,42 +68,23 @@ def turned_rows(rows: int, outputs: int) -> int:
     return rows if rows % loops.WIDTH <= FEW else -(-rows // loops.WIDTH) * loops.WIDTH
 
 
-def pair_sums(weight: torch.Tensor) -> torch.Tensor:
-    """Return the sums of absolute values of a weight (O, D), or its codes, two next to each other."""
-    return F.pad(weight.abs(), (0, weight.shape[1] % 2)).unflatten(1, (-1, 2)).sum(-1)
-
-
-def scales_of(weight: torch.Tensor, pairs: bool = True) -> torch.Tensor:
-    """Return the scale of every output, (O, 1), of a weight (O, D) whose codes keep within TOP; pairs:
-    next to each other in sum too, as processors without VNNI need them (`integer_product`)."""
-    most = pair_sums(weight) if pairs else weight.abs()
-    return most.amax(1, keepdim=True).clamp(min=1e-30) / TOP
-
-
-def to_nearest(weight: torch.Tensor, pairs: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D), each entry rounded by itself;
-    pairs: see `scales_of`."""
-    scales = scales_of(weight, pairs)
+def to_nearest(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D), each entry rounded by itself."""
+    scales = scales_of(weight)
     return (weight / scales).round().to(torch.int8), scales
+
+
+def scales_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the scale of every output, (O, 1), of a weight (O, D) whose codes keep within TOP."""
+    return weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / TOP
 
 
 def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the product of whole numbers (N, D) from -127 to 127 with codes (O, D), both int8: (N, O)
-    int32; FBGEMM rounds sums of more than 2^24 to float32. Next to each other, two codes of an output
-    must not be more than 128 in sum of absolute values, so that pairs of products stay within 16 bits.
-
-    Both ways are private names of PyTorch, and this is their one door; a test holds them against
-    integer arithmetic.
-    """
-    if in_pairs():
-        if pair_sums(codes).max() > TOP + 1:
-            raise ValueError("codes for a processor with VNNI, and this has none: load the model's own folder again")
-        ones, zeros = torch.ones(len(codes)).double(), torch.zeros(len(codes)).long()
-        with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
-            weight = torch._make_per_channel_quantized_tensor(codes, ones, zeros, 0)
-        packed = torch.ops.quantized.linear_prepack(weight, None)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        return lambda whole: product(whole.float(), 1.0, 128, packed).int()
+    int32. oneDNN's is a private name of PyTorch, and this is its one door; a test holds it against integer
+    arithmetic."""
+    if by_loops(codes.shape[1]):
+        return partial(loops.multiply, codes=codes)
 
     def multiply(whole: torch.Tensor) -> torch.Tensor:
         wide = turned_rows(rows := len(whole), len(codes))
@@ -218,13 +199,12 @@ class Int8Linear(nn.Module):
             if parts[0] is not None:
                 whole[name] = torch.cat([part.data for part in parts])
                 for part, (begin, end) in zip(parts, places, strict=True):
-                    if name != "codes" or not in_pairs():  # those that FBGEMM packs are needed no more
-                        part.data = whole[name][begin:end]
+                    part.data = whole[name][begin:end]
         sums = integer_product(whole["codes"])
         for module, place in zip(modules, places, strict=True):
             part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
             module.product = Int8Product(part, module.scales, first.smooth, first.digits, module.bias)
-        codes = whole["codes"] if shim() and not in_pairs() else None
+        codes = whole["codes"] if by_loops(first.codes.shape[1]) or shim() else None
         return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"), codes)
 
 
@@ -246,31 +226,30 @@ class Int8Embedding(nn.Module):
 
 
 @njit(fast=IN_ORDER)
-def _round_rows(left, upper, pairs, codes):
+def _round_rows(left, upper, codes):
     """Fill codes (O, D) int8 with left (O, D), rounded one input after the other: each one's error goes
     on to those behind it by its row of upper (D, D). left is lost."""
     for d in range(left.shape[1]):
         row = upper[d, d + 1 :]
         for o in range(left.shape[0]):
-            most = min(TOP, TOP + 1 - abs(codes[o, d - 1])) if pairs and d % 2 else TOP
-            codes[o, d] = code = np.int8(min(max(np.rint(left[o, d]), -most), most))
+            codes[o, d] = code = np.int8(min(max(np.rint(left[o, d]), -TOP), TOP))
             error, behind = np.float32((left[o, d] - code) / upper[d, d]), left[o, d + 1 :]
             for e in range(len(row)):  # slices, which have no places to check, become vectors
                 behind[e] -= error * row[e]
 
 
-def round_weight(weight: torch.Tensor, moments: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def round_weight(weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D) whose inputs have second moments (D,
     D): inputs are rounded in their order, and the ones behind make up for the error (GPTQ, algorithm
-    1). pairs: see `scales_of`."""
-    scales = scales_of(weight, pairs)
+    1)."""
+    scales = scales_of(weight)
     left, codes = weight / scales, torch.empty(weight.shape, dtype=torch.int8)
     moments = moments + DAMPING * moments.diagonal().mean().clamp(min=1e-20) * torch.eye(len(moments))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments.double()))
     upper = torch.linalg.cholesky(inverse, upper=True).float().contiguous().numpy()
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         parts = zip(left.split(ROWS), codes.split(ROWS), strict=True)
-        list(pool.map(lambda part: _round_rows(part[0].numpy(), upper, pairs, part[1].numpy()), parts))
+        list(pool.map(lambda part: _round_rows(part[0].numpy(), upper, part[1].numpy()), parts))
     return codes, scales
 
 
@@ -310,12 +289,12 @@ class Inputs:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
             scaled, (codes, scales) = weight * factors, loops.codes(sample, 1 / factors, 1)
             error = lost((codes * scales[:, None]) @ scaled.t())
-            codes, scales = to_nearest(scaled, in_pairs())
+            codes, scales = to_nearest(scaled)
             of_weights = lost((sample / factors) @ (codes * scales).t())
             tried.append((torch.hypot(error, of_weights), error, factors))
         _, error, factors = min(tried, key=lambda one: one[0])
         moments = self.moments / torch.outer(factors, factors)
-        codes, scales = round_weight(weight * factors, moments, in_pairs())
+        codes, scales = round_weight(weight * factors, moments)
         sizes = [module.out_features for module in self.modules]
         parts = zip(self.modules, codes.split(sizes), scales.flatten().split(sizes), strict=True)
         digits = 1 + int(error > LOSES)
@@ -392,7 +371,7 @@ def quantise(model: nn.Module, texts: Iterator) -> dict[str, int]:
     embedding = model.get_input_embeddings()
     if type(embedding) is nn.Embedding:
         found[names[embedding]] = new = Int8Embedding(*embedding.weight.shape)
-        new.codes.data, new.scales.data = to_nearest(embedding.weight, pairs=False)
+        new.codes.data, new.scales.data = to_nearest(embedding.weight)
         model.set_input_embeddings(new)
     return {name: 0 if type(new) is Int8Embedding else new.digits for name, new in found.items()}
 
@@ -430,7 +409,7 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     `load` gives in float32."""
     source = Path(path)
     parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
-    how = [METHOD, in_pairs(), TEXTS, LENGTH, ALPHAS, LOSES]
+    how = [METHOD, TEXTS, LENGTH, ALPHAS, LOSES]
     folder = cache_folder(f"{source.name}-int8", repr([*how, str(source.resolve()), parts]))
 
     def make(folder: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from infer.config import TargetConfig
 from infer.targets.gguf import PACKAGED, converted, packaged_file
-from infer.targets.int8 import METHOD, in_pairs, int8_folder
+from infer.targets.int8 import METHOD, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
@@ -232,14 +232,12 @@ def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] |
 
 
 def settle(target: Target, files: list[Path]) -> None:
-    """Join and pack the codes of a target just loaded, and keep no page of its files that this reads."""
+    """Join the codes of a target just loaded, and keep no page of its files that this reads."""
     parameters = dict(target.model.named_parameters())
     for parameter in filter(torch.is_floating_point, parameters.values()):
         parameter.data = parameter.clone()
     mapped = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     target.lean, target.shapes  # noqa: B018
-    if in_pairs():
-        target.head(torch.zeros(1, target.config.hidden_size))
     for file in files:
         for name, tensor in load_file(file).items():  # mapped, not read
             if tensor.dtype == torch.int8 and name in mapped and parameters[name].data_ptr() == mapped[name]:

@@ -10,7 +10,8 @@ it.
 """
 
 import ctypes
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import numba
@@ -41,6 +42,8 @@ WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; o
 BYTES, STEP = 4 * WIDTH, 2 * WIDTH
 QUERIES, PLACES = 16, 128  # of a row that attention takes together, and places at a time: near enough to be read again
 WORTH = 6 * 10**4  # cycles, about, that other threads are called for
+CODES, PACE = 16, 24  # codes of an AVX2 register, and products of them in a cycle
+OUTPUTS, OTHERS, PART = 4, 2, 32  # outputs and rows whose sums are in registers; outputs that a thread takes
 
 
 def pointer(kind: types.Type):
@@ -202,6 +205,39 @@ def turn(typing, at, step, to, to_step):
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def dots(typing, left, right, count, ahead):
+    """Return the sums of products of codes at each address of `left` with those at each of `right`, so many
+    times CODES: AVX2's products of 16 bits, added two by two in 32. What lies `ahead` bytes behind those at
+    `left` is fetched."""
+    kind = types.UniTuple(types.int32, left.count * right.count)
+
+    def generate(context, builder, signature, arguments):
+        byte, short, word = (ir.IntType(bits) for bits in (8, 16, 32))
+        codes, wide, sums = ir.VectorType(byte, CODES), ir.VectorType(short, CODES), ir.VectorType(word, CODES // 2)
+        called = partial(cgutils.get_or_insert_function, builder.module)
+        multiply = called(ir.FunctionType(sums, [wide] * 2), "llvm.x86.avx2.pmadd.wd")
+        total = called(ir.FunctionType(word, [sums]), f"llvm.vector.reduce.add.v{CODES // 2}i32")
+        fetch = called(ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *[word] * 3]), "llvm.prefetch.p0")
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(sums, None)) for _ in range(kind.count)]
+        sides = [cgutils.unpack_tuple(builder, side) for side in arguments[:2]]
+        with cgutils.for_range(builder, arguments[2]) as loop:
+            here = builder.mul(loop.index, ir.Constant(loop.index.type, CODES))
+            places = [[builder.add(address, here) for address in side] for side in sides]
+            for place in places[0]:
+                to_come = builder.inttoptr(builder.add(place, arguments[3]), byte.as_pointer())
+                builder.call(fetch, [to_come, *(ir.Constant(word, n) for n in (0, 3, 1))])  # to be read, and kept near
+            numbers = [
+                [builder.sext(builder.load(builder.inttoptr(x, codes.as_pointer()), align=1), wide) for x in side]
+                for side in places
+            ]
+            for at, pair in zip(totals, product(*numbers), strict=True):
+                builder.store(builder.add(builder.load(at), builder.call(multiply, pair)), at)
+        return context.make_tuple(builder, kind, [builder.call(total, [builder.load(at)]) for at in totals])
+
+    return kind(left, right, count, ahead), generate
 
 
 @numba.njit(inline="always")
@@ -443,6 +479,25 @@ def _turn_back(at):
         part = take(at)
 
 
+@njit
+def _multiply(at):
+    """Fill sums (N, O) int32 with the products of whole numbers (N, D) and codes (O, D), PART outputs at a
+    time: OUTPUTS of them with OTHERS rows, the last ones again where there are less."""
+    whole, rows, codes, outputs, inputs, sums = words(at, 6)
+    part = take(at)
+    while part * PART < outputs:
+        for o in range(part * PART, min(outputs, (part + 1) * PART), OUTPUTS):
+            o1, o2, o3 = min(o + 1, outputs - 1), min(o + 2, outputs - 1), min(o + 3, outputs - 1)
+            four = codes + o * inputs, codes + o1 * inputs, codes + o2 * inputs, codes + o3 * inputs
+            for n in range(0, rows, OTHERS):
+                n1 = min(n + 1, rows - 1)
+                found = dots(four, (whole + n * inputs, whole + n1 * inputs), inputs // CODES, OUTPUTS * inputs)
+                one, other = ints(sums + 4 * n * outputs), ints(sums + 4 * n1 * outputs)
+                one[o], one[o1], one[o2], one[o3] = found[::2]
+                other[o], other[o1], other[o2], other[o3] = found[1::2]
+        part = take(at)
+
+
 @njit(fast=IN_ORDER)
 def _attend(at):
     """Fill out (N, K, G, E) with the attention of queries (N, K, G, E) over the first S = `seen` places of
@@ -660,6 +715,22 @@ def finish(
     others = 0 if before is None else before.data_ptr()
     Stages(sums.data_ptr(), rows, size, *addresses, digits, bits(factor), before=others, kept=sums.data_ptr()).run()
     return sums.view(torch.float32)[:rows]
+
+
+def multiply(whole: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the product (N, O) int32 of whole numbers (N, D) and codes (O, D), int8; D is a multiple of
+    CODES."""
+    sums = whole.new_empty(len(whole), len(codes), dtype=torch.int32)
+    run(_multiply, *multiply_words(whole.contiguous(), codes, sums))
+    return sums
+
+
+def multiply_words(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
+    """Return the parts, work and arguments of `_multiply` for whole numbers (N, D) and codes (O, D)."""
+    (rows, inputs), outputs = whole.shape, len(codes)
+    work = (rows + OTHERS) * inputs * outputs // PACE  # one row is read as long as others are multiplied
+    memory = whole.data_ptr(), rows, codes.data_ptr(), outputs, inputs, sums.data_ptr()
+    return -(-outputs // PART), work, *memory
 
 
 def turned(sums: torch.Tensor, rows: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from infer.attention.kv_cache import Window
 from infer.targets import loops
-from infer.targets.int8 import Int8Product, product_call, turned_rows
+from infer.targets.int8 import Int8Product, by_loops, product_call, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
@@ -85,6 +85,9 @@ class Tape:
     def multiply(self, product: Int8Product) -> None:
         """Append a product of what is in `codes`, to `sums`."""
         (outputs, inputs), rows = product.codes.shape, product.digits * self.count
+        if by_loops(inputs):
+            whole = self.codes[: rows * inputs].view(rows, inputs)
+            return self.loop(loops._multiply, *loops.multiply_words(whole, product.codes, self.sums))
         wide = turned_rows(rows, outputs)
         codes = self.codes[: (wide or rows) * inputs].view(-1, inputs)
         left, right = (product.codes, codes) if wide else (codes, product.codes)
