@@ -38,7 +38,8 @@ Bend = tuple[np.float32, np.float32]  # of an activation x sigmoid(a x + b x^3)
 SILU = np.float32(1), np.float32(0)
 GELU = np.float32(1.59576912), np.float32(1.59576912 * 0.044715)  # by tanh
 SECOND = 254  # how much finer the second digit of an activation is than the first
-WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; others take several
+# numbers that attention computes at once: its sums fill 16 registers of AVX2, or of AVX-512
+WIDTH = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
 BYTES, STEP = 4 * WIDTH, 2 * WIDTH
 QUERIES, PLACES = 16, 128  # of a row that attention takes together, and places at a time: near enough to be read again
 WORTH = 6 * 10**4  # cycles, about, that other threads are called for
