@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from itertools import accumulate, pairwise
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,22 +78,6 @@ def scales_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / TOP
 
 
-def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of whole numbers (N, D) from -127 to 127 with codes (O, D), both int8: (N, O)
-    int32. oneDNN's is a private name of PyTorch, and this is its one door; a test holds it against integer
-    arithmetic."""
-    if by_loops(codes.shape[1]):
-        return partial(loops.multiply, codes=codes)
-
-    def multiply(whole: torch.Tensor) -> torch.Tensor:
-        wide = turned_rows(rows := len(whole), len(codes))
-        if not wide:
-            return torch._int_mm(whole, codes.t())
-        return loops.turned(torch._int_mm(codes, F.pad(whole, (0, 0, 0, wide - rows)).t()), rows)
-
-    return multiply
-
-
 @cache
 def shim() -> ctypes.CDLL | None:
     """Return PyTorch's library where its C entries for compiled code (AOTInductor's) have the product of
@@ -127,12 +110,26 @@ def product_call(left: torch.Tensor, right: torch.Tensor, sums: torch.Tensor) ->
 class Int8Product:
     """What a linear layer over int8 codes computes: a `lean.Product`."""
 
-    sums: Callable[[torch.Tensor], torch.Tensor]  # see `integer_product`
+    codes: torch.Tensor  # (O, D)
     scales: torch.Tensor  # (O,) of the codes
     smooth: torch.Tensor  # (D,) that activations are multiplied by
     digits: int  # of activations
     bias: torch.Tensor | None = None
-    codes: torch.Tensor | None = None  # (O, D) of all outputs, where compiled code multiplies by them (`product_call`)
+
+    @property
+    def taped(self) -> bool:
+        """Whether compiled code can call it (tape.py)."""
+        return by_loops(len(self.smooth)) or shim() is not None
+
+    def sums(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the product (N, O) int32 of whole numbers (N, D) from -127 to 127, int8, with the codes.
+        oneDNN's is a private name of PyTorch; a test holds it against integer arithmetic."""
+        if by_loops(whole.shape[1]):
+            return loops.multiply(whole, self.codes)
+        wide = turned_rows(rows := len(whole), len(self.codes))
+        if not wide:
+            return torch._int_mm(whole, self.codes.t())
+        return loops.turned(torch._int_mm(self.codes, F.pad(whole, (0, 0, 0, wide - rows)).t()), rows)
 
     def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
         """Return the product (N, O) of states (N, D), behind a norm if there is one."""
@@ -178,9 +175,9 @@ class Int8Linear(nn.Module):
         """The weight that the codes stand for, (O, D) float32, made anew."""
         return self.codes * self.scales[:, None] * self.smooth
 
-    @cached_property
+    @property
     def product(self) -> Int8Product:
-        return Int8Product(integer_product(self.codes.data), self.scales, self.smooth, self.digits, self.bias)
+        return Int8Product(self.codes.data, self.scales, self.smooth, self.digits, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the products of states (..., D), (..., O)."""
@@ -190,22 +187,16 @@ class Int8Linear(nn.Module):
 
     @staticmethod
     def fuse(modules: list["Int8Linear"]) -> Int8Product:
-        """Join layers that read the same states. Each one's codes become a view of their part, and its
-        product a part of the joined one's: weights are packed once. Factors and digits must be the same."""
-        first, whole = modules[0], {}
-        places = [*pairwise(accumulate((len(module.codes) for module in modules), initial=0))]
+        """Join layers that read the same states. Each one's codes become a view of their part. Factors and
+        digits must be the same."""
+        first, whole = modules[0], {"bias": None}
         for name in ("codes", "scales", "bias"):
             parts = [getattr(module, name) for module in modules]
             if parts[0] is not None:
                 whole[name] = torch.cat([part.data for part in parts])
-                for part, (begin, end) in zip(parts, places, strict=True):
-                    part.data = whole[name][begin:end]
-        sums = integer_product(whole["codes"])
-        for module, place in zip(modules, places, strict=True):
-            part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
-            module.product = Int8Product(part, module.scales, first.smooth, first.digits, module.bias)
-        codes = whole["codes"] if by_loops(first.codes.shape[1]) or shim() else None
-        return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"), codes)
+                for part, joined in zip(parts, whole[name].split([len(part) for part in parts]), strict=True):
+                    part.data = joined
+        return Int8Product(smooth=first.smooth, digits=first.digits, **whole)
 
 
 class Int8Embedding(nn.Module):

@@ -37,7 +37,6 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False, onto: 
 def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
     """Return a linear layer, of floats or of int8 codes, with copies of some outputs (R,) of another."""
     part = copy(linear)
-    part.__dict__.pop("product", None)  # is of all
     part._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
         if name != "smooth":  # of inputs

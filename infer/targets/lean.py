@@ -127,12 +127,12 @@ class Layer:
 
     @property
     def products(self) -> tuple[Int8Product, ...] | None:
-        """The products of a layer that can be on a tape: all are of codes, through the entry for compiled
-        code, and go as they are into the residual stream."""
+        """The products of a layer that can be on a tape: all are of codes, and go as they are into the
+        residual stream."""
         if self.after is not None or type(self.mlp) is not GatedMLP or self.mlp.bend is None:
             return None
         found = self.qkv, self.out, self.mlp.both, self.down
-        able = all(type(product) is Int8Product and product.codes is not None for product in found)
+        able = all(type(product) is Int8Product and product.taped for product in found)
         biased = self.residual != 1 and any(product.bias is not None for product in (self.out, self.down))
         return found if able and not biased else None
 

@@ -83,7 +83,8 @@ def test_products_are_integer_arithmetic(ours, amx, monkeypatch):
     for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65), (64, 2051, 2), (64, 48, 300), (16, 1, 1)):
         codes, states = whole(outputs, inputs), whole(rows, inputs)
         codes[0], states[0] = 127, -127  # the greatest sums there are
-        found = int8.integer_product(codes.to(torch.int8))(states.to(torch.int8))
+        product = int8.Int8Product(codes.to(torch.int8), None, states[0], 1)
+        found = product.sums(states.to(torch.int8))
         exact = states @ codes.t()
         assert torch.equal(found, exact.int())
         if int8.shim():
