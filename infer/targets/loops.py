@@ -11,7 +11,7 @@ it.
 
 import ctypes
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import numba
@@ -20,7 +20,7 @@ import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import Mask
@@ -127,56 +127,45 @@ def number(word):
     return as_float(np.int32(word))
 
 
-class Lanes(types.Type):
-    """WIDTH numbers in a register."""
-
-    def __init__(self) -> None:
-        super().__init__("Lanes")
+VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 
-LANES, VECTOR = Lanes(), ir.VectorType(ir.FloatType(), WIDTH)
+def const(number: int) -> ir.Constant:
+    return ir.Constant(ir.IntType(64), number)
 
 
-@register_model(Lanes)
-class LanesModel(models.PrimitiveModel):
-    def __init__(self, manager, kind) -> None:
-        super().__init__(manager, kind, VECTOR)
+def read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 @intrinsic
-def load(typing, at):
-    """Return the lanes at an address."""
+def add_products(typing, factors, count, rows, step, sums):
+    """Add to the STEP numbers at each address of `sums` those of so many `rows`, `step` bytes apart, times
+    the numbers at its address of `factors`: one by one, each rounded once."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], VECTOR.as_pointer()), align=4)
-
-    return LANES(types.intp), generate
-
-
-@intrinsic
-def store(typing, at, lanes):
-    """Put lanes to an address."""
-
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], builder.inttoptr(arguments[0], VECTOR.as_pointer()), align=4)
+        count, rows, step = arguments[1:4]
+        factors, sums = (cgutils.unpack_tuple(builder, arguments[n]) for n in (0, 4))
+        shifts = [const(shift) for shift in range(0, 4 * STEP, BYTES)]
+        places = [[builder.add(address, shift) for shift in shifts] for address in sums]
+        totals = [[cgutils.alloca_once_value(builder, read(builder, x, VECTOR)) for x in of] for of in places]
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{WIDTH}f32")
+        with cgutils.for_range(builder, count) as loop:
+            row = builder.add(rows, builder.mul(loop.index, step))
+            lanes = [read(builder, builder.add(row, shift), VECTOR) for shift in shifts]
+            for address, of_row in zip(factors, totals, strict=True):
+                one = read(builder, builder.add(address, builder.mul(loop.index, const(4))), ir.FloatType())
+                one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), one, const(0))
+                factor = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), None))
+                for total, numbers in zip(of_row, lanes, strict=True):
+                    builder.store(builder.call(fma, [factor, numbers, builder.load(total)]), total)
+        for place, total in zip(chain(*places), chain(*totals), strict=True):
+            builder.store(builder.load(total), builder.inttoptr(place, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.none(types.intp, LANES), generate
-
-
-@intrinsic
-def fma(typing, total, factor, lanes):
-    """Return total + factor * lanes, rounded once."""
-
-    def generate(context, builder, signature, arguments):
-        total, factor, lanes = arguments
-        one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), factor, ir.Constant(ir.IntType(32), 0))
-        all_of_it = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), None))
-        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{WIDTH}f32")
-        return builder.call(function, [all_of_it, lanes, total])
-
-    return LANES(LANES, types.float32, LANES), generate
+    addresses = types.UniTuple(types.intp, len(factors))
+    return types.none(addresses, types.intp, types.intp, types.intp, addresses), generate
 
 
 @intrinsic
@@ -186,9 +175,9 @@ def turn(typing, at, step, to, to_step):
 
     def generate(context, builder, signature, arguments):
         at, step, to, to_step = arguments
-        places = [ir.Constant(step.type, n) for n in range(WIDTH)]
+        places = [const(n) for n in range(WIDTH)]
         addresses = [builder.add(at, builder.mul(step, n)) for n in places]
-        rows = [builder.load(builder.inttoptr(x, VECTOR.as_pointer()), align=4) for x in addresses]
+        rows = [read(builder, address, VECTOR) for address in addresses]
         block = WIDTH // 2
         while block:
             for i in (i for i in range(WIDTH) if not i & block):
@@ -225,15 +214,12 @@ def dots(typing, left, right, count, ahead):
         totals = [cgutils.alloca_once_value(builder, ir.Constant(sums, None)) for _ in range(kind.count)]
         sides = [cgutils.unpack_tuple(builder, side) for side in arguments[:2]]
         with cgutils.for_range(builder, arguments[2]) as loop:
-            here = builder.mul(loop.index, ir.Constant(loop.index.type, CODES))
+            here = builder.mul(loop.index, const(CODES))
             places = [[builder.add(address, here) for address in side] for side in sides]
             for place in places[0]:
                 to_come = builder.inttoptr(builder.add(place, arguments[3]), byte.as_pointer())
                 builder.call(fetch, [to_come, *(ir.Constant(word, n) for n in (0, 3, 1))])  # to be read, and kept near
-            numbers = [
-                [builder.sext(builder.load(builder.inttoptr(x, codes.as_pointer()), align=1), wide) for x in side]
-                for side in places
-            ]
+            numbers = [[builder.sext(read(builder, place, codes), wide) for place in side] for side in places]
             for at, pair in zip(totals, product(*numbers), strict=True):
                 builder.store(builder.add(builder.load(at), builder.call(multiply, pair)), at)
         return context.make_tuple(builder, kind, [builder.call(total, [builder.load(at)]) for at in totals])
@@ -398,31 +384,16 @@ def _best(at):
 
 
 @njit
-def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3):
-    """`_product` of four rows with STEP columns."""
-    x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
-    y0, y1, y2, y3 = load(c0 + BYTES), load(c1 + BYTES), load(c2 + BYTES), load(c3 + BYTES)
-    for n in range(count):
-        low, high = load(b + n * b_step), load(b + n * b_step + BYTES)
-        f0, f1, f2, f3 = floats(a0)[n], floats(a1)[n], floats(a2)[n], floats(a3)[n]
-        x0, x1, x2, x3 = fma(x0, f0, low), fma(x1, f1, low), fma(x2, f2, low), fma(x3, f3, low)
-        y0, y1, y2, y3 = fma(y0, f0, high), fma(y1, f1, high), fma(y2, f2, high), fma(y3, f3, high)
-    store(c0, x0), store(c1, x1), store(c2, x2), store(c3, x3)
-    store(c0 + BYTES, y0), store(c1 + BYTES, y1), store(c2 + BYTES, y2), store(c3 + BYTES, y3)
-
-
-@njit
 def _product(a, a_step, rows, count, b, b_step, columns, c, c_step):
     """Add the product of matrices at a (rows, count) and b (count, columns) to c, whose rows are `_step`
     bytes apart. Sums go from the first number to the last. Columns are taken by STEP, rows by fours, the
     last one again where there are less."""
     for r in range(0, rows, 4):
         r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
+        four = a + r * a_step, a + r1 * a_step, a + r2 * a_step, a + r3 * a_step
         for at in range(0, 4 * columns, 4 * STEP):
-            _four_rows(
-                a + r * a_step, a + r1 * a_step, a + r2 * a_step, a + r3 * a_step, count, b + at, b_step,
-                c + at + r * c_step, c + at + r1 * c_step, c + at + r2 * c_step, c + at + r3 * c_step,
-            )  # fmt: skip
+            sums = c + at + r * c_step, c + at + r1 * c_step, c + at + r2 * c_step, c + at + r3 * c_step
+            add_products(four, count, b + at, b_step, sums)
 
 
 @njit(fast=IN_ORDER)
