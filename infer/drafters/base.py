@@ -41,8 +41,8 @@ from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
-from infer.drafters.int8 import rounded
 from infer.drafters.warm import can_start_as, weights_of
+from infer.targets.int8 import rounded
 from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target

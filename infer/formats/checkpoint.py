@@ -12,11 +12,11 @@ from transformers import Qwen3Config
 from infer.drafters.base import Drafter, narrow
 from infer.drafters.config_keys import config_dict
 from infer.drafters.families import LOOKUP
-from infer.drafters.int8 import quantise
 from infer.drafters.lookup import Lookup
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
+from infer.targets.int8 import quantise_drafter
 from infer.utils.files import atomic_write
 
 NGRAMS = "ngrams"  # beside the weights: an n-gram file for trees
@@ -47,7 +47,7 @@ def load_drafter(
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
     checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the text's own
     n-grams. `target_layers`, how many layers the target has, is needed for a config that does not say
-    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.drafters.int8`),
+    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.targets.int8`),
     for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
@@ -86,7 +86,7 @@ def load_drafter(
         narrow(drafter, window)
     if quantization == "int8":
         del weights
-        quantise(drafter)
+        quantise_drafter(drafter)
     return drafter
 
 

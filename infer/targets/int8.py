@@ -1,4 +1,5 @@
-"""Targets in 8-bit integers: weights once, activations as they come (`target.quantization=int8`).
+"""Targets in 8-bit integers: weights once, activations as they come (`target.quantization=int8`); and
+drafters, whose weights are rounded to nearest (`drafter.quantization=int8`).
 
 A product is sums of whole numbers, which come out the same in whatever order they are taken: with norms
 and attention in an order of their own (loops.py) a token's numbers are the same to the last bit, alone,
@@ -50,8 +51,8 @@ ROOM = 4e9  # bytes for second moments at once
 
 @cache
 def by_loops(inputs: int) -> bool:
-    """Return whether products over so many inputs are taken by `loops._multiply`: on an x86 with AVX2 and
-    without VNNI, for which oneDNN has no fast ones."""
+    """Return whether products over so many inputs are taken by `loops._multiply`: on an x86 with AVX2
+    and without VNNI, for which oneDNN has no fast ones."""
     able = torch.cpu.get_capabilities()
     return able.get("avx2", False) and not (able["avx512_vnni"] or able["avx_vnni"]) and inputs % loops.CODES == 0
 
@@ -122,8 +123,11 @@ class Int8Product:
         return by_loops(len(self.smooth)) or shim() is not None
 
     def sums(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the product (N, O) int32 of whole numbers (N, D) from -127 to 127, int8, with the codes.
-        oneDNN's is a private name of PyTorch; a test holds it against integer arithmetic."""
+        """Return the product (N, O) int32 of whole numbers (N, D) from -127 to 127, int8, with the
+        codes.
+
+        oneDNN's is a private name of PyTorch, and the other door to it is `product_call`; a test holds
+        both against integer arithmetic."""
         if by_loops(whole.shape[1]):
             return loops.multiply(whole, self.codes)
         wide = turned_rows(rows := len(whole), len(self.codes))
@@ -187,8 +191,9 @@ class Int8Linear(nn.Module):
 
     @staticmethod
     def fuse(modules: list["Int8Linear"]) -> Int8Product:
-        """Join layers that read the same states. Each one's codes become a view of their part. Factors and
-        digits must be the same."""
+        """Join layers that read the same states. Each one's codes become a view of their part.
+
+        Factors and digits must be the same."""
         first, whole = modules[0], {"bias": None}
         for name in ("codes", "scales", "bias"):
             parts = [getattr(module, name) for module in modules]
@@ -365,6 +370,27 @@ def quantise(model: nn.Module, texts: Iterator) -> dict[str, int]:
         new.codes.data, new.scales.data = to_nearest(embedding.weight)
         model.set_input_embeddings(new)
     return {name: 0 if type(new) is Int8Embedding else new.digits for name, new in found.items()}
+
+
+def rounded(linear: nn.Linear, digits: int = 1) -> Int8Linear:
+    """Return what takes a linear layer's place, without any texts; `digits` of its activations."""
+    codes, scales = to_nearest(linear.weight.detach().float())
+    return Int8Linear.of(linear, codes, scales.flatten(), torch.ones(linear.in_features), digits)
+
+
+def quantise_drafter(drafter: nn.Module) -> None:
+    """Put codes in the place of a float32 drafter's linear layers, in place, for decoding.
+
+    A drafter need not be exact: what rounding changes is acceptance, never a text. Conditional heads
+    stay."""
+    head = drafter.conditional_head, drafter.confidence_head
+    kept = {part for module in head if module is not None for part in module.modules()}
+    for name, module in list(drafter.named_modules()):
+        if type(module) is nn.Linear and module not in kept:
+            drafter.set_submodule(name, rounded(module, 2 if name == "fc" else 1))
+    drafter.quantised = True
+    with suppress(OSError, AttributeError):  # loading leaves ten times what the codes take with the C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Int8Config(QuantizationConfigMixin):

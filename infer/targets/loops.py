@@ -140,8 +140,8 @@ def read(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
 
 @intrinsic
 def add_products(typing, factors, count, rows, step, sums):
-    """Add to the STEP numbers at each address of `sums` those of so many `rows`, `step` bytes apart, times
-    the numbers at its address of `factors`: one by one, each rounded once."""
+    """Add to the STEP numbers at each address of `sums` those of so many `rows`, `step` bytes apart,
+    times the numbers at its address of `factors`: one by one, each rounded once."""
 
     def generate(context, builder, signature, arguments):
         count, rows, step = arguments[1:4]
@@ -199,9 +199,10 @@ def turn(typing, at, step, to, to_step):
 
 @intrinsic
 def dots(typing, left, right, count, ahead):
-    """Return the sums of products of codes at each address of `left` with those at each of `right`, so many
-    times CODES: AVX2's products of 16 bits, added two by two in 32. What lies `ahead` bytes behind those at
-    `left` is fetched."""
+    """Return the sums of products of codes at each address of `left` with those at each of `right`.
+
+    There are `count` times CODES of them: AVX2's products of 16 bits, added two by two in 32, which are
+    exact. What lies `ahead` bytes behind those at `left` is fetched meanwhile."""
     kind = types.UniTuple(types.int32, left.count * right.count)
 
     def generate(context, builder, signature, arguments):
@@ -257,14 +258,6 @@ def _copy(source, to, count):
     source, to = carray(floats(source), count), carray(floats(to), count)
     for n in range(count):
         to[n] = source[n]
-
-
-@njit
-def _clear(at, count):
-    """Put 0 to an address, so often."""
-    numbers = carray(floats(at), count)
-    for n in range(count):
-        numbers[n] = 0
 
 
 @njit
@@ -417,18 +410,6 @@ def _soften(weights, hides, whole, scale, count):
 
 
 @njit
-def _sums(weights, rows, count, totals):
-    """Fill totals (R,) with the sums of the first `count` numbers of the first `rows` rows of weights
-    (R, S), one by one, four rows side by side."""
-    for r in range(0, rows, 4):
-        a, b, c, d = r, min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
-        w, x, y, z = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for j in range(count):
-            w, x, y, z = w + weights[a, j], x + weights[b, j], y + weights[c, j], z + weights[d, j]
-        totals[a], totals[b], totals[c], totals[d] = w, x, y, z
-
-
-@njit
 def _turn(rows, step, count, size, turned, turned_step):
     """Write `count` rows of `size` numbers, `step` bytes apart, as columns."""
     for n in range(0, count, WIDTH):
@@ -453,8 +434,8 @@ def _turn_back(at):
 
 @njit
 def _multiply(at):
-    """Fill sums (N, O) int32 with the products of whole numbers (N, D) and codes (O, D), PART outputs at a
-    time: OUTPUTS of them with OTHERS rows, the last ones again where there are less."""
+    """Fill sums (N, O) int32 with the products of whole numbers (N, D) and codes (O, D), PART outputs
+    at a time: OUTPUTS of them with OTHERS rows, the last ones again where there are less."""
     whole, rows, codes, outputs, inputs, sums = words(at, 6)
     part = take(at)
     while part * PART < outputs:
@@ -487,8 +468,8 @@ def _attend(at):
     turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
     padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
     weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
-    last, totals = np.empty(many, np.int64), np.empty(groups * many, np.float32)
-    w_at, asked_at = weights.ctypes.data, asked.ctypes.data
+    totals, ones = np.empty((groups * many, STEP), np.float32), np.ones(STEP, np.float32)
+    last, w_at, asked_at = np.empty(many, np.int64), weights.ctypes.data, asked.ctypes.data
     turned_at, t_step = turned.ctypes.data, 4 * (PLACES + WIDTH)
     unit = take(at)
     while unit < rows * shared * parts:
@@ -504,8 +485,7 @@ def _attend(at):
             for g in range(groups):
                 q_at = queries + 4 * size * (((first + begin + i) * shared + h) * groups + g)
                 _copy(q_at, asked_at + 4 * size * (i * groups + g), size)
-        _clear(w_at, count * up)
-        _clear(mixed.ctypes.data, count * wide)
+        weights[:count], mixed[:count], totals[:count] = 0, 0, 0
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
             k_at = keys + 4 * ((b * capacity + place) * shared + h) * size
@@ -515,7 +495,7 @@ def _attend(at):
             hides = asked[0] if whole else hidden[b, begin + r // groups]
             line = weights[r, : (most + WIDTH - 1) // WIDTH * WIDTH]
             _soften(line, hides, whole, number(scale), last[r // groups])
-        _sums(weights, count, most, totals)
+        _product(w_at, 4 * up, count, most, ones.ctypes.data, 0, STEP, totals.ctypes.data, 4 * STEP)
         for place in range(0, most, PLACES):
             near, v_at, v_step = min(PLACES, most - place), padded.ctypes.data, 4 * wide
             if wide == size:
@@ -526,7 +506,7 @@ def _attend(at):
             _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide)
         for r in range(count):
             for e in range(size):
-                to[first + begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
+                to[first + begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r, 0]
         unit = take(at)
 
 
@@ -690,8 +670,8 @@ def finish(
 
 
 def multiply(whole: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the product (N, O) int32 of whole numbers (N, D) and codes (O, D), int8; D is a multiple of
-    CODES."""
+    """Return the product (N, O) int32 of whole numbers (N, D) and codes (O, D), int8; D is a multiple
+    of CODES."""
     sums = whole.new_empty(len(whole), len(codes), dtype=torch.int32)
     run(_multiply, *multiply_words(whole.contiguous(), codes, sums))
     return sums

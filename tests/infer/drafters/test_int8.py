@@ -6,9 +6,8 @@ import torch
 from infer import generate, load_drafter, save_drafter
 from infer.config import HeadConfig
 from infer.drafters.base import target_head
-from infer.drafters.int8 import quantise
 from infer.formats.compatibility import check_folder
-from infer.targets.int8 import Int8Linear, by_loops, shim
+from infer.targets.int8 import Int8Linear, by_loops, quantise_drafter, shim
 from infer.targets.lean import LeanDecoder
 from infer.targets.tape import TapedDecoder
 
@@ -25,7 +24,7 @@ def in_codes(make_tiny, kind: str):
     """A target, a drafter in codes, and one of the numbers that torch's own codes with these scales stand for."""
     (target, ours), (_, theirs) = (make_tiny(**{"block_size": 5} | KINDS[kind]) for _ in range(2))
     ours.requires_grad_(False), theirs.requires_grad_(False)
-    quantise(ours)
+    quantise_drafter(ours)
     for name, part in ours.named_modules():
         if type(part) is Int8Linear:
             layer, zeros = theirs.get_submodule(name), torch.zeros(len(part.scales)).long()
