@@ -218,8 +218,9 @@ class BudgetController(Budget):
         left out; `promised`: the log-probabilities of all nodes found, where `nodes` was not told
         them."""
         self.last, rows, place = nodes, len(paths), self.place(nodes)
-        seconds = min(seconds, PAUSE * self.costs(rows)[place])  # a pause is not the machine's pace
         key = rows.bit_length(), place
+        # a pause is not the machine's pace, and a first round makes what others find
+        seconds = min(seconds, (PAUSE if self.known[key] else 1) * self.costs(rows)[place])
         self.known[key] = min(self.known[key] + 1, 1 / SHARE)
         self.ratios[key] += (seconds / self.by_rule(rows)[place] - self.ratios[key]) / self.known[key]
         self._costs.clear()

@@ -120,7 +120,7 @@ class Int8Product:
     @property
     def taped(self) -> bool:
         """Whether compiled code can call it (tape.py)."""
-        return by_loops(len(self.smooth)) or shim() is not None
+        return by_loops(self.codes.shape[1]) or shim() is not None
 
     def sums(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the product (N, O) int32 of whole numbers (N, D) from -127 to 127, int8, with the

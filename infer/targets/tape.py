@@ -16,7 +16,7 @@ from infer.targets import loops
 from infer.targets.int8 import Int8Product, by_loops, product_call, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
-KEPT, MOST = 16, 128  # tapes of a decoder that are kept, and the positions of each
+KEPT, MOST = 32, 128  # tapes of a decoder that are kept, and the positions of each
 WORDS = 20  # of a loop, most of all: its counter and arguments
 
 
