@@ -59,10 +59,11 @@ def by_loops(inputs: int) -> bool:
 
 @cache
 def turned_rows(rows: int, outputs: int) -> int:
-    """Return as how many rows the product of so many is best taken the other way round, codes (O, D) by
-    rows turned (D, N): with AMX, whose kernels pack the right side before they begin. More than FEW behind
-    whole blocks of WIDTH become one more, which is turned back at once. 0: not so; sums that leave the cache
-    are turned back too slowly."""
+    """Return as how many rows the product of so many is best taken the other way
+    round, codes (O, D) by rows turned (D, N): with AMX, whose kernels pack the
+    right side before they begin. More than FEW behind whole blocks of WIDTH become
+    one more, which is turned back at once. 0: not so; sums that leave the cache are
+    turned back too slowly."""
     if not torch.cpu.get_capabilities().get("amx_int8") or rows > SMALL or rows * outputs > NEAR:
         return 0
     return rows if rows % loops.WIDTH <= FEW else -(-rows // loops.WIDTH) * loops.WIDTH
@@ -129,7 +130,9 @@ class Int8Product:
         oneDNN's is a private name of PyTorch, and the other door to it is `product_call`; a test holds
         both against integer arithmetic."""
         if by_loops(whole.shape[1]):
-            return loops.multiply(whole, self.codes)
+            sums = whole.new_empty(len(whole), len(self.codes), dtype=torch.int32)
+            loops.multiply(whole, self.codes, sums, loops.run)
+            return sums
         wide = turned_rows(rows := len(whole), len(self.codes))
         if not wide:
             return torch._int_mm(whole, self.codes.t())

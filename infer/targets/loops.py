@@ -1,8 +1,9 @@
-"""What the lean pass has compiled by numba, in float32 and on the CPU: norms, heads on their way into
-attention, gates; attention and the codes of int8 targets. Tensor operations take several times as many
-calls, each of which costs more than what it computes for few positions. Arguments of compiled loops are
-words in memory, addresses and sizes, as the loops are called hundreds of times in a pass, by all threads
-of a team: each takes the next part, until none is left.
+"""What the lean pass has compiled by numba, in float32 and on the CPU: norms, heads
+on their way into attention, gates; attention and the codes of int8 targets. Tensor
+operations take several times as many calls, each of which costs more than what it
+computes for few positions. Arguments of compiled loops are words in memory,
+addresses and sizes, as the loops are called hundreds of times in a pass, by all
+threads of a team: each takes the next part, until none is left.
 
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, G = H / K, E head size, R of
 its features rotated, S places in a cache. A position's numbers do not depend on what is computed beside
@@ -10,6 +11,7 @@ it.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain, product
 from typing import NamedTuple
@@ -453,11 +455,12 @@ def _multiply(at):
 
 @njit(fast=IN_ORDER)
 def _attend(at):
-    """Fill out (N, K, G, E) with the attention of queries (N, K, G, E) over the first S = `seen` places of
-    keys and values (B, capacity, K E), under an additive mask (B, Q, S), unless its address is 0: of Q in
-    every row, or, unless their address is 0, of those up to stops (B,). Sums go from the first
-    place to the last, one by one, and a hidden place adds 0: so a query's numbers follow from what it
-    sees alone, wherever that lies and whatever lies between.
+    """Fill out (N, K, G, E) with the attention of queries (N, K, G, E) over the
+    first S = `seen` places of keys and values (B, capacity, K E), under an additive
+    mask (B, Q, S), unless its address is 0: of Q in every row, or, unless their
+    address is 0, of those up to stops (B,). Sums go from the first place to the
+    last, one by one, and a hidden place adds 0: so a query's numbers follow from
+    what it sees alone, wherever that lies and whatever lies between.
 
     Some queries of a row and a key head go together over some places, which stay near."""
     queries, scale, out, rows, shared, groups, size, keys, values, mask, capacity, seen, width, stops = words(at, 14)
@@ -669,20 +672,13 @@ def finish(
     return sums.view(torch.float32)[:rows]
 
 
-def multiply(whole: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the product (N, O) int32 of whole numbers (N, D) and codes (O, D), int8; D is a multiple
-    of CODES."""
-    sums = whole.new_empty(len(whole), len(codes), dtype=torch.int32)
-    run(_multiply, *multiply_words(whole.contiguous(), codes, sums))
-    return sums
-
-
-def multiply_words(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
-    """Return the parts, work and arguments of `_multiply` for whole numbers (N, D) and codes (O, D)."""
+def multiply(whole: torch.Tensor, codes: torch.Tensor, sums: torch.Tensor, run: Callable[..., None]) -> None:
+    """Have `run`, this module's or a tape's, fill sums (N, O) int32 with the product of whole numbers
+    (N, D) and codes (O, D), int8; D is a multiple of CODES."""
     (rows, inputs), outputs = whole.shape, len(codes)
     work = (rows + OTHERS) * inputs * outputs // PACE  # one row is read as long as others are multiplied
     memory = whole.data_ptr(), rows, codes.data_ptr(), outputs, inputs, sums.data_ptr()
-    return -(-outputs // PART), work, *memory
+    run(_multiply, -(-outputs // PART), work, *memory)
 
 
 def turned(sums: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""A lean pass over int8 layers as a list of calls, which compiled code makes one after the other: what a
-CUDA graph is on a GPU. For few positions Python between ten calls a layer took as long as all that they
-compute. A tape is made once for its numbers of rows and positions; every pass puts the addresses of its
-cache, masks and angles into it.
+"""A lean pass over int8 layers as a list of calls, which compiled code makes one
+after the other: what a CUDA graph is on a GPU. For few positions Python between ten
+calls a layer took as long as all that they compute. A tape is made once for its
+numbers of rows and positions; every pass puts the addresses of its cache, masks and
+angles into it.
 
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, E head size.
 """
@@ -87,7 +88,7 @@ class Tape:
         (outputs, inputs), rows = product.codes.shape, product.digits * self.count
         if by_loops(inputs):
             whole = self.codes[: rows * inputs].view(rows, inputs)
-            return self.loop(loops._multiply, *loops.multiply_words(whole, product.codes, self.sums))
+            return loops.multiply(whole, product.codes, self.sums, self.loop)
         wide = turned_rows(rows, outputs)
         codes = self.codes[: (wide or rows) * inputs].view(-1, inputs)
         left, right = (product.codes, codes) if wide else (codes, product.codes)
