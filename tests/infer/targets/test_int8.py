@@ -12,7 +12,7 @@ from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
 from infer.engine.budget import BudgetController, BudgetRule
-from infer.targets import int8, loops
+from infer.targets import int8, loops, tape
 from infer.targets.layers import UnknownLayer, fuse
 from infer.targets.lean import LeanDecoder, attend_packed
 from infer.targets.loading import load_target
@@ -95,10 +95,14 @@ def test_products_are_integer_arithmetic(ours, amx, monkeypatch):
             assert torch.equal(sums, exact.int())
 
 
-def test_a_tape_computes_what_its_layers_do(pair, monkeypatch):
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_tape_computes_what_its_layers_do(pair, ours, monkeypatch):
     _, target = pair
-    if type(target.lean) is not TapedDecoder:
-        pytest.skip("no tape: norms behind layers, or a PyTorch without the entry for compiled code")
+    if type(target.lean) is not TapedDecoder or not (torch.cpu.get_capabilities().get("avx2") if ours else int8.shim()):
+        pytest.skip("norms behind layers, or products that this processor or this PyTorch does not have")
+    for module in (int8, tape):
+        monkeypatch.setattr(module, "by_loops", lambda inputs: ours)
+    target.lean.tapes.clear()
     rows, cuts, found = (whole(3, 24).abs() % V).tolist(), [7, 8, 9, 24], []
     with torch.inference_mode():  # a tape made here serves outside of it too
         states_of(target, rows, cuts)
