@@ -219,7 +219,7 @@ class BudgetController(Budget):
         them."""
         self.last, rows, place = nodes, len(paths), self.place(nodes)
         key = rows.bit_length(), place
-        # a pause is not the machine's pace, and a first round makes what others find
+        # a pause is not the machine's pace; the first round of a size makes its tape
         seconds = min(seconds, (PAUSE if self.known[key] else 1) * self.costs(rows)[place])
         self.known[key] = min(self.known[key] + 1, 1 / SHARE)
         self.ratios[key] += (seconds / self.by_rule(rows)[place] - self.ratios[key]) / self.known[key]
