@@ -45,7 +45,7 @@ from infer.drafters.warm import can_start_as, weights_of
 from infer.targets.int8 import rounded
 from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
-from infer.targets.target import Target
+from infer.targets.target import Target, memory_of
 from infer.trees.vocabulary import ALL, Vocabulary
 
 # Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by
@@ -442,6 +442,10 @@ class Drafter(nn.Module):
         self.norm.weight.copy_(read_norm(target.body.norm).weight)
         self.finish_warm_start(theirs, target, generator)
         return True
+
+    def graph_references(self) -> list[object]:
+        """Return what drafting reads beside its arguments and its state, see `Target.graph_references`."""
+        return [self.part_of_head, *memory_of(self)]
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) to what the head reads."""

@@ -35,12 +35,13 @@ class Graphs:
     else: no host value that changes, no wait for the device. The first time it is run as it is, which
     compiles kernels and fills caches; the second time it is captured, from then on replayed. Its
     results are overwritten by the next replay of any graph, as all share their memory. Where a capture
-    fails, one warning says why and functions run as they are.
+    fails, one warning says why and functions run as they are. A graph stores addresses: `references`
+    returns what functions read beside their own memory, which is then held as long as the graph is.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.works, self.pool = device.type == "cuda", None
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, object] | None] = {}
+    def __init__(self, device: torch.device, references: Callable[[], list[object]]) -> None:
+        self.works, self.pool, self.references = device.type == "cuda", None, references
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, object, list[object]] | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], object]) -> object:
         """Return the function's results: run, or captured and replayed."""
@@ -56,14 +57,14 @@ class Graphs:
                 warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
                 self.works = False
                 return function()
-        graph, results = self.graphs[key]
+        graph, results, _ = self.graphs[key]
         graph.replay()
         return results
 
-    def _capture(self, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    def _capture(self, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object, list[object]]:
         graph = torch.cuda.CUDAGraph()
         # other threads may go on using the device, a server's for example
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         self.pool = self.pool or graph.pool()
-        return graph, results
+        return graph, results, self.references()

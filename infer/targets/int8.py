@@ -89,23 +89,33 @@ def shim() -> ctypes.CDLL | None:
         return found if found.aoti_torch_cpu__int_mm_out else None
 
 
-@cache
-def handle(address: int, sizes: tuple[int, int], strides: tuple[int, int], kind: int) -> int:
-    """Return PyTorch's word for a tensor over memory that is somebody else's."""
-    found, pair = ctypes.c_void_p(), ctypes.c_int64 * 2
-    arguments = ctypes.c_void_p(address), ctypes.c_int64(2), pair(*sizes), pair(*strides), ctypes.c_int64(0)
-    if shim().aoti_torch_create_tensor_from_blob(*arguments, kind, 0, -1, ctypes.byref(found)):
+def matrix_handle(matrix: torch.Tensor) -> int:
+    """Return a handle, for PyTorch's C entries, of a tensor over the memory of a matrix. It does not
+    keep that memory: whoever uses the handle also holds the matrix, and passes the handle to
+    `delete_handles` in the end."""
+    handle = ctypes.c_void_p()
+    pair = ctypes.c_int64 * 2
+    address = ctypes.c_void_p(matrix.data_ptr())
+    sizes = pair(*matrix.shape)
+    strides = pair(*matrix.stride())
+    dtype = shim().aoti_torch_dtype_int8() if matrix.dtype == torch.int8 else shim().aoti_torch_dtype_int32()
+    arguments = address, ctypes.c_int64(2), sizes, strides, ctypes.c_int64(0), dtype, 0, -1
+    if shim().aoti_torch_create_tensor_from_blob(*arguments, ctypes.byref(handle)):
         raise RuntimeError(f"PyTorch {torch.__version__} makes no tensor over memory for compiled code")
-    return found.value
+    return handle.value
 
 
-def product_call(left: torch.Tensor, right: torch.Tensor, sums: torch.Tensor) -> tuple[int, ...]:
-    """Return a C function and its arguments that put the product of whole numbers left (M, D) and right (D,
-    N), int8, into sums (M, N), int32."""
-    kinds = shim().aoti_torch_dtype_int32(), shim().aoti_torch_dtype_int8()
-    entry = ctypes.cast(shim().aoti_torch_cpu__int_mm_out, ctypes.c_void_p).value
-    matrices = (sums, kinds[0]), (left, kinds[1]), (right, kinds[1])
-    return entry, *(handle(x.data_ptr(), tuple(x.shape), x.stride(), kind) for x, kind in matrices)
+def delete_handles(handles: list[int]) -> None:
+    """Free handles that `matrix_handle` returned."""
+    for handle in handles:
+        shim().aoti_torch_delete_tensor_object(ctypes.c_void_p(handle))
+
+
+@cache
+def product_entry() -> int:
+    """Return the address of PyTorch's C function that writes the product of int8 matrices, left (M, D)
+    and right (D, N), to sums (M, N) int32; it takes the handles of sums, left and right."""
+    return ctypes.cast(shim().aoti_torch_cpu__int_mm_out, ctypes.c_void_p).value
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ class Int8Product:
         """Return the product (N, O) int32 of whole numbers (N, D) from -127 to 127, int8, with the
         codes.
 
-        oneDNN's is a private name of PyTorch, and the other door to it is `product_call`; a test holds
+        oneDNN's is a private name of PyTorch, and the other door to it is `product_entry`; a test holds
         both against integer arithmetic."""
         if by_loops(whole.shape[1]):
             sums = whole.new_empty(len(whole), len(self.codes), dtype=torch.int32)
@@ -184,7 +194,8 @@ class Int8Linear(nn.Module):
 
     @property
     def product(self) -> Int8Product:
-        return Int8Product(self.codes.data, self.scales, self.smooth, self.digits, self.bias)
+        bias = None if self.bias is None else self.bias.data
+        return Int8Product(self.codes.data, self.scales.data, self.smooth.data, self.digits, bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the products of states (..., D), (..., O)."""
@@ -193,18 +204,14 @@ class Int8Linear(nn.Module):
         return self.product(states.reshape(-1, states.shape[-1])).view(*states.shape[:-1], -1)
 
     @staticmethod
-    def fuse(modules: list["Int8Linear"]) -> Int8Product:
-        """Join layers that read the same states. Each one's codes become a view of their part.
-
-        Factors and digits must be the same."""
-        first, whole = modules[0], {"bias": None}
-        for name in ("codes", "scales", "bias"):
-            parts = [getattr(module, name) for module in modules]
-            if parts[0] is not None:
-                whole[name] = torch.cat([part.data for part in parts])
-                for part, joined in zip(parts, whole[name].split([len(part) for part in parts]), strict=True):
-                    part.data = joined
-        return Int8Product(smooth=first.smooth, digits=first.digits, **whole)
+    def fuse(modules: list["Int8Linear"], join: Callable[[list[nn.Parameter]], torch.Tensor]) -> Int8Product:
+        """Return the product of layers that read the same states, whose factors and digits must be the
+        same. join: `join_in_place`, or `torch.cat` for a copy."""
+        first = modules[0]
+        bias = None if first.bias is None else join([module.bias for module in modules])
+        codes = join([module.codes for module in modules])
+        scales = join([module.scales for module in modules])
+        return Int8Product(codes.detach(), scales.detach(), first.smooth.data, first.digits, bias)
 
 
 class Int8Embedding(nn.Module):
@@ -222,6 +229,27 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.codes[ids] * self.scales[ids]
+
+
+def join_in_place(parts: list[nn.Parameter]) -> torch.Tensor:
+    """Return parameters (R_i, ...) as one tensor (sum of R_i, ...) whose views they become, so that it
+    takes no memory of its own and sees what is written to them. Parameters that lie one behind the
+    other already stay where they are."""
+    whole = parts[0].data
+    expected = whole.data_ptr()
+    adjacent = True
+    for part in parts:
+        same_storage = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        adjacent = adjacent and same_storage and part.is_contiguous() and part.data_ptr() == expected
+        expected += part.numel() * part.element_size()
+    rows = [len(part) for part in parts]
+    if adjacent:
+        return whole.as_strided((sum(rows), *whole.shape[1:]), whole.stride())
+    with torch.inference_mode(False):  # whoever decodes may, but nobody could write to the parameters afterwards
+        whole = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, whole.split(rows), strict=True):
+            part.data = view
+    return whole
 
 
 @njit(fast=IN_ORDER)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from infer.targets import loops
-from infer.targets.int8 import Int8Linear, Int8Product
+from infer.targets.int8 import Int8Linear, Int8Product, join_in_place
 from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product
 from infer.targets.tape import TapedDecoder
 
@@ -50,14 +50,11 @@ def fuse(modules: list[nn.Module]) -> Product | Int8Product:
     if all(type(module) is Int8Linear for module in modules):
         if any(module.digits != modules[0].digits or not module.smooth.equal(modules[0].smooth) for module in modules):
             raise UnknownLayer("int8 codes whose activations have other factors or digits in layers side by side")
-        return Int8Linear.fuse(modules)
+        return Int8Linear.fuse(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-    joined = torch.cat([module.weight.data for module in modules])
-    for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):
-        module.weight.data = part
-    return Product(joined.t(), bias)
+    bias = None if modules[0].bias is None else join_in_place([module.bias for module in modules])
+    return Product(join_in_place([module.weight for module in modules]).t(), bias)
 
 
 def read_norm(module: nn.Module) -> Norm:

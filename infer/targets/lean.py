@@ -178,7 +178,7 @@ class LeanDecoder:
     norm: Norm
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     rotary: nn.Module | None = None
-    angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
+    angles: dict[str, Rotation] = field(default_factory=dict)  # of the longest cache so far, by kind of layer
 
     def __call__(
         self,
@@ -221,14 +221,15 @@ class LeanDecoder:
         }
 
     def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> Rotation:
-        """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the
-        sines."""
-        if (kind, capacity) not in self.angles:
+        """Return cos and sin (S, R) of all positions of a cache and perhaps some more, S >= capacity, the
+        sign of the rotation in the sines. A table serves every shorter cache, since `Target.cache` refuses
+        capacities at which angles would change."""
+        if kind not in self.angles or len(self.angles[kind][0]) < capacity:
             by_kind = (kind,) if "layer_type" in signature(self.rotary.forward).parameters else ()
             cos, sin = self.rotary(states, torch.arange(capacity, device=states.device)[None], *by_kind)
             low, high = sin[0].chunk(2, dim=-1)
-            self.angles[kind, capacity] = cos[0], torch.cat([-low, high], -1)
-        return self.angles[kind, capacity]
+            self.angles[kind] = cos[0], torch.cat([-low, high], -1)
+        return self.angles[kind]
 
 
 def rotate_into(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,11 +2,13 @@
 after the other: what a CUDA graph is on a GPU. For few positions Python between ten
 calls a layer took as long as all that they compute. A tape is made once for its
 numbers of rows and positions; every pass puts the addresses of its cache, masks and
-angles into it.
+angles into it. The addresses of weights and of its own memory stay in it: it holds all
+these tensors, and is made anew once one of them has moved (`Tape.moved`).
 
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, E head size.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from infer.attention.kv_cache import Window
 from infer.targets import loops
-from infer.targets.int8 import Int8Product, by_loops, product_call, turned_rows
+from infer.targets.int8 import Int8Product, by_loops, delete_handles, matrix_handle, product_entry, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 KEPT, MOST = 32, 128  # tapes of a decoder that are kept, and the positions of each
@@ -28,6 +30,9 @@ class Tape:
         self, layers: list[Layer], norm: Norm, rows: int, count: int, size: int, tapped: tuple[int, ...]
     ) -> None:
         """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
+        self.held: dict[int, torch.Tensor] = {}  # one of every storage whose addresses are in the words
+        self.handles: list[int] = []
+        weakref.finalize(self, delete_handles, self.handles)
         products = [product for layer in layers for product in layer.products]
         self.layers, self.rows, self.size, self.count = layers, rows, size, count
         sizes = [(*p.codes.shape, p.digits * self.count) for p in products]
@@ -47,33 +52,58 @@ class Tape:
             then = (following[0].products[0], following[0].before[0]) if following else (None, norm)
             self.add(layer, before, stream, *then)
         self.list = np.array(self.calls, np.int64)
+        self.held_addresses = list(map(torch.Tensor.data_ptr, self.held.values()))
+
+    def address(self, tensor: torch.Tensor | None) -> int:
+        """Return the address of a tensor, 0 for None, and hold the tensor as long as the tape is there."""
+        if tensor is None:
+            return 0
+        alias = tensor.detach()  # a parameter's own memory may be replaced through `.data`
+        self.held.setdefault(alias.untyped_storage()._cdata, alias)
+        return alias.data_ptr()
+
+    def handle(self, matrix: torch.Tensor) -> int:
+        """Return a handle (`matrix_handle`) of a matrix, and hold both as long as the tape is there."""
+        self.address(matrix)
+        self.handles.append(matrix_handle(matrix))
+        return self.handles[-1]
+
+    def moved(self) -> bool:
+        """Return whether a tensor has moved since its address was noted: `share_memory` moves a storage
+        under all of its tensors."""
+        return list(map(torch.Tensor.data_ptr, self.held.values())) != self.held_addresses
+
+    def norm_words(self, norm: Norm | None) -> tuple[int, int]:
+        """Return the words of a norm (`loops.scale_words`), whose weight is held."""
+        self.address(None if norm is None else norm.wide)
+        return loops.scale_words(norm)
 
     def add(self, layer: Layer, before: torch.Tensor, after: torch.Tensor, then: Int8Product | None, norm: Norm):
         """Append a layer from codes for its first product on, with the residual stream (N, D) before and
         after it; behind it come a norm and codes for the product that is next."""
         (qkv, out, both, down), heads, shared = layer.products, layer.heads, layer.key_heads
-        qk_norm, residual = loops.scale_words(layer.qk_norm), loops.bits(layer.residual)
+        qk_norm, residual = self.norm_words(layer.qk_norm), loops.bits(layer.residual)
         first, third = map(loops.bits, layer.mlp.bend)
         self.multiply(qkv)
         self.placing.append(self.used)
         self.loop(
-            loops._place_heads, self.count, self.count * len(qkv.scales), self.sums.data_ptr(),
-            *self.summed(qkv).values(), *qk_norm, self.queries.data_ptr(), self.count, heads, shared, self.size,
+            loops._place_heads, self.count, self.count * len(qkv.scales), self.address(self.sums),
+            *self.summed(qkv).values(), *qk_norm, self.address(self.queries), self.count, heads, shared, self.size,
         )  # fmt: skip
         self.attending.append(self.used)
         parts = self.rows * shared * -(-self.count // (self.rows * loops.QUERIES))
         self.loop(
-            loops._attend, parts, loops.WORTH + 1, self.queries.data_ptr(), loops.bits(layer.scale),
-            self.mixed.data_ptr(), self.rows, shared, heads // shared, self.size,
+            loops._attend, parts, loops.WORTH + 1, self.address(self.queries), loops.bits(layer.scale),
+            self.address(self.mixed), self.rows, shared, heads // shared, self.size,
         )  # fmt: skip
         self.encode(self.mixed, out)
         self.multiply(out)
-        added = {"before": before.data_ptr(), "kept": self.states.data_ptr(), "factor": residual}
+        added = {"before": self.address(before), "kept": self.address(self.states), "factor": residual}
         self.encode(self.sums, both, layer.before[1], **self.summed(out), **added)
         self.multiply(both)
         self.encode(self.sums, down, **self.summed(both), first=first, third=third)
         self.multiply(down)
-        added = {"before": self.states.data_ptr(), "kept": after.data_ptr(), "factor": residual}
+        added = {"before": self.address(self.states), "kept": self.address(after), "factor": residual}
         self.encode(self.sums, then, norm, **self.summed(down), **added)
 
     def loop(self, loop: object, parts: int, work: int, *arguments: int) -> None:
@@ -88,32 +118,39 @@ class Tape:
         (outputs, inputs), rows = product.codes.shape, product.digits * self.count
         if by_loops(inputs):
             whole = self.codes[: rows * inputs].view(rows, inputs)
+            self.address(whole)
+            self.address(product.codes)
             return loops.multiply(whole, product.codes, self.sums, self.loop)
         wide = turned_rows(rows, outputs)
         codes = self.codes[: (wide or rows) * inputs].view(-1, inputs)
         left, right = (product.codes, codes) if wide else (codes, product.codes)
         made = (self.turned if wide > 1 else self.sums)[: len(codes) * outputs]
-        self.calls.append((*product_call(left, right.t(), made.view(len(left), -1)), 0))
+        matrices = made.view(len(left), -1), left, right.t()
+        self.calls.append((product_entry(), *map(self.handle, matrices), 0))
         if wide > 1:
-            parts, to = -(-outputs // loops.SOME), self.sums.data_ptr()
-            self.loop(loops._turn_back, parts, len(made), made.data_ptr(), outputs, wide, to)
+            parts, to = -(-outputs // loops.SOME), self.address(self.sums)
+            self.loop(loops._turn_back, parts, len(made), self.address(made), outputs, wide, to)
 
     def summed(self, product: Int8Product) -> dict[str, int]:
         """Return what sums of a product are, and stand for."""
-        bias, each = 0 if product.bias is None else product.bias.data_ptr(), product.scales
-        known = {"width": len(each), "scales": self.steps.data_ptr(), "each": each.data_ptr()}
-        return known | {"bias": bias, "digits": product.digits}
+        return {
+            "width": len(product.scales),
+            "scales": self.address(self.steps),
+            "each": self.address(product.scales),
+            "bias": self.address(product.bias),
+            "digits": product.digits,
+        }
 
     def encode(self, source: torch.Tensor, product: Int8Product | None, norm: Norm | None = None, **stages: int):
         """Append stages of rows that end in codes for a product, or, without one, in the last states."""
-        weight, eps = loops.scale_words(norm)
+        weight, eps = self.norm_words(norm)
         if product is None:
-            made = {"out": self.outs[len(self.layers)].data_ptr()}
+            made = {"out": self.address(self.outs[len(self.layers)])}
         else:
-            made = {"smooth": product.smooth.data_ptr(), "codes": self.codes.data_ptr()}
-            made |= {"steps": self.steps.data_ptr(), "finer": product.digits}
+            made = {"smooth": self.address(product.smooth), "codes": self.address(self.codes)}
+            made |= {"steps": self.address(self.steps), "finer": product.digits}
         stages = {"width": source.shape[-1], "weight": weight, "eps": eps, **stages, **made}
-        rows = loops.Stages(source.data_ptr(), self.count, **stages)
+        rows = loops.Stages(self.address(source), self.count, **stages)
         self.loop(loops._rows, self.count, self.count * rows.width, *rows)
 
     def run(self, states: torch.Tensor, rotations: Rotations, masks: Masks, window: Window):
@@ -148,7 +185,7 @@ class TapedDecoder(LeanDecoder):
             return super().run(states, rotations, masks, window, tapped)
         key = (len(window.slots), len(states), tapped, torch.get_num_threads())
         tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's
-        if tape is None:
+        if tape is None or tape.moved():
             size = window.cache.buffer.shape[2] // self.layers[0].key_heads
             with torch.inference_mode(False):  # whose tensors could not be written to outside of it
                 tape = Tape(self.layers, self.norm, *key[:2], size, tapped)

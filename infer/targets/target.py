@@ -135,6 +135,12 @@ class Target:
             self.changes += 1
         return self.changes
 
+    def graph_references(self) -> list[object]:
+        """Return what a pass reads beside its arguments: the memory of weights and buffers, the lean pass
+        and its tables of angles. A graph holds them, since all of these may be replaced meanwhile."""
+        tables = [] if self.lean is None else [self.lean, *self.lean.angles.values()]
+        return [*tables, *memory_of(self.model)]
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer, (..., D), for token ids (...,)."""
         embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
@@ -249,6 +255,7 @@ class Target:
         except UnknownLayer as error:
             warnings.warn(f"{self.name} runs through transformers' own layers: it has {error}", stacklevel=2)
             return None
+        self.watch.note()  # joining weights has moved them
         return lean
 
     def extend(
@@ -349,6 +356,12 @@ def tokenizer_digest(tokenizer: object) -> str:
     template, as 64 hexadecimal digits: two tokenizers with the same digest write the same ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.chat_template]).encode()).hexdigest()
+
+
+def memory_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return aliases of a module's parameters and buffers, which keep their memory whatever the
+    parameters are given."""
+    return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
 
 
 def number_format(target: Target) -> str:

@@ -294,7 +294,7 @@ class DFlash(Drafter):
         not yet normed and rotated; where all see the same context, in one product."""
         norm = lean.Norm(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
         pairs = [layer.self_attn.key_value_projections(self.context_projections) for layer in self.layers]
-        fuse = Int8Linear.fuse if self.quantised else lean.Product.fuse
+        fuse = partial(Int8Linear.fuse, join=torch.cat) if self.quantised else lean.Product.fuse
         if self.fusion:
             each = [fuse(pair) for pair in pairs]
             return lambda features: torch.cat(

@@ -31,14 +31,14 @@ class Recorder(TorchDispatchMode):
 class RecordedGraphs(Graphs):
     """Graphs whose replay does the recorded operations again and writes their results to where they were."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, references) -> None:
+        super().__init__(device, references)
         self.works, self.replays = True, 0
 
     def _capture(self, function):
         with Recorder() as recorder:
             results = function()
-        return Recording(self, recorder.steps), results
+        return Recording(self, recorder.steps), results, self.references()
 
 
 class Recording:

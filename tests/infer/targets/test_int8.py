@@ -90,8 +90,9 @@ def test_products_are_integer_arithmetic(ours, amx, monkeypatch):
         if int8.shim():
             left, right = states.to(torch.int8), codes.to(torch.int8).t()  # their memory is what is told
             sums = torch.empty(rows, outputs, dtype=torch.int32)
-            entry, *matrices = int8.product_call(left, right, sums)
-            loops.FUNCTION(entry)(*matrices, 0)
+            handles = [int8.matrix_handle(matrix) for matrix in (sums, left, right)]
+            loops.FUNCTION(int8.product_entry())(*handles, 0)
+            int8.delete_handles(handles)
             assert torch.equal(sums, exact.int())
 
 

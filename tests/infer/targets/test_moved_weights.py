@@ -1,0 +1,158 @@
+"""Weights whose memory moves: what stores addresses holds the memory, and is made anew once it has moved. The larger
+version, with random sequences of operations, is tests/robustness/moved_weights.py."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infer import Engine, generate
+from infer.config import EngineConfig, TextOptions
+from infer.targets import int8, tape
+from infer.targets.tape import TapedDecoder
+from infer.targets.target import Target
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+PROMPT = list(range(5, 25))
+
+
+def random_model(family: str, quantised: bool) -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES)).eval()
+    for parameter in model.parameters():
+        parameter.data = torch.rand(parameter.shape) + 0.5 if parameter.ndim == 1 else 3 * parameter.data
+    if quantised:
+        int8.quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
+    return model
+
+
+def output(target: Target) -> list[int]:
+    return generate(target, None, PROMPT, method="plain", max_new_tokens=16).ids
+
+
+def share_memory(model: torch.nn.Module) -> None:
+    model.share_memory()
+
+
+def clone_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def assign_state(model: torch.nn.Module) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def convert_and_back(model: torch.nn.Module) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def overwrite_freed_memory(model: torch.nn.Module) -> None:
+    """Fill memory of the sizes of all weights, as a later allocation may, so that reading freed memory shows."""
+    gc.collect()
+    for _ in range(4):
+        [torch.full(parameter.shape, 77, dtype=parameter.dtype) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("midway", [False, True], ids=["between sequences", "midway"])
+@pytest.mark.parametrize("move", [share_memory, clone_data, assign_state, convert_and_back])
+@pytest.mark.parametrize(("family", "quantised"), [("llama", True), ("llama", False), ("qwen3", True)])
+def test_moved_weights_give_the_same_output(family, quantised, move, midway):
+    target = Target(random_model(family, quantised))
+    assert type(target.lean) is TapedDecoder or not quantised
+    expected = output(target)
+    engine = Engine(target, None, EngineConfig("plain"), 64)
+    sequence = engine.submit(PROMPT, TextOptions(max_new_tokens=16))
+    for _ in range(5 if midway else 0):
+        engine.step()
+    move(target.model)
+    overwrite_freed_memory(target.model)
+    while engine.busy:
+        engine.step()
+    assert sequence.ids == expected == output(target)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj", "q_norm", "v"]
+)
+def test_a_partial_write_is_seen_by_every_target_of_the_model(quantised, name):
+    """It misses the values that `Watch` compares of a matrix. Matrices are read where they are; of vectors there are
+    copies, all of whose values are compared."""
+    family = "qwen2" if name == "v" else "qwen3"  # with biases, or with norms of queries and keys
+    model = random_model(family, quantised)
+    targets = [Target(model), Target(model)]
+    before = [output(target) for target in targets]
+    layer = model.model.layers[1]
+    if name == "q_norm":
+        written = layer.self_attn.q_norm.weight.data[-8:]
+    elif name == "v":
+        written = layer.self_attn.v_proj.bias.data[-8:]
+    elif quantised:
+        written = layer.get_submodule(name).codes.data[:2]
+    else:
+        written = layer.get_submodule(name).weight.data[:2]
+    written.copy_(torch.full_like(written, 100))
+    after = [output(target) for target in targets]
+    fresh = random_model(family, quantised)
+    fresh.load_state_dict(model.state_dict())
+    assert after[0] == after[1] == output(Target(fresh)) != before[0]
+
+
+def test_weights_can_be_written_to_after_decoding():
+    """The engine decodes in inference mode, whose tensors nobody can write to outside of it."""
+    for quantised in (True, False):
+        target = Target(random_model("qwen2", quantised))
+        output(target)
+        for parameter in target.model.parameters():
+            parameter.data.mul_(1)
+            assert not parameter.is_inference()
+
+
+def test_targets_of_one_model_share_its_memory():
+    """A second target joins nothing anew: weights stay where they are."""
+    for quantised in (True, False):
+        model = random_model("qwen2", quantised)
+        first = Target(model)
+        output(first)
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        output(Target(model))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        assert not first.watch.changed()
+
+
+def test_a_table_of_angles_serves_all_shorter_caches():
+    target = Target(random_model("llama", False))
+    longest = [generate(target, None, PROMPT, method="plain", max_new_tokens=n).ids for n in (30, 3, 17)][0]
+    assert {kind: len(cos) for kind, (cos, _) in target.lean.angles.items()} == {"all": 51}
+    generate(target, None, PROMPT, method="plain", max_new_tokens=200)
+    assert len(target.lean.angles) == 1
+    assert generate(target, None, PROMPT, method="plain", max_new_tokens=30).ids == longest
+
+
+def test_tapes_hold_what_they_address_and_free_their_handles(monkeypatch):
+    if not int8.shim():
+        pytest.skip("this PyTorch has no C entry for the product of integers")
+    deleted = []
+    monkeypatch.setattr(tape, "by_loops", lambda inputs: False)
+    monkeypatch.setattr(tape, "delete_handles", lambda handles: deleted.extend(handles))
+    target = Target(random_model("llama", True))
+    output(target)
+    recorded = list(target.lean.tapes.values())
+    assert recorded and all(len(found.handles) == 3 * 4 * 3 for found in recorded)  # 3 layers of 4 products
+    held = {tensor.data_ptr() for found in recorded for tensor in found.held.values()}
+    codes = target.model.model.layers[2].mlp.down_proj.codes
+    old_memory = codes.data_ptr()
+    clone_data(target.model)
+    assert old_memory in held and codes.data_ptr() != old_memory and not any(found.moved() for found in recorded)
+    alive = [weakref.ref(found) for found in recorded]
+    count = sum(len(found.handles) for found in recorded)
+    del recorded
+    target.lean.tapes.clear()
+    gc.collect()
+    assert not any(reference() for reference in alive) and len(deleted) == count
