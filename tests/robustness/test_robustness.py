@@ -111,6 +111,10 @@ def test_logits_in_integers_are_the_same_to_the_last_bit(run_program):
     assert "\n0 faults" in run_program("bits", "--positions", "400")
 
 
+def test_weights_that_move_and_change(run_program):
+    assert "\n0 faults" in run_program("moved_weights", "--sequences", "20")
+
+
 def test_every_known_bug_still_fits(load_program):
     """Where code that a mutant changes was renamed, the list in mutants.py must follow."""
     program = load_program("mutants")

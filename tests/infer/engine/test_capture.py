@@ -11,6 +11,7 @@ from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import runner
 from infer.engine.capture import Graphs
+from infer.targets.lean import LeanDecoder
 from infer.trees import compiled
 
 
@@ -120,3 +121,23 @@ def test_replayed_rounds_write_what_launched_rounds_write(
     assert {rows for rows, *_ in used} == {1, 2, 3}
     assert budget == "auto" or options is MIXED or len(used) == 3
     assert options is GREEDY or len({kind for *_, kind in used}) > 3
+
+
+def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
+    """A graph stores addresses, and parameters may be given other memory while it is replayed."""
+    target, drafter = make_tiny(seed=3)
+    engine = Engine(target, drafter, EngineConfig("ddtree", 6), 90)
+    engine.runner.captures = True
+    sequence = engine.submit(list(range(9)), TextOptions(max_new_tokens=12, ignore_eos=True))
+    while sequence.finish is None:
+        engine.step()
+    weights = [*target.model.parameters(), *drafter.parameters()]
+    addresses = {weight.data_ptr() for weight in weights} | {target.lean.layers[0].qk_norm.weight.data_ptr()}
+    for weight in weights:
+        weight.data = weight.data.clone()
+    captured = [found for found in engine.runner.graphs.graphs.values() if found is not None]
+    assert captured
+    for _, _, references in captured:
+        held = {tensor.data_ptr() for tensor in references if isinstance(tensor, torch.Tensor)}
+        lean = next(found for found in references if isinstance(found, LeanDecoder))
+        assert addresses <= held | {layer.qk_norm.weight.data_ptr() for layer in lean.layers}
