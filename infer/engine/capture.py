@@ -52,7 +52,7 @@ class Graphs:
             return function()
         if self.graphs[key] is None:
             try:
-                self.graphs[key] = self._capture(function)
+                self.graphs[key] = *self._capture(function), self.references()
             except RuntimeError as error:
                 warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
                 self.works = False
@@ -61,10 +61,10 @@ class Graphs:
         graph.replay()
         return results
 
-    def _capture(self, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object, list[object]]:
+    def _capture(self, function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
         graph = torch.cuda.CUDAGraph()
         # other threads may go on using the device, a server's for example
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         self.pool = self.pool or graph.pool()
-        return graph, results, self.references()
+        return graph, results

@@ -32,14 +32,14 @@ class Recorder(TorchDispatchMode):
 class RecordedGraphs(Graphs):
     """Graphs whose replay does the recorded operations again and writes their results to where they were."""
 
-    def __init__(self, device: torch.device, references) -> None:
-        super().__init__(device, references)
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
         self.works, self.replays = True, 0
 
     def _capture(self, function):
         with Recorder() as recorder:
             results = function()
-        return Recording(self, recorder.steps), results, self.references()
+        return Recording(self, recorder.steps), results
 
 
 class Recording:

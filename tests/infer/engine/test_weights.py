@@ -100,7 +100,8 @@ def test_a_server_answers_with_the_new_weights(shallow_target, running):
     assert after == fresh_text(target) != before
 
 
-def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny):
+@pytest.mark.parametrize("change", [load_state, replace_weights])
+def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny, change):
     """Its tokens stay; what follows is what the new weights write behind them."""
     target, drafter = make_tiny(seed=4)
     engine = Engine(target, drafter, EngineConfig(budget=6, rows=2), 256)
@@ -108,7 +109,7 @@ def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny):
     while len(text.ids) < 6:
         engine.step()
     written = len(text.ids)
-    load_state(target.model)
+    change(target.model)
     while engine.busy:
         engine.step()
     rest = generate(Target(target.model), None, PROMPT + text.ids[:written], method="plain", max_new_tokens=TOKENS)

@@ -104,14 +104,37 @@ def test_a_partial_write_is_seen_by_every_target_of_the_model(quantised, name):
     assert after[0] == after[1] == output(Target(fresh)) != before[0]
 
 
-def test_weights_can_be_written_to_after_decoding():
+@pytest.mark.parametrize("move", [share_memory, clone_data])
+def test_a_pass_behind_a_move_reads_the_weights_where_they_are(move):
+    """Passes alone, without an engine that looks for changes."""
+    target = Target(random_model("llama", True))
+    cache = target.cache(1, 40)
+    with cache.add(1):
+        pass
+    states = []
+    for _ in range(2):
+        states.append(target.extend([PROMPT[:1]], cache, ()).last)
+        assert target.lean.tapes
+        move(target.model)
+        overwrite_freed_memory(target.model)
+        cache.keep([])
+        with cache.add(1):
+            pass
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_weights_can_be_written_to_after_decoding(quantised):
     """The engine decodes in inference mode, whose tensors nobody can write to outside of it."""
-    for quantised in (True, False):
-        target = Target(random_model("qwen2", quantised))
-        output(target)
+    target = Target(random_model("qwen2", quantised))
+    engine = Engine(target, None, EngineConfig("plain"), 64)
+    for _ in range(2):
+        engine.submit(PROMPT, TextOptions(max_new_tokens=4))
+        while engine.busy:
+            engine.step()
         for parameter in target.model.parameters():
-            parameter.data.mul_(1)
             assert not parameter.is_inference()
+            parameter.data = parameter.data.clone()
 
 
 def test_targets_of_one_model_share_its_memory():
