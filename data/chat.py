@@ -141,9 +141,11 @@ def _message(turn: object) -> dict:
 
 
 def _call(call: object) -> dict:
-    """Return a tool call with its arguments as an object, as engines hand it to templates."""
+    """Return a tool call. Its arguments may be an object or JSON text: readable_messages in
+    infer/utils/chat_template.py gives them to a template as it takes them."""
     wrong = "a tool call without a name"
     inside = checked(checked(call, dict, wrong).get("function", call), dict, wrong)
     name, arguments = checked(inside.get("name"), str, wrong), inside.get("arguments") or {}
-    made = {"name": name, "arguments": parsed(arguments, object, "arguments of a tool call")}
+    parsed(arguments, object, "arguments of a tool call")
+    made = {"name": name, "arguments": arguments}
     return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})

@@ -14,6 +14,7 @@ from functools import lru_cache
 from jinja2 import TemplateError
 
 from data.chat import ENDED, THOUGHT
+from infer.utils.chat_template import readable_messages
 
 # A thought within an answer's content: what opens it, itself, what closes it, and the rest.
 INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
@@ -55,9 +56,9 @@ def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str
     """Return messages as the chat's template writes them. Raises ValueError with what the template says
     against it."""
     try:
-        tools = chat["tools"] or None
-        told = chat["template"]
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask, **told)
+        options = {"tools": chat["tools"] or None, "add_generation_prompt": ask} | chat["template"]
+        messages = readable_messages(tokenizer, messages, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError) as error:  # roles in an order that it refuses; adding what is none to a text
         raise ValueError(f"the chat template says: {error}") from error
 

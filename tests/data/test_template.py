@@ -9,11 +9,13 @@ import json
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data.chat import NothingWhole, normalise
 from data.template import sequences, tokenize_chat
+from infer.api import encode
 from train.pretraining.language_model import train_tokenizer
 
 TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
@@ -133,6 +135,34 @@ def test_a_template_that_opens_the_thought_itself(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", OPENED)
     said = [text.removeprefix("<think>\n") for text in (HM_A, HM_B)]
     assert learnt(tokenizer, INLINE) == learnt(tokenizer, THOUGHT_ASIDE) == said
+
+
+# As DeepSeek's templates, which join the arguments of a call to strings.
+JOINS = """{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] -%}
+{{ '<call>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```</call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+PRINTS = JOINS.replace("+ c.function.arguments +", "~ c.function.arguments ~")  # an object would show as Python's
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("template", [JOINS, PRINTS], ids=["joins", "prints"])
+def test_arguments_are_text_for_templates_that_join_them_to_text(tokenizer, monkeypatch, template, as_text):
+    """In training data, and as the server and `regenerate` encode a prompt."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    asked, _, *behind = TOOL
+    messages = [asked, says("", tool_calls=calls({"x": True}, {"y": 2}, as_text=as_text)), *behind]
+    joined = '<call>add\n```json\n{"x": true}\n```</call><call>add\n```json\n{"y": 2}\n```</call>#'
+    assert learnt(tokenizer, messages, tools=TOOLS) == [joined + " It is 3.#"]
+    prompt = encode(SimpleNamespace(tokenizer=tokenizer, name="target"), messages[:3], tools=TOOLS)
+    assert joined.replace("#", END) in tokenizer.decode(prompt)
+
+
+def test_arguments_stay_objects_for_templates_that_read_them(tokenizer):
+    """Also where a tool's result holds the arguments as Python writes them."""
+    messages = [*TOOL[:2], result("{'x': 1}"), says("So.")]
+    assert learnt(tokenizer, messages, tools=TOOLS) == [f"{CALL}# So.#"]
 
 
 NO_RESULTS = PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')")
