@@ -19,6 +19,9 @@ from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 
+# Settings that change no answer; the first one is of earlier versions.
+NO_INFLUENCE = ("data.bad_rows", "data.max_invalid")
+
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
     """Return a function that answers rows with our engine, `options.rows` side by side, in the rows'
@@ -95,7 +98,7 @@ def regenerate(
         if "content" not in known:  # of an earlier version, which had no record
             known |= {"content": settings.get("content")}
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
-        refuse_other_settings(known, settings, message)
+        refuse_other_settings(known, settings, message, NO_INFLUENCE)
     if out.exists() and not settings_path.exists():
         raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
     with disk(str(out)):
