@@ -280,7 +280,8 @@ def run_steps(run: RunState) -> Path:
 def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
     """Take a step, counted from 1, and write its line; return that."""
     began, config, engine, course, step = time.perf_counter(), run.config, run.engine, run.course, run.course.step + 1
-    clock = time.thread_time if run.device.type == "cpu" else time.perf_counter
+    processor_time = run.device.type == "cpu" and config.optim.clock == "processor"
+    clock = time.thread_time if processor_time else time.perf_counter
     before = clock()
     HEARTBEAT.at(f"training: step {step}, reading its rows")
     rows = prefetch()
