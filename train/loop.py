@@ -199,7 +199,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
     few = first_only(lambda: note_few_prompts(config, target))
     first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
     said = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens, device))
-    said[:0] = prepared.counts.lines() if prepared is not None else []
+    said[2:2] = prepared.counts.lines() if prepared is not None else []  # behind the line about data
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, memory, sep="\n", flush=True)
     if config.target.shard:
