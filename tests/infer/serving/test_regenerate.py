@@ -178,6 +178,16 @@ def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
     assert len(finished) >= 5  # y5's may come a moment later
 
 
+def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
+    """Its settings have data.bad_rows, which data.max_invalid replaced: neither changes an answer."""
+    out = tmp_path / "a.jsonl"
+    regenerate(rows()[:3], lengths, out, {"rows": 30, "data": {"path": "x", "bad_rows": 100.0}}, 0)
+    settings = {"data": {"path": "x", "max_invalid": 0.05}}
+    assert regenerate(rows(), lengths, out, settings, 0) == {"answers": 30, "failed": 0}
+    with pytest.raises(ValueError, match=r"begun with another data\.path"):
+        regenerate(rows(), lengths, out, {"data": {"path": "y", "max_invalid": 0.05}}, 0)
+
+
 def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("infer.utils.progress.EVERY", 0.0)
 
