@@ -5,6 +5,8 @@ A row becomes {"prompt", "text", "cut", "chat"}: a chat has `chat` and nothing e
 
 import json
 
+from data.counts import ExcludedExample, InvalidExample
+
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
 # why an answer ended that is whole; any other reason cut it
 ENDED = (None, "stop", "tool_calls", "function_call")
@@ -14,15 +16,14 @@ COLUMNS = {"conversations": "messages", "completion": "response", "finish_reason
 KEYS = {"from": "role", "value": "content", "reasoning": THOUGHT, "finish_reason": "finish"}
 
 
-class NothingWhole(ValueError):
-    """Raised for a row whose every answer is a thought that was cut: it is left out, and is no
-    fault."""
+MAX_TOKEN_ID = 2**31 - 1
+NO_ANSWER = "no answer of the assistant"
 
 
-def checked(value: object, kind: type, wrong: str):
-    """Return a value of a row. Raises ValueError, saying `wrong`, if it is of another kind."""
+def checked(value: object, kind: type, wrong: str, detail: str = ""):
+    """Return a value of a row. Raises InvalidExample, saying `wrong`, if it is of another kind."""
     if not isinstance(value, kind):
-        raise ValueError(wrong)
+        raise InvalidExample(wrong, detail)
     return value
 
 
@@ -34,12 +35,12 @@ def renamed(given: object, names: dict[str, str], wrong: str) -> dict:
 
 
 def parsed(value: object, kind: type, what: str):
-    """Return a value that may be written as JSON. Raises ValueError if it is of another kind."""
+    """Return a value that may be written as JSON. Raises InvalidExample if it is of another kind."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"{what} are no JSON: {value[:80]}") from error
+            raise InvalidExample(f"{what} are no JSON", value[:80]) from error
     return checked(value, kind, f"{what} are no JSON {kind.__name__}")
 
 
@@ -55,8 +56,8 @@ def normalise(row: object, answered: bool = True) -> dict:
     Layouts: {"messages": [{"role", "content"}]} with "tools" and "chat_template_kwargs" (what
     `./launch.sh regenerate` writes), with "response" behind them if the last one is the user's;
     ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"} or "completion", texts or
-    both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises ValueError with what is
-    wrong, NothingWhole where nothing is left.
+    both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises InvalidExample with
+    what is wrong, ExcludedExample where there is nothing to learn, or nothing to ask.
     """
     row = renamed(row, COLUMNS, "a row is a JSON object")
     prompt, response = row.get("prompt", ""), row.get("response", "")
@@ -67,13 +68,15 @@ def normalise(row: object, answered: bool = True) -> dict:
         row["messages"] = prompt + response
     if row.get("messages"):
         return {"prompt": "", "text": "", "cut": False, "chat": _chat(row, answered)}
-    if not ({"text", "response"} if answered else {"text", "response", "prompt"}) & row.keys():
-        raise ValueError("expected messages, conversations, text, or prompt and response")
+    if not {"text", "response", "prompt"} & row.keys():
+        raise InvalidExample("expected messages, conversations, text, or prompt and response")
     text = row.get("text", response)
     for part in (text, prompt):
         checked(part, str, "text, prompt and response are strings")
-    if not text.strip() and (answered or not prompt):
-        raise ValueError("an empty text")
+    if answered and prompt and not text.strip():
+        raise ExcludedExample(NO_ANSWER)
+    if not text.strip() and not prompt:
+        raise ExcludedExample("an empty text")
     return {"prompt": prompt, "text": text, "cut": row.get("finish") not in ENDED, "chat": None}
 
 
@@ -87,9 +90,9 @@ def _chat(row: dict, answered: bool) -> dict:
         messages.pop()  # a question without an answer has no loss
     answers = [turn for turn in messages if turn["role"] == "assistant"]
     if answered and not any(turn["content"].strip() or turn.keys() & {"tool_calls", THOUGHT} for turn in answers):
-        raise ValueError("no answer of the assistant in the conversation")
+        raise ExcludedExample(NO_ANSWER)
     if not messages:
-        raise ValueError("no question in the conversation")
+        raise ExcludedExample("no question of the user")
     tools = parsed(row.get("tools") or [], list, "tools")
     return {
         "messages": messages,
@@ -108,7 +111,7 @@ def _up_to_cut(messages: list[dict]) -> list[dict]:
             if not (opened or alone):  # there is something behind its thought
                 return messages[: i + 1]
             if not any(before["role"] == "assistant" for before in messages[:i]):
-                raise NothingWhole("the answer was cut within its thought")
+                raise ExcludedExample("the answer was cut within its thought")
             return messages[:i]
     return messages
 
@@ -117,14 +120,15 @@ def _message(turn: object) -> dict:
     """Return a message with what a template may show of it, and what is known of how it was written."""
     turn = renamed(turn, KEYS, "messages is a list of objects with role and content")
     if turn.get("function_call"):
-        raise ValueError("function_call is the old form of tool_calls: give those")
+        raise InvalidExample("function_call is the old form of tool_calls: give those")
     calls, thought = turn.get("tool_calls"), turn.get(THOUGHT)
     content = turn.get("content", "" if calls or thought else None)
     if isinstance(content, list):  # OpenAI's parts
-        wrong = "a message has a part that is no text"
-        content = "".join(checked(checked(part, dict, wrong).get("text"), str, wrong) for part in content)
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ExcludedExample("a message has a part that is no text")
+        content = "".join(part["text"] for part in content)
     for part in (turn.get("role"), content):
-        checked(part, str, f"a message without role or content as text, with {', '.join(turn)}")
+        checked(part, str, "a message without role or content as text", f"it has {', '.join(turn)}")
     message = {"role": ROLES.get(turn["role"], turn["role"]), "content": content}
     message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
     if message["role"] != "assistant":
@@ -134,16 +138,27 @@ def _message(turn: object) -> dict:
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     if turn.get("token_ids"):
-        message["token_ids"] = [int(id) for id in turn["token_ids"]]
+        message["token_ids"] = _token_ids(turn["token_ids"])
     if turn.get("weight") == 0:  # OpenAI's word for an answer that is not learnt from
         message["weight"] = 0
     return message | {key: turn[key] for key in ("finish",) if key in turn}
 
 
+def _token_ids(ids: object) -> list[int]:
+    """Return the ids of tokens. Raises InvalidExample for any value that cannot be one."""
+    for id in checked(ids, list, "token_ids is a list"):
+        # JSON's true and false are int in Python
+        if not isinstance(id, int) or isinstance(id, bool) or not 0 <= id <= MAX_TOKEN_ID:
+            raise InvalidExample("token_ids are whole numbers from 0 on", f"not {str(id)[:40]}")
+    return ids
+
+
 def _call(call: object) -> dict:
-    """Return a tool call with its arguments as an object, as engines hand it to templates."""
+    """Return a tool call. Its arguments may be an object or JSON text: readable_messages in
+    infer/utils/chat_template.py gives them to a template as it takes them."""
     wrong = "a tool call without a name"
     inside = checked(checked(call, dict, wrong).get("function", call), dict, wrong)
     name, arguments = checked(inside.get("name"), str, wrong), inside.get("arguments") or {}
-    made = {"name": name, "arguments": parsed(arguments, object, "arguments of a tool call")}
+    parsed(arguments, object, "arguments of a tool call")
+    made = {"name": name, "arguments": arguments}
     return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})

@@ -11,11 +11,14 @@ import os
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from data.rows import FORMAT, DataConfig, check_faults, single, source_digest, training_rows
+from data.chat import NO_ANSWER
+from data.counts import ExampleCounts, ExcludedExample
+from data.rows import FORMAT, DataConfig, single, source_digest, training_rows
 from data.template import tokenize_chat
 
 if TYPE_CHECKING:
@@ -31,8 +34,8 @@ def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[b
     split.
 
     The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat,
-    the answers do, with what ends them. Raises ValueError for a chat that the template does not show as
-    it is.
+    the answers do, with what ends them. Raises ExcludedExample for a chat that the template does not
+    show as it is and where there is nothing to learn, InvalidExample for ids that are no tokens.
     """
     if row["chat"]:
         texts = tokenize_chat(tokenizer, row["chat"])
@@ -41,12 +44,15 @@ def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[b
         if not row["cut"] and tokenizer.eos_token_id is not None:
             text = [*text, tokenizer.eos_token_id]
         texts = [(prompt + text, [False] * len(prompt) + [True] * len(text))]
-    return [
+    pieces = [
         (ids[start : start + length], loss[start : start + length])
         for ids, loss in texts
         for start in range(0, len(ids), length)
         if sum(loss[start : start + length]) > 1  # an anchor needs a successor
     ]
+    if not pieces:
+        raise ExcludedExample("fewer than two tokens to learn")
+    return pieces
 
 
 def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
@@ -83,53 +89,101 @@ def lay_out(ids: list[list[int]], loss: list[list[bool]], length: int) -> dict[s
 
 def stored_rows(config: DataConfig) -> Iterator[dict]:
     """Yield the rows of one data set to train on, each as JSON, which has room for any tools and
-    arguments."""
-    yield from ({"row": json.dumps(row, ensure_ascii=False)} for row in training_rows(config))
+    arguments; then, last, one without a row that has the counts of all examples."""
+    counts = ExampleCounts()
+    for row in training_rows(config, counts):
+        yield {"row": json.dumps(row, ensure_ascii=False), "counts": ""}
+    yield {"row": "", "counts": json.dumps(asdict(counts), ensure_ascii=False)}
 
 
-def raw_rows(config: DataConfig) -> "Dataset":
+@dataclass(frozen=True)
+class CountedRows:
+    """Rows of a data set, None where no example is learnt from; and what became of all its examples."""
+
+    rows: "Dataset | None"
+    counts: ExampleCounts
+
+
+def raw_rows(config: DataConfig) -> CountedRows:
     """Return one data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
-    columns, digest = Features({"row": Value("string")}), source_digest(config)
+    columns = Features({"row": Value("string"), "counts": Value("string")})
+    digest = source_digest(config)
     try:
-        return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
+        stored = Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError | OSError):  # which name the file
             raise ValueError(f"training rows cannot be read: {error.__cause__}") from None
         raise
+    counts = ExampleCounts(**json.loads(stored[-1]["counts"]))
+    return CountedRows(stored.select(range(len(stored) - 1)).select_columns("row"), counts)
 
 
-def mixed_rows(config: DataConfig) -> "Dataset":
+def mixed_rows(config: DataConfig) -> CountedRows:
     """Return the training rows of all data sets of a configuration, in numbers proportional to their
     weights, such that the scarcest is used up. Which rows these are does not depend on the run's
     seed."""
     from datasets import concatenate_datasets
 
-    parts = [(raw_rows(part), weight) for part, weight in single(config)]
+    counts = ExampleCounts()
+    parts = []
+    for part, weight in single(config):
+        counted = raw_rows(part)
+        counts.add(counted.counts)
+        parts.append((counted.rows, weight))
     if len(parts) > 1:
         scale = min(len(rows) / weight for rows, weight in parts)
         parts = [(rows.shuffle(seed=0).select(range(round(scale * weight))), weight) for rows, weight in parts]
     rows = concatenate_datasets([rows for rows, _ in parts])
-    return rows if config.limit is None else rows.select(range(min(config.limit, len(rows))))
+    if config.limit is not None:
+        rows = rows.select(range(min(config.limit, len(rows))))
+    counts.not_taken += counts.used - len(rows)
+    counts.used = len(rows)
+    return CountedRows(rows, counts)
 
 
 def tokenize(
     rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
 ) -> dict[str, list]:
-    """Return the pieces of some of `total` rows, and report how far all processes have come. A row that
-    the chat template does not show as it is becomes a piece without tokens and its fault."""
-    pieces = []
+    """Return the pieces of some of `total` rows, and report how far all processes have come. An example
+    that is not learnt from becomes a piece without tokens, with the reason under `excluded` or
+    `invalid`, and the whole sentence under `described`."""
+    columns = {name: [] for name in ("ids", "loss", "excluded", "invalid", "described")}
+
+    def add_piece(ids: list[int], loss: list[bool], excluded: str = "", invalid: str = "", described: str = "") -> None:
+        for name, value in zip(columns, (ids, loss, excluded, invalid, described), strict=True):
+            columns[name].append(value)
+
     for row in map(json.loads, rows["row"]):
         try:
-            pieces += [(ids, loss, "") for ids, loss in pieces_of(row, **options)]
+            for ids, loss in pieces_of(row, **options):
+                add_piece(ids, loss)
+        except ExcludedExample as excluded:
+            add_piece([], [], excluded=excluded.reason)
         except ValueError as error:
-            pieces.append(([], [], str(error)))
+            described = f"{row['where']}: {error}"
+            add_piece([], [], invalid=getattr(error, "reason", str(error)), described=described)
     if not rank:
         progress(min(total, (indices[-1] + 1) * processes), total)
-    columns = {name: [piece[i] for piece in pieces] for i, name in enumerate(("ids", "loss", "fault"))}
     return columns | {"size": list(map(len, columns["ids"]))}
+
+
+def count_rejected(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
+    """Return the counts with what became of the examples when they were tokenised."""
+    counts = replace(counts, excluded=dict(counts.excluded), invalid=dict(counts.invalid))
+    column = tokenized.data.column
+    for entry in column("excluded").value_counts().to_pylist():
+        if entry["values"]:
+            counts.exclude(entry["values"], entry["counts"])
+            counts.used -= entry["counts"]
+    for entry in column("invalid").value_counts().to_pylist():
+        if entry["values"]:
+            first = next(filter(None, column("described").to_pylist()))
+            counts.invalidate(entry["values"], first, entry["counts"])
+            counts.used -= entry["counts"]
+    return counts
 
 
 def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
@@ -138,21 +192,23 @@ def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
     yield from (lay_out(**pieces[row], length=length) for row in best_fit(tokenized["size"], length))
 
 
-def packed_rows(
+def prepare_rows(
     config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
-) -> "Dataset":
-    """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors,
-    memory-mapped.
+) -> CountedRows:
+    """Return the training set, a `datasets.Dataset` whose rows are dictionaries of (T,) tensors,
+    memory-mapped; and what became of all examples.
 
     It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and
     `digest` of the tokenizer and its chat template. `progress(texts done, texts)` is called meanwhile.
-    Raises ValueError when more than `bad_rows` rows do not go through the template, or there is nothing
-    to train on.
+    Raises ValueError when more than `max_invalid` of the examples are broken.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
     disable_progress_bars()
-    raw = mixed_rows(config)
+    mixed = mixed_rows(config)
+    raw = mixed.rows
+    if not len(raw):
+        return CountedRows(None, mixed.counts)
     parts = [(source_digest(part), weight) for part, weight in single(config)]
     shape = [FORMAT, digest, parts, config.limit, config.length]
     key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
@@ -160,6 +216,7 @@ def packed_rows(
     if processes > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes instead of threads
     lists = {"ids": List(Value("int32")), "loss": List(Value("bool"))}
+    reasons = dict.fromkeys(("excluded", "invalid", "described"), Value("string"))
     options = {"tokenizer": tokenizer, "length": config.length}
     tokenized = raw.map(
         tokenize,
@@ -168,17 +225,17 @@ def packed_rows(
         with_rank=True,
         batch_size=256,
         remove_columns=raw.column_names,
-        features=Features(lists | {"fault": Value("string"), "size": Value("int32")}),
+        features=Features(lists | reasons | {"size": Value("int32")}),
         fn_kwargs=options | {"total": len(raw), "processes": processes, "progress": progress},
         num_proc=processes if processes > 1 else None,
         new_fingerprint=f"{key}-tokenized",
     )
-    faults = [fault for fault in tokenized.with_format(None)["fault"] if fault]
-    check_faults(faults, len(raw), config.bad_rows)
-    if faults:
-        tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
-    if len(tokenized) == 0:
-        raise ValueError("no row to train on is left: one of ten is held out for evaluation")
+    counts = count_rejected(tokenized, mixed.counts)
+    counts.check(config.max_invalid)
+    if not counts.used:
+        return CountedRows(None, counts)
+    if counts.used < len(raw):
+        tokenized = tokenized.filter(lambda size: size > 0, input_columns="size", new_fingerprint=f"{key}-sound")
     packed = Dataset.from_generator(
         filled_rows,
         features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
@@ -186,19 +243,46 @@ def packed_rows(
         fingerprint=f"{key}-packed",
         writer_batch_size=256,
     )
-    return packed.with_format("torch")
+    return CountedRows(packed.with_format("torch"), counts)
 
 
-def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
-    """Yield every training row, uncut, as token ids: what an n-gram model counts. Raises ValueError
-    when more than `bad_rows` rows do not go through the chat template."""
-    rows, faults = mixed_rows(config), []
-    for row in rows:
+def packed_rows(
+    config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
+) -> "Dataset":
+    """Return the rows of `prepare_rows`. Raises ValueError where there are none."""
+    prepared = prepare_rows(config, tokenizer, digest, progress)
+    refuse_no_rows(prepared.counts)
+    return prepared.rows
+
+
+def refuse_no_rows(counts: ExampleCounts) -> None:
+    """Raise ValueError, with the reasons, where no example is learnt from."""
+    if counts.used:
+        return
+    advice = ""
+    if NO_ANSWER in counts.excluded:
+        advice = "; ./launch.sh regenerate lets the target write answers"
+    elif counts.held_out:
+        advice = "; one example of ten is held out for evaluation"
+    raise ValueError(f"no example to train on; {counts.summary()}{advice}")
+
+
+def token_documents(config: DataConfig, tokenizer, counts: ExampleCounts) -> Iterator[list[int]]:
+    """Yield every training row, uncut, as token ids: what an n-gram model counts. Add what became of
+    all examples to `counts`. Raises ValueError when more than `max_invalid` of them are broken."""
+    mixed = mixed_rows(config)
+    counts.add(mixed.counts)
+    for stored in mixed.rows:
+        row = json.loads(stored["row"])
         try:
-            yield from (ids for ids, _ in pieces_of(json.loads(row["row"]), tokenizer, sys.maxsize))
+            yield from (ids for ids, _ in pieces_of(row, tokenizer, sys.maxsize))
+        except ExcludedExample as excluded:
+            counts.exclude(excluded.reason)
+            counts.used -= 1
         except ValueError as error:
-            faults.append(str(error))
-    check_faults(faults, len(rows), config.bad_rows)
+            counts.invalidate(getattr(error, "reason", str(error)), f"{row['where']}: {error}")
+            counts.used -= 1
+    counts.check(config.max_invalid)
 
 
 def row_index(sample: int, rows: int, seed: int) -> int:

@@ -1,7 +1,7 @@
-"""Rows to learn from: files, data sets of the hub, mixtures of them; each row once, broken ones counted
-and left out.
+"""Rows to learn from: files, data sets of the hub, mixtures of them; each example once. What becomes of
+every example is counted (data/counts.py).
 
-A row is {"prompt", "text", "cut", "chat"}, see data/chat.py.
+A row is {"prompt", "text", "cut", "chat"}, see data/chat.py, and "where", its file and line.
 """
 
 import gzip
@@ -14,16 +14,18 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from data.chat import NothingWhole, checked, normalise
+from data.chat import checked, normalise
 from data.corpus import stdlib_documents
+from data.counts import ExampleCounts, ExcludedExample, InvalidExample
 
 # What the embedded target wrote after prompts from its training text.
 ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")  # of files that are read
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or
 # another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices such
 # a change.
-FORMAT = 5
+FORMAT = 6
 LONGEST = 64 << 20  # characters of a line, bytes of a text
 # Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind
 # the first 500.
@@ -50,15 +52,15 @@ class DataConfig:
 
     source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources;
         jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts;
-        self: of regenerate, questions that the target writes
+        self: of regenerate, questions that the target writes. A path that exists means jsonl
     path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each;
-        of hub, the name or folder
+        of hub, the name, or a folder with a copy of the data set and its README.md
     split: of hub, which split
     parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
     length: tokens in a packed row; longer texts are split
     limit: most documents that are taken; None: all. Of self, how many questions are written
-    bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share
-        of all rows; more end the run
+    max_invalid: largest share of the examples that may be broken (no JSON, wrong types); more end the
+        run. Examples that a rule leaves out, as without an answer, do not count
     """
 
     source: str = "embedded"
@@ -67,7 +69,10 @@ class DataConfig:
     parts: list[DataPart] = field(default_factory=list)
     length: int = 512
     limit: int | None = None
-    bad_rows: float = 100
+    max_invalid: float = field(default=0.05, metadata={"renamed_from": "bad_rows"})
+
+    def __post_init__(self) -> None:
+        self.source = resolve_source(self.source, self.path)
 
     def check(self) -> None:
         """Raise ValueError for a source that cannot be read."""
@@ -77,16 +82,48 @@ class DataConfig:
             raise ValueError(f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>")
         if self.source == "self" and self.limit is None:
             raise ValueError("data.source=self needs data.limit=<how many questions the target writes>")
-        if self.source == "jsonl" and not Path(self.path).exists():
-            raise ValueError(f"data.path={self.path}: no such file or folder")
+        if self.path is not None:
+            self._check_path()
         if (self.source == "mixture") != bool(self.parts):
             raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
         if any(not part.weight > 0 for part in self.parts):
             raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
-        for name, least in (("limit", 1), ("bad_rows", 0), ("length", 16)):
+        for name, least in (("limit", 1), ("max_invalid", 0), ("length", 16)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name}={value}: at least {least}")
+        if self.max_invalid > 1:
+            raise ValueError(f"data.max_invalid={self.max_invalid:g}: a share of the examples, from 0 to 1")
+
+    def _check_path(self) -> None:
+        """Raise ValueError for a path that the source does not read."""
+        missing = f"data.path={self.path}: no such file or folder"
+        if self.source in ("self", "mixture"):
+            raise ValueError(f"data={self.source} and data.path={self.path}: give one of them")
+        if self.source == "jsonl" and not Path(self.path).exists():
+            raise ValueError(missing)
+        if self.source == "hub" and not Path(self.path).exists() and names_a_file(self.path):
+            raise ValueError(f"{missing}, and no name on the hub, which is <owner>/<name>")
+        if self.source in ("embedded", "stdlib"):
+            hub = "" if names_a_file(self.path) else f"; of a data set on the hub: data=hub data.path={self.path}"
+            raise ValueError(missing + hub)
+
+
+def resolve_source(source: str, path: str | None) -> str:
+    """Return the source that is read: a path that exists is a file or folder of the user's own,
+    whatever the source was. `self` and `mixture` have no path. A folder with a README.md is a copy of a
+    data set of the hub where the source is `hub`."""
+    if not path or source in ("self", "mixture") or not Path(path).exists():
+        return source
+    if source == "hub" and (Path(path) / "README.md").is_file():
+        return source
+    return "jsonl"
+
+
+def names_a_file(path: str) -> bool:
+    """Return whether a path can only be meant as a file or folder: it has a suffix of files that are
+    read, or is no <owner>/<name>."""
+    return path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def check_source(config: DataConfig, target: str, instead: str = "") -> None:
@@ -94,7 +131,7 @@ def check_source(config: DataConfig, target: str, instead: str = "") -> None:
     command takes besides."""
     if config.source == "embedded" and target != "embedded":
         raise ValueError(
-            "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
+            "data.source=embedded is what the embedded target wrote: use data.path=<your files>, "
             f"data=stdlib{instead}, for target.path={target}"
         )
 
@@ -106,8 +143,8 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
         return [(config, 1.0)]
     parts = []
     for part in config.parts:
-        source = "jsonl" if Path(part.path).exists() else "hub"
-        parts.append((replace(config, source=source, path=part.path, split=part.split, parts=[]), part.weight))
+        data = replace(config, source="hub", path=part.path, split=part.split, parts=[])
+        parts.append((data, part.weight))
     return parts
 
 
@@ -147,7 +184,7 @@ def _lines(file: Path) -> Iterator[object]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield ValueError(f"no JSON ({error})")
+                yield InvalidExample("no JSON", str(error))
 
 
 def _parquet(file: Path) -> Iterator[object]:
@@ -193,55 +230,39 @@ def refuse_unwritten(config: DataConfig) -> None:
         )
 
 
-def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
+def read_rows(config: DataConfig, answered: bool = True, counts: ExampleCounts | None = None) -> Iterator[dict]:
     """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages,
     which end with an answer or, if not `answered`, with a question. Only digests of the rows are kept
     in memory.
 
-    Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError,
-    naming file and line, when there are more than `bad_rows` of them, or no others.
+    `counts` says, when all is read, what became of every example. Raises ValueError, naming file and
+    line, when more than `max_invalid` of them are broken, or there are none.
     """
     refuse_unwritten(config)
-    faults, seen, count, cut = [], set(), 0, 0
+    counts = ExampleCounts() if counts is None else counts
+    seen = set()
     for where, record in _records(config):
-        count += 1
         try:
             if isinstance(record, ValueError):
                 raise record
             row = normalise(record, answered)
-            # no row with half a surrogate pair
-            said = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()
-        except NothingWhole:
-            cut += 1
+            # fails for half a surrogate pair
+            content = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()
+            key = hashlib.blake2b(content, digest_size=8).digest()
+            if key in seen:
+                raise ExcludedExample("there more than once, and taken once")
+        except ExcludedExample as excluded:
+            counts.exclude(excluded.reason)
             continue
         except ValueError as error:
-            faults.append(f"{where}: {error}")
-            if len(faults) > config.bad_rows >= 1:
-                break  # of a share it is seen at the end
+            counts.invalidate(getattr(error, "reason", str(error)), f"{where}: {error}")
             continue
-        key = hashlib.blake2b(said, digest_size=8).digest()
-        if key not in seen:
-            seen.add(key)
-            yield row
-    check_faults(faults, count, config.bad_rows)
-    if cut:
-        print(f"data: {cut} rows are left out, as their answers were cut within a thought", file=sys.stderr)
-    if twice := count - len(faults) - cut - len(seen):
-        print(f"data: {twice} rows are there more than once, and taken once", file=sys.stderr)
-    if not seen:
+        seen.add(key)
+        counts.used += 1
+        yield row | {"where": where}
+    if not counts.total:
         raise ValueError(f"data.path={config.path}: no rows")
-
-
-def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
-    """Report rows that are left out. Raises ValueError if they are all rows, or more than `bad_rows`,
-    below 1 a share of all."""
-    said = f"{len(faults)} of {count} rows cannot be used"
-    if len(faults) > (bad_rows * count if bad_rows < 1 else bad_rows):
-        raise ValueError(f"{said}, data.bad_rows={bad_rows:g} may be: {faults[0]}")
-    if faults and len(faults) == count:
-        raise ValueError(f"{said}: {faults[0]}")
-    if faults:
-        print(f"data: {said} and are left out: {faults[0]}", file=sys.stderr)
+    counts.check(config.max_invalid)
 
 
 def is_held_out(number: int) -> bool:
@@ -266,26 +287,50 @@ def in_turn(sources: Iterable[Iterable]) -> Iterator:
         yield from (one for one in together if one is not None)
 
 
-def training_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows of one data set to train on."""
+def training_rows(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
+    """Yield the rows of one data set to train on. `counts`: as of `read_rows`, of what was read until
+    data.limit rows were there."""
+    counts = ExampleCounts() if counts is None else counts
     if config.source == "stdlib":
-        rows = _library("train")
+        rows = _library("train", counts)
     elif config.source == "embedded":
-        rows = read_rows(replace(config, source="jsonl", path=str(ANSWERS)))
+        rows = read_rows(replace(config, path=str(ANSWERS)), counts=counts)
     else:
-        rows = (row for i, row in enumerate(read_rows(config)) if not is_held_out(i))
+        rows = _not_held_out(read_rows(config, counts=counts), counts)
     yield from islice(rows, config.limit)
 
 
-def _library(split: str) -> Iterator[dict]:
-    return (normalise({"text": document.text}) for document in stdlib_documents(split) if document.text.strip())
+def _not_held_out(rows: Iterable[dict], counts: ExampleCounts) -> Iterator[dict]:
+    """Yield the rows that are not kept for evaluation, and count the others."""
+    for number, row in enumerate(rows):
+        if is_held_out(number):
+            counts.used -= 1
+            counts.held_out += 1
+        else:
+            yield row
 
 
-def questions(config: DataConfig) -> Iterator[dict]:
-    """Yield all rows as questions, whatever their answers."""
+def _library(split: str, counts: ExampleCounts | None = None) -> Iterator[dict]:
+    """Yield the documents of Python's standard library as rows."""
+    for document in stdlib_documents(split):
+        if document.text.strip():
+            if counts is not None:
+                counts.used += 1
+            yield normalise({"text": document.text}) | {"where": document.name}
+
+
+def questions(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
+    """Yield all rows as questions, whatever their answers. `counts`: as of `read_rows`. Raises
+    ValueError where there are none."""
+    counts = ExampleCounts() if counts is None else counts
     for part, _ in single(config):
-        own = part.source in ("jsonl", "hub")
-        yield from islice(read_rows(part, answered=False) if own else training_rows(part), config.limit)
+        if part.source in ("jsonl", "hub"):
+            rows = read_rows(part, answered=False, counts=counts)
+        else:
+            rows = training_rows(part, counts)
+        yield from islice(rows, config.limit)
+    if not counts.used:
+        raise ValueError(f"data.path={config.path}: no question to ask; {counts.summary()}")
 
 
 def source_digest(config: DataConfig) -> str:
@@ -293,6 +338,6 @@ def source_digest(config: DataConfig) -> str:
     from, their files' sizes and times, FORMAT, and of Python's own sources the version."""
     files = files_of(config.path) if config.source == "jsonl" else [ANSWERS] if config.source == "embedded" else []
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    chosen = [config.source, config.path, config.split, config.limit, config.bad_rows]
+    chosen = [config.source, config.path, config.split, config.limit]
     version = sys.version if config.source == "stdlib" else None
     return hashlib.sha256(json.dumps([FORMAT, chosen, stamps, version]).encode()).hexdigest()

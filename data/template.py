@@ -14,12 +14,16 @@ from functools import lru_cache
 from jinja2 import TemplateError
 
 from data.chat import ENDED, THOUGHT
+from data.counts import ExcludedExample, InvalidExample
+from infer.utils.chat_template import readable_messages
 
 # A thought within an answer's content: what opens it, itself, what closes it, and the rest.
 INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 # marks of an answer's parts
 WORDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}
 MARK = re.compile(f"({'|'.join(WORDS.values())})([0-9]+)Z")
+NOT_SHOWN = "the chat template does not show an answer as it is"
+CALLS_NOT_SHOWN = "the chat template does not show the tool calls of an answer as they are"
 FIELDS = (THOUGHT, "reasoning", "thinking")  # what templates call a thought, the first that they know
 
 
@@ -52,14 +56,14 @@ class TemplateHabits:
 
 
 def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str:
-    """Return messages as the chat's template writes them. Raises ValueError with what the template says
+    """Return messages as the chat's template writes them. Raises ExcludedExample with what the template says
     against it."""
     try:
-        tools = chat["tools"] or None
-        told = chat["template"]
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask, **told)
+        options = {"tools": chat["tools"] or None, "add_generation_prompt": ask} | chat["template"]
+        messages = readable_messages(tokenizer, messages, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError) as error:  # roles in an order that it refuses; adding what is none to a text
-        raise ValueError(f"the chat template says: {error}") from error
+        raise ExcludedExample(f"the chat template says: {error}") from error
 
 
 def source(tokenizer) -> str:
@@ -86,11 +90,11 @@ def _habits(tokenizer, template: str, told: str) -> TemplateHabits:
 
 def readable(tokenizer, chat: dict) -> list[dict]:
     """Return a chat's messages as its template reads them: thoughts by its name for them, without what
-    only we know. Raises ValueError for what it has no place for."""
+    only we know. Raises ExcludedExample for what it has no place for."""
     template = source(tokenizer)
     known = habits(tokenizer, chat["template"])
     if chat["tools"] and not re.search(r"\btools\b", template):
-        raise ValueError("the chat template does not show tools")
+        raise ExcludedExample("the chat template does not show tools")
     messages = []
     for i, turn in enumerate(chat["messages"]):
         turn = {key: value for key, value in turn.items() if key not in ("finish", "weight", "token_ids")}
@@ -100,7 +104,7 @@ def readable(tokenizer, chat: dict) -> list[dict]:
         elif thought is not None and "</think>" in template:
             turn["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{turn['content']}"
         elif thought is not None:
-            raise ValueError(f"the chat template does not show the thought of answer {i}")
+            raise ExcludedExample("the chat template does not show the thought of an answer", f"message {i}")
         messages.append(turn)
     return messages
 
@@ -121,7 +125,8 @@ def sequences(tokenizer, chat: dict) -> list[Sequence]:
             continue
         thought = parts_of(turn)["thought"]
         if thought and "</think>" in known.asks:
-            raise ValueError(f"answer {i} has a thought, and the chat template is told that there is none")
+            reason = "an answer has a thought, and the chat template is told that there is none"
+            raise ExcludedExample(reason, f"message {i}")
         piece = _span(whole, places[i], known, chat["messages"][i], bool(thought))
         if chat["messages"][i].get("weight") == 0:
             continue
@@ -166,7 +171,7 @@ def _marked(answer: dict, i: int) -> dict:
 def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
     """Return where in `whole`, by message, its thought, what it said and its tool call stand: [start,
     end) each; and "from", the start of the first of them, and "before", the template's text before
-    that. `marked` is the same with marks. Raises ValueError where the two do not agree."""
+    that. `marked` is the same with marks. Raises ExcludedExample where the two do not agree."""
     whole += "\0"
     before, *rest = MARK.split(marked + "\0")  # text, then word, number and text of each mark
     kinds = {word: kind for kind, word in WORDS.items()}
@@ -179,26 +184,25 @@ def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
         forms = (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n"))
         shown = next((form for form in forms if whole.startswith(form + behind, at)), None)
         if shown is None or kind in place:
-            raise ValueError(f"the chat template does not show answer {i} as it is")
+            raise ExcludedExample(NOT_SHOWN, f"message {i}")
         place[kind] = (at, at + len(shown))
         at, before = at + len(shown + behind), behind
     for i, turn in enumerate(messages):
         if turn["role"] == "assistant":
             kind, place = "call" if turn.get("tool_calls") else "said", places.get(i, {})
             if kind not in place or (turn["content"].strip() and "said" not in place):
-                shown = "the tool calls of answer" if kind == "call" else "answer"
-                raise ValueError(f"the chat template does not show {shown} {i} as it is")
+                raise ExcludedExample(CALLS_NOT_SHOWN if kind == "call" else NOT_SHOWN, f"message {i}")
             place.setdefault("said", (place[kind][0],) * 2)  # a call without words
     return places
 
 
 def _check_results(messages: list[dict], whole: str) -> None:
-    """Raise ValueError where a tool's result is not in the text: its longest word, as the rest may be
+    """Raise ExcludedExample where a tool's result is not in the text: its longest word, as the rest may be
     quoted."""
     for i, turn in enumerate(messages):
         word = max(re.findall(r"\w+", turn["content"]), key=len, default="")
         if turn["role"] == "tool" and word not in whole:
-            raise ValueError(f"the chat template does not show the tool's result in message {i}")
+            raise ExcludedExample("the chat template does not show the result of a tool", f"message {i}")
 
 
 def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: bool) -> Learnt:
@@ -221,7 +225,7 @@ def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: 
         ends = known.ends.strip() or known.ends
         end = whole.find(ends, place["call"][1]) if ends else len(whole)
         if end < 0:
-            raise ValueError("the chat template does not show where tool calls end")
+            raise ExcludedExample("the chat template does not show where tool calls end")
     return Learnt(start, end, answer)
 
 
@@ -268,8 +272,10 @@ def tokenize_sequence(tokenizer, text: str, pieces: list[Learnt]) -> tuple[list[
 
 def written(tokenizer, piece: Learnt, text: str, special: set[int]) -> list[int] | None:
     """Return the ids that the target wrote an answer in, without what ended it, if they are known and
-    say the same."""
+    say the same. Raises InvalidExample for an id that the tokenizer does not have."""
     ids = list(piece.answer.get("token_ids", ()))
+    if ids and max(ids) >= len(tokenizer):
+        raise InvalidExample("token_ids are outside the vocabulary", f"{max(ids)} of {len(tokenizer)}")
     while ids and ids[-1] in special:
         ids.pop()
     return ids if ids and tokenizer.decode(ids) == text[piece.start : piece.end] else None

@@ -19,6 +19,7 @@ from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
 from infer.targets.target import Target
+from infer.utils.chat_template import readable_messages
 
 AnyTarget = Target | MaskedModel
 Options = DecodeOptions | MaskedOptions
@@ -228,7 +229,9 @@ def encode(
             if tools and not re.search(r"\btools\b", str(tokenizer.get_chat_template())):
                 raise ValueError("this model's chat template does not show tools")
             options |= {"tools": list(tools)} if tools else {}
-            found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **options)
+            options |= {"add_generation_prompt": True}
+            messages = readable_messages(tokenizer, list(prompt), **options)
+            found = tokenizer.apply_chat_template(messages, return_dict=True, **options)
         else:
             found = tokenizer(prompt)
         return found["input_ids"]

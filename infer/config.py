@@ -345,9 +345,9 @@ class EvaluationConfig:
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
-    minutes: so long prompts are begun, at checkpoints before the last a quarter of it; the kinds of
-        prompts share it, and so do a suite's sets. The report says how many there was time for. null: no
-        limit, as suite= has it
+    minutes: so long prompts are begun, at checkpoints before the last a quarter of it; one that is begun
+        is finished with every method. The kinds of prompts share it, and so do a suite's sets. The report
+        says how many there was time for. null: no limit, as suite= has it
     continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured
         too, and the n-grams alone, without a drafter. null: the file that lies beside the drafter's
         weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no

@@ -25,6 +25,8 @@ MAX_ROOM_DOCSTRING_LINES = 4  # what lives here; what it may import; where to st
 # Package -> packages that it may not import. infer/cli may import data and train inside functions, and the modules of
 # OPTION_MODULES, which load no torch, where a command's options have their dataclasses as fields.
 FORBIDDEN_IMPORTS = {"data": {"infer", "train"}, "infer": {"train", "data"}, "train": set()}
+# What data may import all the same: how a chat template takes tool calls is one function for training and decoding.
+SHARED_MODULES = {"infer.utils.chat_template"}
 
 # Room of infer/ -> what it may import of infer/ besides itself and infer.config.
 _BELOW_ENGINE = {"utils", "ngrams", "attention", "trees", "targets", "drafters"}
@@ -110,6 +112,7 @@ def import_faults(code: str, package: str, cli: bool = False) -> list[str]:
         for name in imported(node for node in nodes(code) if node not in inside)
         if name.split(".")[0] in FORBIDDEN_IMPORTS[package]
     ]
+    allowed = allowed | SHARED_MODULES if package == "data" else allowed
     return relative + [name for name in outside if name not in allowed]
 
 

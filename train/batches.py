@@ -4,13 +4,13 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from data.packing import batch, packed_rows
+from data.packing import CountedRows, batch, prepare_rows, refuse_no_rows
 from infer.targets.target import Target
 from infer.utils.entry import Stopped
 from infer.utils.progress import Progress
@@ -19,9 +19,6 @@ from train.config import TrainConfig
 from train.divergences import DIVERGENCES
 from train.engine import micro_batch
 from train.objective import RowPlan, plan_rows, position_weights
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class Pass(NamedTuple):
@@ -49,20 +46,23 @@ def seeded(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
-    """Return the packed rows: one process of each machine makes them, the others find them in the
-    cache. Raises ValueError, naming the cache, if it is damaged or cannot be written."""
+def prepared_rows(config: TrainConfig, target: Target) -> CountedRows:
+    """Return the packed rows, and what became of all examples: one process of each machine makes them,
+    the others find them in the cache. Raises ValueError where there are no rows, and, naming the cache,
+    if that is damaged or cannot be written."""
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
 
-    def rows() -> "Dataset":
+    def rows() -> CountedRows:
         try:
-            return packed_rows(config.data, target.tokenizer, target.tokenizer_digest, shown)
+            prepared = prepare_rows(config.data, target.tokenizer, target.tokenizer_digest, shown)
         except (OSError, ArrowException) as error:
             raise ValueError(
                 f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "
                 "damaged, delete it: the rows are read anew"
             ) from error
+        refuse_no_rows(prepared.counts)
+        return prepared
 
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     shown = Progress("tokenising", "texts", quiet=dist.get_rank() > 0)

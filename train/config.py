@@ -58,8 +58,11 @@ class OptimConfig:
         process's share of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
-    minutes: length of the run in minutes of its steps, whatever steps and epochs say: evaluations and
-        saves do not count, nor on a CPU the time that other programs take
+    minutes: length of the run in minutes of its steps, whatever steps and epochs say; what comes before
+        the first step, evaluations and saves do not count
+    clock: what minutes are of. wall: as a clock on the wall; processor: on a CPU the processor time of
+        the main thread, which other programs do not shorten but which may take several times as long on
+        the wall
     precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on a CPU with AMX, else
         float32; on a CPU the target's too while it teaches. Weights stay float32, and
         so do evaluations there
@@ -75,11 +78,13 @@ class OptimConfig:
     epochs: float = 6.0
     steps: int | None = None
     minutes: float | None = None
+    clock: str = "wall"
     precision: str = "auto"
 
     def check(self) -> None:
         """Raise ValueError for settings that cannot train."""
         one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
+        one_of(self, "optim.", clock=("wall", "processor"))
         above_zero(self, "optim.", "lr", "epochs", "clip", "minutes")
         at_least(self, "optim.", batch=1, micro=1, steps=1)
         if not 0 <= self.warmup < 1:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.packing import packed_rows
+from data.packing import prepare_rows, refuse_no_rows
 from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
@@ -35,6 +35,7 @@ from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 
 MANIFEST = "manifest.json"
+NO_INFLUENCE = ("data.max_invalid",)  # options that change no row
 SHARD = 512 * 10**6  # bytes, about
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
 
@@ -91,7 +92,7 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
     if (out / MANIFEST).exists():
         found = read_manifest(out)
         message = f"{out} holds features of another {{keys}}: choose another out="
-        refuse_other_settings(found, manifest, message, free=("shards", "sha256"))
+        refuse_other_settings(found, manifest, message, free=("shards", "sha256", *NO_INFLUENCE))
         manifest = found
     hidden = target.config.hidden_size
     count = max(1, SHARD // row_bytes(config.data.length, len(layers), hidden, config.store))
@@ -159,8 +160,9 @@ def read_manifest(folder: Path) -> dict:
         sound = False
     if not sound:
         raise ValueError(f"{file} is damaged, or was written by another version")
-    options = DataConfig.__dataclass_fields__  # an earlier version had more of them
-    return manifest | {"data": {key: value for key, value in manifest["data"].items() if key in options}}
+    defaults = asdict(DataConfig())  # an earlier version had other options
+    known = {key: value for key, value in manifest["data"].items() if key in defaults}
+    return manifest | {"data": defaults | known}
 
 
 class StoredRows:
@@ -191,7 +193,8 @@ class StoredRows:
         known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]
         if {*layers} <= {*known["layers"]}:
             self._chosen, known["layers"] = [known["layers"].index(layer) for layer in layers], layers
-        refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")
+        message = f"{self.folder} has features of another {{keys}}"
+        refuse_other_settings(known, expected, message, NO_INFLUENCE)
 
     def column_parts(self, name: str) -> Iterator[np.ndarray]:
         """Yield a column of all rows, shard by shard, (entries,) each."""
@@ -237,8 +240,12 @@ def store_features(config: FeaturesConfig) -> None:
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     target = open_target(config.target)
     layers = tapped_layers(config.drafter, target.config)
-    dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
+    tokenizer, digest = target.tokenizer, target.tokenizer_digest
+    prepared = prepare_rows(config.data, tokenizer, digest, Progress("tokenising", "texts"))
+    refuse_no_rows(prepared.counts)
+    dataset = prepared.rows
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
+    print(*prepared.counts.lines(), sep="\n")
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
     with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))

@@ -189,7 +189,8 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
     """Load everything into memory, from the folder's newest undamaged checkpoint if there is one."""
     stored = StoredRows(asked.features) if asked.features else None
     target = load_frozen(asked, device, target_dtype(asked, device), stored)
-    dataset = stored if stored is not None else prepared_rows(asked, target)
+    prepared = None if stored is not None else prepared_rows(asked, target)
+    dataset = stored if prepared is None else prepared.rows
     config, memory = completed(asked, target, dataset, device)
     size = config.drafter.vocabulary
     drafter = initial_drafter(config, target, frequent_tokens(dataset, size, target) if size else None)
@@ -198,6 +199,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
     few = first_only(lambda: note_few_prompts(config, target))
     first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
     said = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens, device))
+    said[2:2] = prepared.counts.lines() if prepared is not None else []  # behind the line about data
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, memory, sep="\n", flush=True)
     if config.target.shard:
@@ -278,7 +280,8 @@ def run_steps(run: RunState) -> Path:
 def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
     """Take a step, counted from 1, and write its line; return that."""
     began, config, engine, course, step = time.perf_counter(), run.config, run.engine, run.course, run.course.step + 1
-    clock = time.thread_time if run.device.type == "cpu" else time.perf_counter
+    processor_time = run.device.type == "cpu" and config.optim.clock == "processor"
+    clock = time.thread_time if processor_time else time.perf_counter
     before = clock()
     HEARTBEAT.at(f"training: step {step}, reading its rows")
     rows = prefetch()

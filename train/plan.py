@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from data.packing import packed_rows
-from data.rows import read_rows, single
+from data.chat import NO_ANSWER
+from data.counts import ExampleCounts
+from data.packing import CountedRows, prepare_rows
+from data.rows import single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
 from infer.drafters.heads.base import head_rows
@@ -218,23 +220,32 @@ def process_memory(work: Work) -> float:
     return libraries + max(sum(parts.values()), kept + copy + (parts["target"] != copy) * copy)
 
 
-def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
-    """Return the training rows, which the run will find in the cache; None where they are not on this
-    machine yet, or are questions whose answers the target is still to write."""
-    if any(data.source == "hub" for data, _ in single(config.data)):
-        return None
+def rows_of(config: TrainConfig, tokenizer) -> CountedRows:
+    """Return the training rows, which the run will find in the cache, and what became of all examples;
+    no rows where no example has something to learn, as with questions that the target is still to
+    answer, or where the data are not on this machine yet."""
+    if config.data.source == "self" or any(data.source == "hub" for data, _ in single(config.data)):
+        return CountedRows(None, ExampleCounts())
+    progress = Progress("tokenising", "texts")
+    return prepare_rows(config.data, tokenizer, tokenizer_digest(tokenizer), progress)
+
+
+def time_line(config: TrainConfig, prepared: CountedRows | None) -> str:
+    """Say how many steps or minutes a run has, as far as that is known; `prepared`: None without a
+    tokenizer."""
     if config.data.source == "self":
-        print("data=self has no rows yet: ./launch.sh regenerate lets the target write questions and answers")
-        return None
-    try:
-        return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
-    except ValueError:
-        if config.data.source != "jsonl":
-            raise
-        # raises for rows that are no questions either
-        count = sum(1 for _ in read_rows(config.data, answered=False))
-        print(f"{count:,} questions without answers to learn from: ./launch.sh regenerate lets the target write them")
-        return None
+        return "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target write questions and answers"
+    known = prepared is not None and prepared.counts.total > 0
+    if known and prepared.rows is None:
+        if NO_ANSWER in prepared.counts.excluded:
+            return "unknown: questions without answers, ./launch.sh regenerate lets the target write them"
+        return "unknown: there is no example to learn from"
+    if config.optim.minutes is not None:
+        return f"{config.optim.minutes:g} minutes of steps, without evaluations"
+    if config.optim.steps is None and not known:
+        return "unknown: the number of steps follows from the data, which are not on this machine yet"
+    rows = len(prepared.rows) if known else 0
+    return f"{total_steps(config, rows):,} steps, without evaluations"
 
 
 def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:
@@ -251,7 +262,8 @@ def print_plan(config: TrainConfig) -> None:
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     options = config.target
     theirs = target_config(config)
-    tokenizer, rows, mask = None, None, ""
+    tokenizer = prepared = rows = None
+    mask = ""
     refuse_unsupported(theirs)
     work = work_of(config, theirs)
     try:
@@ -259,7 +271,8 @@ def print_plan(config: TrainConfig) -> None:
     except FileNotFoundError:  # of a model in conf/target that cannot be reached
         pass
     else:
-        rows = rows_of(config, tokenizer)
+        prepared = rows_of(config, tokenizer)
+        rows = prepared.rows
         mask = mask_of(config, theirs.get_text_config(), tokenizer, rows)
     shape, device = work.shape, "GPU" if work.device.type == "cuda" else "CPU"
     print(
@@ -275,9 +288,9 @@ def print_plan(config: TrainConfig) -> None:
     if device == "CPU" and Path("/proc/self/statm").exists():
         print(f"           {in_bytes(process_memory(work)):>10}  in all, with libraries and an evaluation's copies")
     stored = row_bytes(1, shape.tapped, shape.hidden, "bfloat16")
-    steps = config.optim.steps or 1000
-    known = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
+    line = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
     if rows is not None:
-        known, steps = f"{len(rows):,} rows, {known}", total_steps(config, len(rows))
-    spent = f"{config.optim.minutes:g} minutes of steps" if config.optim.minutes else f"{steps:,} steps"
-    print(f"data       {known}\ntime       {spent}, without evaluations")
+        line = f"{len(rows):,} rows, {line}"
+    if prepared is not None and prepared.counts.total:
+        print(*prepared.counts.lines(), sep="\n")
+    print(f"data       {line}\ntime       {time_line(config, prepared)}")

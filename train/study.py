@@ -56,6 +56,7 @@ class StudyCommand:
         the variant, for options that do not go together."""
         name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:150]
         own = [f"seed={seed}", f"name={name}-{seed}", f"runs_dir={self.out}", "checkpoints=1", "evaluation.prompts=0"]
+        own.append("optim.clock=processor")  # other programs take nothing from any variant
         try:
             return composed("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
         except ValueError as error:

@@ -55,7 +55,7 @@ def run(config: CompareCommand) -> None:
     target, drafters = load_all(config.target, config.checkpoints, config.drafter)
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
-        progress = Progress(f"evaluating {name}", "prompts")
+        progress = Progress(f"evaluating {name}", "prompts", minutes=options.minutes)
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

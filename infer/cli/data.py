@@ -1,16 +1,17 @@
 """`data`: what would be learnt of a data set, before anything is trained."""
 
+import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 
-from data.rows import DataConfig
+from data.rows import DataConfig, check_source
 from infer.cli.models import OfTarget
 from infer.utils.checks import at_least
 
-SAMPLE = 2000  # rows that are counted, from the first on
+SAMPLE = 2000  # used examples that lengths are taken of, from the first on
 
 
 @dataclass
@@ -29,32 +30,36 @@ class DataCommand(OfTarget):
         """Raise ValueError for what cannot be shown."""
         super().check()
         at_least(self, show=0)
+        check_source(self.data, self.target.path)
 
 
 def run(config: DataCommand) -> None:
-    from data.packing import pieces_of
-    from data.rows import single, training_rows
+    from data.counts import ExampleError
+    from data.packing import mixed_rows, pieces_of, prepare_rows, refuse_no_rows
     from infer.targets.loading import load_tokenizer
+    from infer.targets.target import tokenizer_digest
+    from infer.utils.progress import Progress
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
-    faults, read = Counter(), []  # (row, its sequences)
-    rows = chain.from_iterable(training_rows(part) for part, _ in single(config.data))
-    for row in islice(rows, SAMPLE):
-        try:
+    digest = tokenizer_digest(tokenizer)
+    prepared = prepare_rows(config.data, tokenizer, digest, Progress("tokenising", "texts"))
+    refuse_no_rows(prepared.counts)
+    read = []  # (row, its sequences)
+    for stored in islice(mixed_rows(config.data).rows, SAMPLE):
+        row = json.loads(stored["row"])
+        with suppress(ExampleError):  # it is among the counts
             read.append((row, pieces_of(row, tokenizer, sys.maxsize)))  # not cut to rows
-        except ValueError as error:
-            faults[str(error)] += 1
-    if not read:
-        raise ValueError(f"nothing would be learnt: {next(iter(faults), 'there are no rows')}")
-    print("\n".join(report(read, faults, place.chat_template_kwargs)))
+    print(*prepared.counts.lines(), sep="\n")
+    print(f"packed     {len(prepared.rows):,} rows of {config.data.length:,} tokens")
+    print("\n".join(report(read, place.chat_template_kwargs)))
     for number, (_, sequences) in enumerate(read[: config.show], 1):
         for ids, loss in sequences:
             print(f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}")
 
 
-def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iterator[str]:
-    """Yield the lines of counts and lengths of rows and their sequences; `kwargs`: what the chat
+def report(read: list[tuple[dict, list]], kwargs: dict) -> Iterator[str]:
+    """Yield lines about the kinds and lengths of some rows and their sequences; `kwargs`: what the chat
     template is told."""
     chats = [row["chat"] for row, _ in read if row["chat"]]
     answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
@@ -62,9 +67,7 @@ def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iter
     cut = sum(turn.get("finish") == "length" for turn in answers) + sum(row["cut"] for row in others)
     lengths = sorted(len(ids) for _, sequences in read for ids, _ in sequences)
     total, learnt = sum(lengths), sum(sum(loss) for _, sequences in read for _, loss in sequences)
-    yield f"rows       {len(read):,} read: {len(chats):,} chats, {len(others):,} texts or prompts with an answer"
-    for fault, count in faults.most_common(3):
-        yield f"left out   {count:,}: {fault}"
+    yield f"sample     {len(read):,} of the used examples: {len(chats):,} chats, {len(others):,} other texts"
     told = sum(bool(chat["template"]) for chat in chats)
     yield f"template   told {kwargs or 'nothing'}; {told:,} rows tell it more themselves"
     yield f"answers    {len(answers) + len(others):,}, of which {cut:,} were cut by a limit: learnt without an end"

@@ -71,7 +71,7 @@ def run(config: EvalCommand) -> None:
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
     if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
         print(few, file=sys.stderr)
-    progress = Progress("evaluating", "prompts")
+    progress = Progress("evaluating", "prompts", minutes=options.minutes)
     if masked:
         way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
         result = evaluate_masked(target, ids, way, progress, options.minutes)

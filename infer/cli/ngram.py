@@ -31,6 +31,7 @@ class NgramCommand(OfTarget):
 
 
 def run(config: NgramCommand) -> None:
+    from data.counts import ExampleCounts
     from data.packing import token_documents
     from infer.ngrams.count import count_ngrams, usual_order
     from infer.targets.loading import load_config, load_tokenizer
@@ -41,10 +42,13 @@ def run(config: NgramCommand) -> None:
     tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
     theirs = load_config(place.path, place.trust_remote_code)
     vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
-    documents, digest = token_documents(config.data, tokenizer), tokenizer_digest(tokenizer)
+    counts = ExampleCounts()
+    documents = token_documents(config.data, tokenizer, counts)
+    digest = tokenizer_digest(tokenizer)
     order, out, counted = config.order or usual_order(vocabulary), Path(config.out), Progress("counting", "tokens")
     model = count_ngrams(documents, vocabulary, order, out, digest, counted, config.threshold)
     counted.close()
+    print(*counts.lines(), sep="\n")
     nodes = sum(model.nodes)
     print(
         f"{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "

@@ -116,6 +116,8 @@ def answer(config: RegenerateCommand, out: Path) -> None:
 
     place, server, options = config.target, config.server, config.decoding
     itself = config.data.source == "self"
+    if not itself:
+        print_counts(config.data)
     if server or itself:
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
         identity = {"tokenizer": tokenizer_digest(tokenizer)}
@@ -157,6 +159,18 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         rows = partial(iter, asked_rows(config, openings, tokenizer, file))
     counts = write(rows, options, out)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+
+
+def print_counts(data: DataConfig) -> None:
+    """Read the questions of a data set and print how many there are. Raises ValueError, before a model
+    is loaded, where there are none or too many are broken."""
+    from data.counts import ExampleCounts
+    from data.rows import questions
+
+    counts = ExampleCounts()
+    for _ in questions(data, counts):
+        pass
+    print(*counts.lines(), sep="\n", file=sys.stderr)
 
 
 def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:

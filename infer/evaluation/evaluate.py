@@ -41,6 +41,7 @@ def evaluate(
     parts = parts_of(prompts, config)
     measured = decode_all(target, drafter, parts, progress)
     result = summarise(target, drafter, parts, measured)
+    measured = [of_part for of_part in measured if of_part[0].texts]  # the others had no time
     return replace(
         explain_differences(target, result, measured[0]),
         beside=[explain_differences(target, *pair) for pair in zip(result.beside, measured[1:], strict=True)],
@@ -89,7 +90,8 @@ def decode_all(
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also
     keep what a report shows of the texts, and replay greedy ones by trees. Where transformers' plain
     decoding is slower than ours there, it is left out of the other parts. The parts share
-    `evaluation.minutes` by their answers."""
+    `evaluation.minutes` by their answers; parts behind the first are left out, and have no texts, where
+    no time is left."""
     total, done, results, slower = sum(len(part.prompts) for part in parts), 0, [], False
     end = time.monotonic() + 60 * (parts[0].config.minutes or math.inf)
     answers = [len(part.prompts) * len(variants(drafter, part.config)) for part in parts]
@@ -101,6 +103,9 @@ def decode_all(
         prompts = [prompt.ids for prompt in part.prompts]
         every = [one for one in variants(drafter, part.config) if not (slower and one.name == GENERATE.name)]
         now = time.monotonic()
+        if number and decided(target, now > end):
+            results.append([Measured(variant) for variant in every])
+            continue
         until = now + max(0.0, end - now) * answers[number] / max(1, sum(answers[number:]))
         results.append(measure(target, drafter, every, prompts, onwards, part.numbers, until))
         slower = slower or decided(target, fastest_plain(results[0]) is results[0][0])
@@ -116,12 +121,22 @@ def decode_all(
 def summarise(
     target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Evaluation:
-    """Return the figures of an evaluation, what is reported beside it included."""
+    """Return the figures of an evaluation, what is reported beside it included. What there was no time
+    for is named in the first part's `cut`."""
     found = []
+    left_out = []
     for part, of_part in zip(parts, measured, strict=True):
+        if not of_part[0].texts:
+            left_out.append(part.what)
+            continue
         cut = cut_at(part.config.minutes, len(of_part[0].texts), len(part.prompts))
         found.append(summarise_part(target, drafter, replace(part, cut=cut), of_part))
     first, *beside = found
+    if left_out:
+        names = ", ".join(left_out)
+        limit = f"evaluation.minutes={parts[0].config.minutes:.3g}"
+        cut = f"{first.cut}, and none for {names}" if first.cut else f"{limit} had no time for {names}"
+        first = replace(first, cut=cut)
     return replace(first, beside=beside, reference=reference_among(target, drafter, parts, measured))
 
 
@@ -132,7 +147,7 @@ def reference_among(
     chain."""
     for part, of_part in zip(parts, measured, strict=True):
         known = dict(zip(part.numbers, part.prompts, strict=True))
-        for one in of_part if part.config.temperature == 0 else ():
+        for one in of_part if part.config.temperature == 0 and of_part[0].texts else ():
             if one.variant.name == "chain" and any(prompt.said for prompt in part.prompts):
                 return reference_of(target, drafter, [known[each.number] for each in one.prompts], one.texts)
     return None

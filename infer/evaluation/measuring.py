@@ -159,7 +159,7 @@ def measure(
 ) -> list[Measured]:
     """Decode every prompt with every variant, one at a time. The variants take turns on the same
     prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all;
-    what was disturbed is measured again. `numbers` are the prompts' own among all that are sampled with
+    what was disturbed is measured again, until `until`. `numbers` are the prompts' own among all that are sampled with
     one seed, by default 0, 1, 2, ...: each has a seed derived from its number. None but the first begins
     after `until`, by time.monotonic."""
     clock = synchronised_clock(model.device)
@@ -200,6 +200,8 @@ def measure(
         progress(i + 1, len(prompts))
     for one in measured:
         for i in decided(model, one.disturbed()):
+            if decided(model, time.monotonic() > until):
+                break
             one.prompts[i] = run(one.variant, numbers[i], list(prompts[i])).prompts[0]
             one.again += 1
     return measured

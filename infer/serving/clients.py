@@ -82,21 +82,24 @@ class Client:
                 f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule, several take a shard= each"
             ) from wrong
 
-    def answers(self, rows: Iterable[Row]) -> Iterator[dict]:
-        """Yield the answers in the rows' order. Who stops does not wait for those under way."""
+    def answers(self, rows: Iterable[Row], finished: Callable[[], None] = lambda: None) -> Iterator[dict]:
+        """Yield the answers in the rows' order, and call `finished` as each of them is there, in any
+        order. Who stops does not wait for those under way."""
         begun: deque[asyncio.Task] = deque()
         timeout, limits = httpx.Timeout(10, read=600), httpx.Limits(max_connections=None)
         with asyncio.Runner() as runner:
             loop, room = runner.get_loop(), asyncio.Semaphore(self.at_once)
             http = httpx.AsyncClient(headers=self.headers, timeout=timeout, limits=limits)
             for row in rows:
-                begun.append(loop.create_task(self._answer(http, room, row)))
+                begun.append(loop.create_task(self._answer(http, room, row, finished)))
                 if len(begun) == 4 * self.at_once:
                     yield loop.run_until_complete(begun.popleft())
             while begun:
                 yield loop.run_until_complete(begun.popleft())
 
-    async def _answer(self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: Row) -> dict:
+    async def _answer(
+        self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: Row, finished: Callable[[], None]
+    ) -> dict:
         """Ask until the row has its answer. Raises ValueError where the server has been away for
         long."""
         dialogue, tries, last = Dialogue(row), 0, time.monotonic()
@@ -114,6 +117,7 @@ class Client:
                 dialogue.fail(wrong)
             elif wrong is not None:
                 await asyncio.sleep(REST * 4 ** (tries - 1))
+        finished()
         return dialogue.answer
 
     async def _ask(self, http: httpx.AsyncClient, dialogue: Dialogue) -> str | None:

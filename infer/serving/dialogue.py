@@ -53,7 +53,9 @@ class Turn:
         return said | ({"token_ids": self.ids} if self.ids else {})
 
 
-Answering = Callable[[Iterable[Row]], Iterator[dict]]  # rows to `Dialogue.answer`s, in the rows' order
+# Takes rows and a function that is called whenever one of them is finished, in any order; yields
+# `Dialogue.answer`s in the rows' order.
+Answering = Callable[[Iterable[Row], Callable[[], None]], Iterator[dict]]
 
 
 def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:

@@ -7,7 +7,7 @@ behind the last whole line. Our engine writes them, or a server with OpenAI's AP
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,9 @@ from infer.utils.entry import disk, going_on
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
+
+# Settings that change no answer; the first one is of earlier versions.
+NO_INFLUENCE = ("data.bad_rows", "data.max_invalid")
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
@@ -38,12 +41,14 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
             dialogue.fail(str(wrong), keep=True)
             return None
 
-    def answers(rows: Iterable[Row]) -> Iterator[dict]:
+    def answers(rows: Iterable[Row], finished: Callable[[], None] = lambda: None) -> Iterator[dict]:
         rows, queue = iter(rows), []  # [[row under way, its text or None]] in order
         while True:
             for row in islice(rows, 4 * options.rows - len(queue)):
                 dialogue = Dialogue(row)
                 queue.append([dialogue, submit(dialogue)])
+                if dialogue.answer is not None:
+                    finished()
             if not queue:
                 return
             for place in queue:
@@ -51,6 +56,8 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
                 if text is not None and text.finish is not None:
                     dialogue.take(engine_turn(target, text, dialogue.chat))
                     place[1] = None if dialogue.answer else submit(dialogue)
+                    if dialogue.answer is not None:
+                        finished()
             while queue and queue[0][0].answer is not None:
                 yield queue.pop(0)[0].answer
             if engine.busy:
@@ -95,7 +102,7 @@ def regenerate(
         if "content" not in known:  # of an earlier version, which had no record
             known |= {"content": settings.get("content")}
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
-        refuse_other_settings(known, settings, message)
+        refuse_other_settings(known, settings, message, NO_INFLUENCE)
     if out.exists() and not settings_path.exists():
         raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
     with disk(str(out)):
@@ -103,9 +110,17 @@ def regenerate(
     (count, answered), (lost, failed) = _begun(out), _begun(failed_path)
     last = max(answered, failed)  # rows are answered in order: all up to this one are there
     progress = Progress("regenerating", "rows", count + lost)
+    finished_rows = count + lost
+
+    def count_finished() -> None:
+        """Report a row that is finished, and may wait for those before it."""
+        nonlocal finished_rows
+        finished_rows += 1
+        progress(finished_rows, total, f"{lost} failed" if lost else "")
+
     keep = going_on(f"{out} has the answers so far, the same command goes on from there")
     with keep, disk(str(out)), out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
-        for answer in answers(row for row in rows if row.index > last):
+        for answer in answers((row for row in rows if row.index > last), count_finished):
             error = answer.get("error")
             if error is None:
                 file, count = good, count + 1
@@ -113,7 +128,6 @@ def regenerate(
                 file, lost, answer = bad, lost + 1, answer | {"error": redact_text(error)}
             file.write(json.dumps(answer, ensure_ascii=False) + "\n")
             file.flush()
-            progress(count + lost, total, f"{lost} failed" if lost else "")
             if lost > most_failures:
                 raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {error!r}")
     return {"answers": count, "failed": lost}

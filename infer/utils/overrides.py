@@ -1,7 +1,8 @@
 """From the words behind a command to a checked dataclass: Hydra composes conf/, types are enforced, and
 no DictConfig survives.
 
-GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed
+GROUP=NAME and +model=NAME choose files of conf/; target= and data= also take a path, as target.path= and
+data.path= do. KEY=VALUE sets a key: a text is taken as it is typed
 (quotes, brackets, newlines, any language), anything else is YAML.
 
 `COMMAND --help` shows every key with its default, type and meaning.
@@ -31,13 +32,15 @@ HOW = (
     "A text is taken as it is typed; lists are [a,b]; nothing is null. A group is chosen by GROUP=NAME, a bundle of "
     "settings by +model=NAME.\n--cfg job prints the configuration that a command line stands for."
 )
+# Suffixes that make the VALUE of GROUP=VALUE a file's name.
+PATH_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt", ".gguf")
 LONGEST_SENTENCE = 480  # characters
 LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
 # What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is
 # this machine's, and not the leave to run a model's own code, which nobody but the user gives.
 OF_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
-    "data": ("source", "path", "split", "parts", "length", "limit", "bad_rows"),
+    "data": ("source", "path", "split", "parts", "length", "limit", "max_invalid"),
 }
 
 
@@ -100,6 +103,11 @@ def typed(schema: type, known: set[str], arguments: list[str]):
     from omegaconf import OmegaConf
 
     keys, groups, given = keys_of(schema), {}, OmegaConf.create()
+    old_names = {
+        f"{key.rpartition('.')[0]}.{field.metadata['renamed_from']}": key
+        for key, field in keys.items()
+        if "renamed_from" in field.metadata
+    }
     for argument in arguments:
         found = TYPED.fullmatch(argument)
         if found is None:
@@ -107,6 +115,8 @@ def typed(schema: type, known: set[str], arguments: list[str]):
             hint = f"; for a text: {free}={shortened(argument)!r}" if free and "=" not in argument else ""
             raise ValueError(f"{shortened(argument)!r} is no KEY=VALUE{hint}")
         key, value = found["key"], found["value"]
+        if key in known and f"{key}.path" in keys and names_a_path(key, value):
+            key = f"{key}.path"
         field, parent = keys.get(key), keys.get(key.rpartition(".")[0])
         if field is None and key in known:
             if value not in (options := options_of(key)):
@@ -119,6 +129,10 @@ def typed(schema: type, known: set[str], arguments: list[str]):
         elif field is not None or (parent is not None and get_origin(parent.type) is dict):
             value = OmegaConf.from_dotlist([f"{key}={literal(value)}"])
             given = OmegaConf.merge(given, value)
+        elif key in old_names:
+            new_key = old_names[key]
+            default = keys[new_key].default
+            raise ValueError(f"{key} was replaced by {new_key} (default {default}), which --help explains")
         else:
             near = nearest(key, sorted(keys))
             raise ValueError(f"{shortened(key)}: no such key{near} --help explains every key")
@@ -158,6 +172,14 @@ def with_groups(name: str, schema: type, *chosen: str):
     with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
         found = OmegaConf.to_container(hydra.compose(name, [*chosen]))
     return OmegaConf.merge(OmegaConf.structured(schema), found)
+
+
+def names_a_path(group: str, value: str) -> bool:
+    """Return whether GROUP=VALUE names a file, a folder or a model on the hub, and no option of the
+    group: `target=/my/model` means `target.path=/my/model`."""
+    if value in options_of(group):
+        return False
+    return "/" in value or value.endswith(PATH_SUFFIXES) or os.path.exists(value)
 
 
 def literal(text: str) -> str:

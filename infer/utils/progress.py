@@ -1,6 +1,7 @@
 """How far long work is: how much of it, how fast, and how long the rest will take; and a line where it
 says nothing."""
 
+import math
 import os
 import sys
 import threading
@@ -77,15 +78,23 @@ class Progress:
     at the end.
 
     what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier process
-    had done, which the rate leaves out. quiet: show nothing at all (processes but the first).
+    had done, which the rate leaves out. quiet: show nothing at all (processes but the first). minutes:
+    after which the work ends, however much is left; None: it is all done.
     """
 
     def __init__(
-        self, what: str, unit: str = "", begun: int = 0, quiet: bool = False, stream: TextIO | None = None
+        self,
+        what: str,
+        unit: str = "",
+        begun: int = 0,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        minutes: float | None = None,
     ) -> None:
         self.what, self.unit, self.begun, self.quiet = what, unit, begun, quiet
         self.own_stream = stream
         self.start = self.last = time.monotonic()
+        self.until = math.inf if minutes is None else self.start + 60 * minutes
         self.done = begun
         self.shown = False  # whether the terminal's line holds something
         self.before = HEARTBEAT.what, HEARTBEAT.since
@@ -121,7 +130,8 @@ class Progress:
             return []
         words = [f"{rate:,.1f} a second" if rate >= 1 else f"{60 * rate:.1f} a minute"]
         if total is not None:
-            words.append(f"{duration((total - done) / rate)} left" if done < total else f"took {duration(seconds)}")
+            left = min((total - done) / rate, max(0.0, self.until - time.monotonic()))
+            words.append(f"{duration(left)} left" if done < total else f"took {duration(seconds)}")
         return words
 
     def say(self, text: str, end: str = "\n") -> None:

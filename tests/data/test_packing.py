@@ -9,7 +9,8 @@ from random import Random
 import pytest
 import torch
 
-from data.packing import batch, best_fit, mixed_rows, packed_rows, pieces_of, row_index
+from data.chat import NO_ANSWER
+from data.packing import batch, best_fit, mixed_rows, packed_rows, pieces_of, prepare_rows, row_index
 from data.rows import FORMAT, DataConfig, DataPart, held_out_rows, source_digest
 from infer.targets.target import tokenizer_digest
 
@@ -86,14 +87,17 @@ def test_a_mixture_takes_rows_by_weight(tmp_path):
     write(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
     parts = [DataPart(path=a, weight=1.0), DataPart(path=str(tmp_path / "hub"), weight=2.0)]
     config = DataConfig(source="mixture", parts=parts, length=32)
-    rows = [json.loads(row)["text"] for row in mixed_rows(config)["row"]]
+    rows = [json.loads(row)["text"] for row in mixed_rows(config).rows["row"]]
     counts = {word: sum(text.startswith(word) for text in rows) for word in ("alpha", "beta")}
     assert counts == {"alpha": 90, "beta": 180}  # one of ten is held out; the scarcer part is used up
     assert len(set(rows)) == len(rows)
-    assert len(mixed_rows(replace(config, limit=10))) < 11
+    assert len(mixed_rows(replace(config, limit=10)).rows) < 11
     assert not {row["text"] for row in held_out_rows(config)} & set(rows)
+    counts = mixed_rows(config).counts
+    assert (counts.used, counts.held_out, counts.not_taken, counts.total) == (270, 50, 180, 500)
+    (tmp_path / "hub" / "README.md").write_text("A data set of the hub.")
     hub = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
-    assert len(mixed_rows(hub)) == 360
+    assert hub.source == "hub" and len(mixed_rows(hub).rows) == 360
     with pytest.raises(ValueError, match="split nothere: could not be read"):
         mixed_rows(replace(hub, split="nothere"))
 
@@ -116,13 +120,17 @@ def test_a_change_of_what_rows_come_out_raises_the_format(tokenizer, tmp_path):
     file = write(tmp_path / "a.jsonl", [*rows, {"messages": chat}])
     columns = packed(DataConfig(source="jsonl", path=file, length=32), tokenizer)
     digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
-    assert (FORMAT, digest[:16]) == (5, "300ace5da3ca6e63")
+    assert (FORMAT, digest[:16]) == (6, "300ace5da3ca6e63")
 
 
 def test_the_key_of_cached_rows_is_what_shapes_them(tmp_path):
     config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", [{"text": "word"}]))
-    others = [replace(config, limit=3), replace(config, bad_rows=3), replace(config, source="hub")]
-    assert source_digest(replace(config, length=64)) == source_digest(config)  # which is of packed rows only
+    others = [replace(config, limit=3), DataConfig("hub", "owner/name"), DataConfig("stdlib")]
+    for same in (
+        replace(config, length=64),
+        replace(config, max_invalid=0.3),
+    ):  # of packed rows only; of what is refused
+        assert source_digest(same) == source_digest(config)
     assert source_digest(config) not in {source_digest(one) for one in others}
 
 
@@ -130,6 +138,26 @@ def test_an_unreadable_file_is_named(tokenizer, tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"b\.parquet: damaged or cut off after row 0"):
         packed(DataConfig(source="jsonl", path=str(tmp_path)), tokenizer)
+
+
+def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
+    """Examples used, excluded and invalid, when read and when tokenised; too many are refused then too."""
+    chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
+    thought = [chat[0], chat[1] | {"reasoning_content": "hm"}]
+    unknown = [chat[0], chat[1] | {"token_ids": [len(tokenizer)]}]
+    rows = [{"messages": [{"role": "system", "content": f"{i}"}, *chat]} for i in range(12)]
+    rows += [{"messages": thought}, {"messages": unknown}, {"messages": chat[:1]}, {"text": 3}]
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), length=64, max_invalid=0.2)
+    first, second = (prepare_rows(config, tokenizer, tokenizer_digest(tokenizer)) for _ in range(2))
+    counts = first.counts
+    assert counts == second.counts and (counts.used, counts.held_out, counts.total) == (10, 2, 16)
+    assert counts.excluded == {"the chat template does not show the thought of an answer": 1} | {NO_ANSWER: 1}
+    assert counts.invalid == {"token_ids are outside the vocabulary": 1, "text, prompt and response are strings": 1}
+    assert "a.jsonl, line 16: text, prompt" in counts.lines()[-1]
+    with pytest.raises(
+        ValueError, match=r"2 of 16 examples are invalid; data.max_invalid=0.1 allows 1. First: .*line 16"
+    ):
+        prepare_rows(replace(config, max_invalid=0.1), tokenizer, tokenizer_digest(tokenizer))
 
 
 @pytest.mark.parametrize("mean", [600, 2000])
@@ -156,7 +184,7 @@ def test_windows_and_processes_do_not_change_the_rows(tokenizer, tmp_path, monke
     texts = [{"text": f"word {i} " * (1 + i * 7 % 23)} for i in range(700)]
     one = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", texts), length=64)
     columns = []
-    for many, config in ((700, one), (100, replace(one, bad_rows=99))):  # another key: nothing is found in the cache
+    for many, config in ((700, one), (100, replace(one, limit=699))):  # another key: nothing is found in the cache
         monkeypatch.setattr("data.packing.MANY", many)
         rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
         columns.append({name: rows[name][:].tolist() for name in COLUMNS})

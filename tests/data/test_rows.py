@@ -11,6 +11,7 @@ import pytest
 
 from data.chat import normalise
 from data.corpus import is_held_out as held_out_file, stdlib_documents
+from data.counts import ExampleCounts, ExcludedExample
 from data.prompts import evaluation_prompts, few_prompts
 from data.rows import DataConfig, DataPart, files_of, held_out_rows, is_held_out, read_rows, training_rows
 
@@ -77,47 +78,78 @@ def test_layouts_become_one_form(name):
 def test_questions_need_no_answer():
     assert normalise({"messages": chat("Hi", "Hello")}, answered=False)["chat"]["messages"] == chat("Hi")
     assert normalise({"prompt": "a"}, answered=False) == text_row("a", "")
-    with pytest.raises(ValueError, match="expected messages"):
+    with pytest.raises(ExcludedExample, match="no answer"):
         normalise({"prompt": "a"})
 
 
-BAD = [
+INVALID = [
     "no json",
     json.dumps([1]),
     json.dumps({"messages": []}),
     json.dumps({"messages": "x"}),
-    json.dumps({"messages": chat("unanswered")}),
-    json.dumps({"messages": chat("x", " ")}),
     json.dumps({"messages": [{"role": "user"}]}),
     json.dumps({"conversations": [{"from": 3, "value": "x"}]}),
-    json.dumps({"instruction": "x", "output": ""}),
-    json.dumps({"text": ""}),
     json.dumps({"text": 3}),
-    json.dumps({"prompt": "x"}),
+    json.dumps({"messages": [*chat("x"), {"role": "assistant", "content": "y", "token_ids": [2**70]}]}),
     "null",
+]
+EXCLUDED = [
+    json.dumps({"messages": chat("unanswered")}),
+    json.dumps({"messages": chat("x", " ")}),
+    json.dumps({"instruction": "x", "output": ""}),
+    json.dumps({"prompt": "x"}),
+    json.dumps({"text": ""}),
+    json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *chat("x", "y")[1:]]}),
 ]
 
 
-def test_a_mixed_set_with_broken_rows_is_read(tmp_path, capsys):
+def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     from pyarrow import Table
     from pyarrow.parquet import write_table
 
     good = [json.dumps({"messages": chat("同じ", "はい 👋")}, ensure_ascii=False)] * 2  # twice: once counts
     good += [json.dumps({"prompt": f"p{i}", "response": "some words"}) for i in range(60)]
-    (tmp_path / "a.jsonl").write_text("\n".join(good + BAD) + "\n", encoding="utf-8")
+    lines = [*good, *INVALID, *EXCLUDED]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_table(Table.from_pylist([{"messages": chat(f"{i}", "yes")} for i in range(20)]), tmp_path / "b.parquet")
     (tmp_path / "c.txt").write_text("\ufeffA whole text,\n\nof two parts.\n", encoding="utf-8")
     (tmp_path / "d.jsonl").write_text('\ufeff{"text": "first"}\n{"text": "second"}\n', encoding="utf-8")
-    config = DataConfig(source="jsonl", path=str(tmp_path), bad_rows=len(BAD))
-    rows = list(read_rows(config))
-    said = capsys.readouterr().err
-    assert len(rows) == 1 + 60 + 20 + 3
+    config, counts = DataConfig(path=str(tmp_path), max_invalid=0.09), ExampleCounts()
+    rows = list(read_rows(config, counts=counts))
+    assert len(rows) == counts.used == 1 + 60 + 20 + 3
     assert {"A whole text,\n\nof two parts.\n", "first", "second"} <= {row["text"] for row in rows}
-    assert f"{len(BAD)} of {len(rows) + 1 + len(BAD)} rows cannot be used" in said
-    assert "a.jsonl, line 63: no JSON" in said and "1 rows are there more than once" in said
-    for most in (len(BAD) - 1, 0, 0.1):
-        with pytest.raises(ValueError, match=rf"rows cannot be used, data.bad_rows={most} may be: .*line 63: no JSON"):
-            list(read_rows(replace(config, bad_rows=most)))
+    once = {"there more than once, and taken once": 1, "a message has a part that is no text": 1}
+    assert counts.excluded == {"no answer of the assistant": 4, "an empty text": 1} | once
+    assert sum(counts.invalid.values()) == len(INVALID) and counts.total == len(lines) + 23
+    assert "a.jsonl, line 63: no JSON (" in counts.first_invalid
+    wanted = r"9 of 100 examples are invalid; data.max_invalid=0.08 allows 8. First: .*line 63: no JSON"
+    with pytest.raises(ValueError, match=wanted):
+        list(read_rows(replace(config, max_invalid=0.08)))
+
+
+def test_a_path_that_exists_is_the_users_own_data(tmp_path):
+    """Whatever the source was; what looks like a file and is none is refused, as are a path and parts together."""
+    file, copy = write(tmp_path / "mine.jsonl", [{"text": "x"}]), tmp_path / "copy"
+    for source in ("embedded", "stdlib", "hub", "jsonl"):
+        for path in (file, str(tmp_path)):
+            config = DataConfig(source, path)
+            config.check()
+            assert config.source == "jsonl"
+    write(copy / "data.jsonl", [{"text": "x"}])
+    (copy / "README.md").write_text("A data set of the hub.")
+    assert DataConfig("hub", str(copy)).source == "hub" and DataConfig("embedded", str(copy)).source == "jsonl"
+    DataConfig("hub", "owner/name").check()
+    for source, path, words in (
+        ("embedded", "nope.jsonl", "no such file or folder$"),
+        ("embedded", "owner/name", "data=hub data.path=owner/name"),
+        ("jsonl", "nope", "no such file or folder$"),
+        ("hub", "nope.jsonl", "no name on the hub"),
+        ("hub", "/folders/nope", "no name on the hub"),
+        ("self", file, "give one of them"),
+        ("mixture", file, "give one of them"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DataConfig(source, path, limit=3).check()
 
 
 def test_one_list_in_a_json_file(tmp_path):
@@ -158,7 +190,7 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
 def test_a_line_without_an_end_is_never_whole_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("data.rows.LONGEST", 1000)
     file = write(tmp_path / "a.jsonl", [{"text": "x" * 1500}, {"text": "fine"}])
-    assert [row["text"] for row in read_rows(DataConfig(source="jsonl", path=file))] == ["fine"]
+    assert [row["text"] for row in read_rows(DataConfig(path=file, max_invalid=1))] == ["fine"]
     (tmp_path / "a.txt").write_text("x" * 1500)
     with pytest.raises(ValueError, match="a text of more than"):
         list(read_rows(DataConfig(source="jsonl", path=str(tmp_path / "a.txt"))))

@@ -9,11 +9,14 @@ import json
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from data.chat import NothingWhole, normalise
+from data.chat import normalise
+from data.counts import ExcludedExample, InvalidExample
 from data.template import sequences, tokenize_chat
+from infer.api import encode
 from train.pretraining.language_model import train_tokenizer
 
 TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
@@ -66,7 +69,7 @@ CHATS = {
     "cut behind a thought": ([user("a?"), says(HM_A[:-1], finish_reason="length")], {}, [HM_A[:-1]]),
     "cut thought aside": ([*TWO[:3], says(None, reasoning_content="hm, and", finish="length")], {}, ["A.#"]),
     "cut thought inline": ([*TWO[:3], says("<think>\nhm, and", finish="length")], {}, ["A.#"]),
-    "only a cut thought": ([user("a?"), says("<think>\nhm", finish="length")], {}, NothingWhole),
+    "only a cut thought": ([user("a?"), says("<think>\nhm", finish="length")], {}, ExcludedExample),
     "tool call": (TOOL, {"tools": TOOLS} | OFF, [f"{CALL}# It is 3.#"]),
     "tool call with words": (
         [TOOL[0], says("Let me see.", tool_calls=calls({"x": 1}, as_text=False)), *TOOL[2:]],
@@ -113,8 +116,8 @@ def learnt(tokenizer, messages: list[dict], **more) -> list[str]:
 @pytest.mark.parametrize("name", CHATS)
 def test_learnt_tokens_are_what_the_target_wrote(tokenizer, name):
     messages, more, expected = CHATS[name]
-    if expected is NothingWhole:
-        with pytest.raises(NothingWhole):
+    if expected is ExcludedExample:
+        with pytest.raises(ExcludedExample):
             learnt(tokenizer, messages, **more)
     else:
         assert learnt(tokenizer, messages, **more) == expected
@@ -135,6 +138,34 @@ def test_a_template_that_opens_the_thought_itself(tokenizer, monkeypatch):
     assert learnt(tokenizer, INLINE) == learnt(tokenizer, THOUGHT_ASIDE) == said
 
 
+# As DeepSeek's templates, which join the arguments of a call to strings.
+JOINS = """{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] -%}
+{{ '<call>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```</call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+PRINTS = JOINS.replace("+ c.function.arguments +", "~ c.function.arguments ~")  # an object would show as Python's
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("template", [JOINS, PRINTS], ids=["joins", "prints"])
+def test_arguments_are_text_for_templates_that_join_them_to_text(tokenizer, monkeypatch, template, as_text):
+    """In training data, and as the server and `regenerate` encode a prompt."""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    asked, _, *behind = TOOL
+    messages = [asked, says("", tool_calls=calls({"x": True}, {"y": 2}, as_text=as_text)), *behind]
+    joined = '<call>add\n```json\n{"x": true}\n```</call><call>add\n```json\n{"y": 2}\n```</call>#'
+    assert learnt(tokenizer, messages, tools=TOOLS) == [joined + " It is 3.#"]
+    prompt = encode(SimpleNamespace(tokenizer=tokenizer, name="target"), messages[:3], tools=TOOLS)
+    assert joined.replace("#", END) in tokenizer.decode(prompt)
+
+
+def test_arguments_stay_objects_for_templates_that_read_them(tokenizer):
+    """Also where a tool's result holds the arguments as Python writes them."""
+    messages = [*TOOL[:2], result("{'x': 1}"), says("So.")]
+    assert learnt(tokenizer, messages, tools=TOOLS) == [f"{CALL}# So.#"]
+
+
 NO_RESULTS = PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')")
 TRIMS, RAISES, LOWERS = (PLAIN.replace("m.content", f"m.content | {filter}") for filter in ("trim", "upper", "lower"))
 
@@ -142,13 +173,13 @@ TRIMS, RAISES, LOWERS = (PLAIN.replace("m.content", f"m.content | {filter}") for
 @pytest.mark.parametrize(
     "template, messages, more, words",
     [
-        (PLAIN, THOUGHT_ASIDE, {}, "does not show the thought of answer 1"),
-        (PLAIN, TOOL, {}, "does not show the tool calls of answer 1"),
+        (PLAIN, THOUGHT_ASIDE, {}, "does not show the thought of an answer"),
+        (PLAIN, TOOL, {}, "does not show the tool calls of an answer"),
         (PLAIN, TWO, {"tools": TOOLS}, "does not show tools"),
-        (NO_RESULTS, [*TWO[:3], result("unseen"), *TWO[3:]], {}, "the tool's result in message 3"),
+        (NO_RESULTS, [*TWO[:3], result("unseen"), *TWO[3:]], {}, r"the result of a tool \(message 3"),
         (RAISES, TWO[:2], {}, None),
         (TRIMS, [user("a?"), says(" \n A. \n")], {}, None),
-        (LOWERS, TWO[:2], {}, "does not show answer 1 as it is"),
+        (LOWERS, TWO[:2], {}, "does not show an answer as it is"),
         (TEMPLATE, THOUGHT_ASIDE, OFF, "is told that there is none"),
     ],
 )
@@ -157,7 +188,7 @@ def test_what_a_template_does_not_show_is_named(tokenizer, monkeypatch, template
     if words is None:
         assert learnt(tokenizer, messages, **more) == ["A.#"]
     else:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ExcludedExample, match=words):
             learnt(tokenizer, messages, **more)
 
 
@@ -169,11 +200,19 @@ def test_what_a_template_does_not_show_is_named(tokenizer, monkeypatch, template
         (says(None, tool_calls=[]), "without role or content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "a part that is no text"),
         (says(None, tool_calls=[{"function": {"name": "f", "arguments": "{x"}}]), "are no JSON"),
+        *((says("x", token_ids=[4, id]), "token_ids are whole numbers") for id in (-1, 2**70, True, 1.5, "4", None)),
+        (says("x", token_ids="4"), "token_ids is a list"),
     ],
 )
 def test_messages_that_cannot_be_read_are_named(turn, words):
     with pytest.raises(ValueError, match=words):
         normalise({"messages": [user("a?"), turn, says("x")]})
+
+
+def test_ids_outside_the_vocabulary_are_invalid(tokenizer):
+    chat = normalise({"messages": [user("a?"), says("some", token_ids=[len(tokenizer)])]})["chat"]
+    with pytest.raises(InvalidExample, match=r"token_ids are outside the vocabulary \(284 of 284\)"):
+        tokenize_chat(tokenizer, chat)
 
 
 def test_ids_of_the_target_are_kept(tokenizer):

@@ -101,7 +101,7 @@ MUTANTS = [
     (
         "a template that rewrites history goes unnoticed",
         "data/template.py",
-        ('raise ValueError(f"the chat template does not show answer {i} as it is")', "pass"),
+        ('raise ExcludedExample(NOT_SHOWN, f"message {i}")', "pass"),
         CHAT,
     ),
     (

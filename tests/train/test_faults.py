@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import infer.evaluation.ruler as ruler
-import train.batches as batches
 import train.loop as loop
 import train.run.checkpoints as state
 import train.run.evaluation as hooks
@@ -69,7 +68,7 @@ def mixture(tmp_path: Path) -> list[str]:
         rows = [{"prompt": f"{name} {i} is", "response": f" {'xyz'[i % 3]} and {i * i} " * 8} for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parts = ", ".join(f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("a", 1), ("b", 2)))
-    return ["data=mixture", f"data.parts=[{parts}]", "data.limit=null"]
+    return ["data=mixture", "data.path=null", f"data.parts=[{parts}]", "data.limit=null"]
 
 
 def features(tmp_path: Path, config: TrainConfig) -> list[str]:
@@ -267,7 +266,7 @@ def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_p
     options = features(tmp_path, small())
     config = small(*options)
     target = loop.load_frozen(config, torch.device("cpu"), torch.float32)
-    rows = batches.packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
+    rows = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
     assert rows_digest(rows) == rows_digest(StoredRows(config.features))
 
 
@@ -422,10 +421,13 @@ def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
     written = plain(config)
     del written["drafter"]["last_tap"], written["anchors"]
     written["gone"] = written["data"]["gone"] = 3
+    del written["data"]["max_invalid"]
+    written["data"]["bad_rows"] = 100.0  # its place before
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))
     (tmp_path / "old" / "metrics.jsonl").touch()
     refuse_another(config, tmp_path / "old")
+    refuse_another(replace(config, data=replace(config.data, max_invalid=0.5)), tmp_path / "old")  # decides no row
     with pytest.raises(ValueError, match=r"drafter.last_tap differ"):
         refuse_another(replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old")
     written["optim"]["weight_decay"] = 0.1

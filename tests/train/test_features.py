@@ -148,6 +148,8 @@ def test_features_of_something_else_are_refused(half, stored):
     rows.check(dependencies(options, half, LAYERS))
     with pytest.raises(ValueError, match="another layers"):
         rows.check(dependencies(options, half, (0, 2)))
+    options.data.max_invalid = 0.5  # decides no row
+    rows.check(dependencies(options, half, LAYERS))
     options.data.length = 32
     with pytest.raises(ValueError, match="another data"):
         rows.check(dependencies(options, half, LAYERS))

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,11 +205,30 @@ def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whol
     assert (whole_run / "metrics.jsonl").read_bytes() == before
 
 
+def test_minutes_are_of_the_wall_clock_unless_processor_time_is_asked_for(small, run_here, monkeypatch, tmp_path):
+    """Each step waits half a second, which takes no processor time."""
+    plain = loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *given: [time.sleep(0.5), plain(*given)][1])
+    own = [*small, f"runs_dir={tmp_path}", "optim.steps=1", "self_check=false", "evaluation.prompts=0"]
+    for clock in ("wall", "processor"):
+        run_here(composed("train", TrainConfig, [*own, f"optim.clock={clock}", f"name={clock}"]))
+    wall, processor = (lines(tmp_path / clock)[-1]["seconds"] for clock in ("wall", "processor"))
+    assert wall > 0.5 > processor
+
+
 def test_a_run_of_minutes_goes_on_where_its_time_was(small, run_here, monkeypatch, tmp_path, capsys):
     """By a clock that says a second more whenever it is asked, so that a step takes one."""
     seconds = iter(range(1000))
     monkeypatch.setattr("train.loop.time.thread_time", lambda: next(seconds))
-    own = [*small, f"runs_dir={tmp_path}", "optim.minutes=0.1", "optim.steps=99", "checkpoints=2", "self_check=false"]
+    own = [
+        *small,
+        "optim.clock=processor",
+        f"runs_dir={tmp_path}",
+        "optim.minutes=0.1",
+        "optim.steps=99",
+        "checkpoints=2",
+        "self_check=false",
+    ]
     config = composed("train", TrainConfig, [*own, "evaluation.prompts=0"])
     run_here(replace(config, name="whole"))
     plain = loop.train_step

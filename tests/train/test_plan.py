@@ -10,6 +10,7 @@ from datasets import Dataset
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
+from infer.cli.data import DataCommand, run as show_data
 from infer.config import DrafterConfig
 from infer.drafters.base import config_for
 from infer.targets.loading import load_tokenizer
@@ -115,7 +116,7 @@ def test_a_plan_counts_what_the_run_reads(small, tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(30)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, tokenizer = small("data=jsonl", f"data.path={file}"), load_tokenizer()
-    packed = plan.rows_of(config, tokenizer)
+    packed = plan.rows_of(config, tokenizer).rows
     plan.print_plan(config)
     printed = capsys.readouterr().out
     assert (
@@ -126,6 +127,33 @@ def test_a_plan_counts_what_the_run_reads(small, tmp_path, capsys):
     theirs = target_config(config)
     with pytest.raises(ValueError, match="drafter.mask_token_id=<id>"):
         plan.mask_of(config, theirs, tokenizer, Dataset.from_dict({"ids": [[*range(512)]]}))
+
+
+def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
+    """140 of 1,000 chats have thoughts that the template cannot show, two lines are broken: training goes on."""
+    answer, file = {"role": "assistant", "content": "x = 1\n" * 9}, tmp_path / "chats.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(1000)]
+    for i in range(500, 640):
+        rows[i]["messages"][1] = answer | {"reasoning_content": "hm"}
+    lines = [json.dumps(row) for row in rows]
+    lines[701] = lines[702] = "broken"
+    file.write_text("\n".join(lines))
+    options = ["data=jsonl", f"data.path={file}", "data.limit=null"]
+    config = small(*options, "optim.steps=1", "self_check=false", "evaluation.prompts=0")
+    counted = []
+    for run in (
+        plan.print_plan,
+        run_here,
+        lambda config: show_data(DataCommand(0, data=config.data, target=config.target)),
+    ):
+        run(config)
+        said = capsys.readouterr().out.splitlines()
+        first = next(i for i, line in enumerate(said) if line.startswith("examples"))
+        counted.append(said[first : first + 4])
+    assert counted[0] == counted[1] == counted[2]
+    assert counted[0][0] == "examples   1,000 read: 801 used, 60 held out, 137 excluded, 2 invalid"
+    assert counted[0][1] == "excluded   137: the chat template does not show the thought of an answer"
+    assert counted[0][2] == "invalid    2: no JSON" and f"{file}, line 702: no JSON" in counted[0][3]
 
 
 def test_every_named_target_is_planned(repo):
@@ -148,10 +176,13 @@ def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys)
     file.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(9)))
     plan.print_plan(small("data=jsonl", f"data.path={file}"))
     printed = capsys.readouterr().out
-    assert "9 questions without answers" in printed and "activations" in printed
-    plan.print_plan(small("data=self"))
+    assert "9 read: 0 used, 0 held out, 9 excluded" in printed and "9: no answer of the assistant" in printed
+    assert "time       unknown: questions without answers, ./launch.sh regenerate" in printed
+    plan.print_plan(small("data=self", "data.path=null"))
     printed = capsys.readouterr().out
     assert "data=self has no rows yet" in printed and "activations" in printed
     file.write_text('{"no": "columns"}\n' * 9)
-    with pytest.raises(ValueError, match="9 of 9 rows cannot be used: .*line 1: "):
+    with pytest.raises(
+        ValueError, match="9 of 9 examples are invalid; data.max_invalid=0.05 allows 0. First: .*line 1: "
+    ):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

@@ -9,6 +9,7 @@ from infer import load_drafter, load_target
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.engine.loops import LONGEST_PERIOD
+from train.config import TrainConfig
 from train.run.checkpoints import checkpoints
 from train.study import StudyCommand, study
 
@@ -41,6 +42,12 @@ def test_a_study_trains_what_is_new_and_says_what_decoding_would(
     for method in ("chain", "ddtree"):
         texts = decode(target, drafter, [one.ids for one in prompts], DecodeOptions(method=method, **sizes))
         assert [text.commits for text in texts] == found[method]
+
+
+def test_variants_are_trained_for_the_same_processor_time():
+    config = StudyCommand(base=["optim.minutes=5"])
+    assert config.run_of("head=markov", 1).optim.clock == "processor"
+    assert TrainConfig().optim.clock == "wall"
 
 
 def test_a_variant_that_cannot_be_trained_is_named():

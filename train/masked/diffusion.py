@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from data.packing import batch, best_fit, lay_out, packed_rows, pieces_of
+from data.packing import batch, best_fit, lay_out, pieces_of, prepare_rows, refuse_no_rows
 from data.rows import held_out_rows
 from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
@@ -154,7 +154,12 @@ def train(config: DiffusionConfig) -> float:
         raise ValueError(f"out={out} holds a run, and runs are not gone on with: choose another folder")
     model, tokenizer = begin(config)
     digest, progress = tokenizer_digest(tokenizer), Progress("tokenising", "texts")
-    sets = [packed_rows(data, tokenizer, digest, progress) for data in config.sets()]
+    sets = []
+    for data in config.sets():
+        prepared = prepare_rows(data, tokenizer, digest, progress)
+        refuse_no_rows(prepared.counts)
+        print(*prepared.counts.lines(), sep="\n", flush=True)
+        sets.append(prepared.rows)
     held_out = held_out_batch(config, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "options.json", asdict(config))

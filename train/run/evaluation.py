@@ -121,7 +121,7 @@ def decode_share(
     if not config.target.shard:
         mine = slice(rank, None, world)
         parts = [replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts]
-    progress = Progress(what, "prompts", quiet=rank > 0)
+    progress = Progress(what, "prompts", quiet=rank > 0, minutes=parts[0].config.minutes)
 
     def onwards(done: int, total: int) -> None:
         HEARTBEAT.at(what)  # in the other processes, too: they are not stalled

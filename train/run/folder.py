@@ -37,6 +37,7 @@ THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
 FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device")
+FREE += ("data.max_invalid", "optim.clock")
 # options of earlier versions, and their values with which a run goes on as it began
 GONE = {"target": {"adapter": None}, "objective": {"alpha": 0.5, "confidence": 1.0}, "optim": {"weight_decay": 0.0}}
 

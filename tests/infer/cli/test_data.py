@@ -17,8 +17,9 @@ def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(composed("data", DataCommand, ["data=jsonl", f"data.path={file}", "data.length=64"]))
     said = capsys.readouterr().out
-    assert "89 chats, 90 texts" in said  # one of ten is held out for evaluation
-    assert "left out   1: the chat template does not show the tool calls of answer 1 as it is" in said
+    assert "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in said  # one of ten is held out for evaluation
+    assert "89 chats, 90 other texts" in said
+    assert "excluded   1: the chat template does not show the tool calls of an answer as they are" in said
     assert "answers    268, of which 90 were cut by a limit" in said and "template   told nothing" in said
     assert "What?\n⟦That" in said and "⟧" in said.split("And 1?")[1] and "(median)" in said
     with pytest.raises(ValueError, match=r"enable_thinking: this model's chat template has"):

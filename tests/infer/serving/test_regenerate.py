@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
-from threading import Lock
+from threading import Event, Lock
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_answers_are_the_targets_own_and_in_order(shallow_target, tmp_path):
 def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
     out, asked = tmp_path / "a.jsonl", []
 
-    def answers(rows, stop_after=None):
+    def answers(rows, finished, stop_after=None):
         for i, row in enumerate(rows):
             if i == stop_after:
                 raise KeyboardInterrupt
@@ -54,7 +54,7 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
             yield {"index": row.index} | ({"error": "no"} if row.index % 7 == 3 else {"response": "t"})
 
     with pytest.raises(KeyboardInterrupt, match="has the answers so far, the same command goes on"):
-        regenerate(rows(), lambda rows: answers(rows, 11), out, {"a": 1}, 10)
+        regenerate(rows(), lambda *given: answers(*given, 11), out, {"a": 1}, 10)
     with out.open("a") as file:
         file.write('{"index": 11, "prom')  # killed while writing
     assert regenerate(rows(), answers, out, {"a": 1}, 10) == {"answers": 26, "failed": 4}
@@ -70,7 +70,7 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
         regenerate(rows(), answers, tmp_path / "b.jsonl", {}, 1)
 
 
-def lengths(rows):
+def lengths(rows, finished):
     """Answers of one length."""
     yield from ({"index": row.index, "response": "x" * 40} for row in rows)
 
@@ -157,6 +157,51 @@ def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(comman
         regenerate(rows(), lengths, out, {}, 0)
 
 
+def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
+    """When the first is given out, those behind it that are finished are counted too. By our engine and a server."""
+    others, finished, last = [Row(i, f"y{i}") for i in range(1, 6)], [], Event()
+
+    def say(request, body: dict | None) -> tuple[int, dict]:
+        if body is None:
+            return 200, {"data": [{"id": "big"}]}
+        if body["prompt"] == "y5":
+            last.set()
+        elif body["prompt"] == "slow":
+            last.wait(20)
+        return 200, {"choices": [{"text": "t", "finish_reason": "stop"}]}
+
+    next(by_engine(shallow_target, None, OPTIONS, 200)([Row(0, "y0"), *others], lambda: finished.append(1)))
+    assert len(finished) == OPTIONS.rows  # texts of one length, side by side
+    finished.clear()
+    with answering(say) as url:
+        next(Client(url, OPTIONS, at_once=2).answers([Row(0, "slow"), *others], lambda: finished.append(1)))
+    assert len(finished) >= 5  # y5's may come a moment later
+
+
+def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
+    """Its settings have data.bad_rows, which data.max_invalid replaced: neither changes an answer."""
+    out = tmp_path / "a.jsonl"
+    regenerate(rows()[:3], lengths, out, {"rows": 30, "data": {"path": "x", "bad_rows": 100.0}}, 0)
+    settings = {"data": {"path": "x", "max_invalid": 0.05}}
+    assert regenerate(rows(), lengths, out, settings, 0) == {"answers": 30, "failed": 0}
+    with pytest.raises(ValueError, match=r"begun with another data\.path"):
+        regenerate(rows(), lengths, out, {"data": {"path": "y", "max_invalid": 0.05}}, 0)
+
+
+def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("infer.utils.progress.EVERY", 0.0)
+
+    def answers(rows, finished):
+        rows = list(rows)
+        for _ in rows[1:]:
+            finished()
+        assert "regenerating: 29 of 30 rows, " in capsys.readouterr().err
+        finished()
+        yield from ({"index": row.index, "response": "t"} for row in rows)
+
+    assert regenerate(rows(), answers, tmp_path / "a.jsonl", {}, 0) == {"answers": 30, "failed": 0}
+
+
 def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(tmp_path):
     out, (soft, hard) = tmp_path / "a.jsonl", getrlimit(RLIMIT_FSIZE)
     setrlimit(RLIMIT_FSIZE, (1000, hard))  # no file may grow beyond
@@ -173,7 +218,7 @@ def test_a_file_of_others_is_not_touched(tmp_path):
     out = tmp_path / "mine.jsonl"
     out.write_text("precious")
     with pytest.raises(ValueError, match="not ours"):
-        regenerate(rows(), lambda rows: iter(()), out, {}, 0)
+        regenerate(rows(), lambda rows, finished: iter(()), out, {}, 0)
     assert out.read_text() == "precious"
 
 
@@ -261,7 +306,7 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(shallo
     assert [line["response"] for line in lines(tmp_path / "whole")] == [answer.text for answer in answers]
     few, out = replace(sampled, rows=3), tmp_path / "stopped"
 
-    def stopped(rows):
+    def stopped(rows, finished):
         yield from islice(by_engine(shallow_target, None, sampled, capacity)(rows), 7)
         raise KeyboardInterrupt
 

@@ -173,6 +173,32 @@ def test_help_explains_every_key(name, capsys):
         assert "  anchors=1536  (int)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["train", "features", "data", "regenerate", "ngram", "eval", "compare"])
+def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
+    """By data.path= alone, and by data=, whatever the command's own default is; also within a bundle of the hub's."""
+    file, schema = tmp_path / "mine.jsonl", COMMANDS[name].options_class()
+    file.write_text('{"text": "x"}\n')
+    bundles = [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
+    for bundle in bundles:
+        for given in (f"data.path={file}", f"data={file}", f"data={tmp_path}"):
+            data = composed(name, schema, [*bundle, given]).data
+            assert (data.source, data.path) == ("jsonl", given.partition("=")[2])
+        for given in (f"data.path={file}l", f"data={file}l", "data=gone.jsonl"):
+            with pytest.raises(ValueError, match=r"^data\.path=\S+: no such file or folder"):
+                composed(name, schema, [*bundle, given])
+
+
+def test_a_target_may_be_given_as_a_path_or_a_name_of_the_hub(tmp_path):
+    for path in (str(tmp_path), "Qwen/Qwen3-4B", "model.gguf"):
+        assert composed("generate", GenerateCommand, [f"target={path}"]).target.path == path
+    assert composed("generate", GenerateCommand, ["target=qwen3-4b"]).target.path == "Qwen/Qwen3-4B"
+
+
+def test_an_option_of_another_name_says_the_new_one():
+    with pytest.raises(ValueError, match=r"data\.bad_rows was replaced by data\.max_invalid \(default 0\.05\)"):
+        composed("train", TrainConfig, ["data.bad_rows=100"])
+
+
 @pytest.fixture
 def a_run(tmp_path):
     """A run's folder as training leaves it: its configuration, and a checkpoint that `best` points to."""
@@ -181,7 +207,7 @@ def a_run(tmp_path):
     (run / "checkpoints" / "best").symlink_to("step-00000003")
     target = {"path": "/models/it's mine", "dtype": "bfloat16", "device": "cuda:7", "trust_remote_code": True}
     parts = [{"path": "chats (1).jsonl", "split": "train", "weight": 2.0}]
-    data = {"source": "mixture", "path": None, "parts": parts, "length": 3072, "num_proc": 8, "gone": 1}
+    data = {"source": "mixture", "path": None, "parts": parts, "length": 3072, "bad_rows": 100.0, "gone": 1}
     (run / "config.json").write_text(json.dumps({"target": target, "data": data}))
     return run
 
