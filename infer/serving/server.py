@@ -54,6 +54,7 @@ ENDED = "the engine failed and did not come back: start the server again (fewer 
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
 FAILED = failed(500, "the engine failed on this text")
 CLOSED = failed(503, "the server was stopped")
+DECODING_LABELS = ("method", "budget")  # options of the engine that /metrics tells
 
 
 @dataclass(eq=False)
@@ -79,9 +80,9 @@ class Ticket:
 
 
 class Metrics:
-    """The counters and gauges of /metrics."""
+    """The counters and gauges of /metrics, and how the engine decodes: the values of DECODING_LABELS."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoding: dict[str, str]) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         kept = {"namespace": "blockdraft", "registry": self.registry}
         counter = partial(prometheus_client.Counter, **kept)
@@ -94,6 +95,7 @@ class Metrics:
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
         self.writing = gauge("texts_writing", "Texts being written")
         self.waiting = gauge("texts_waiting", "Texts waiting for a row")
+        prometheus_client.Info("decoding", "How texts are decoded", **kept).info(decoding)
 
 
 class Worker(threading.Thread):
@@ -211,7 +213,9 @@ class Service:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.reading = reading_of(self.target.tokenizer)
-        self.metrics = Metrics()
+        options_of_engine = vars(engine.options)  # a masked model's have no budget
+        labels = [name for name in DECODING_LABELS if name in options_of_engine]
+        self.metrics = Metrics({name: str(options_of_engine[name]) for name in labels})
         self.worker = Worker(engine, self.metrics)
         self.inside: set[Ticket] = set()
         self.preparing = 0  # texts that are not inside yet
