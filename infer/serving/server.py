@@ -28,10 +28,16 @@ from starlette.types import Receive, Scope, Send
 from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
 from infer.engine.engine import Engine
-from infer.engine.grammar import asked_grammar, grammar_tokenizer, serialised_tokenizer
+from infer.engine.grammar import (
+    asked_grammar,
+    check_grammar_size,
+    check_properties,
+    grammar_tokenizer,
+    serialised_tokenizer,
+)
 from infer.engine.sequence import Sequence, check_prompt
 from infer.engine.trial import Trial
-from infer.serving.calls import reading_of
+from infer.serving.calls import place_thoughts, reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, network
 from infer.serving.protocol import (
@@ -276,6 +282,9 @@ class Service:
         """Return a request's texts, checked. Raises ValueError."""
         tickets, pieces = [], asyncio.Queue()
         special = body.chat and self.reading is not None and self.reading.special
+        if body.chat and getattr(self.target.tokenizer, "chat_template", None) is not None:
+            template = str(self.target.tokenizer.get_chat_template())
+            prompts = [place_thoughts(messages, template) for messages in prompts]
         for prompt in prompts:
             ids = encode(self.target, prompt, body.template_options, body.tools_shown)
             for _ in range(body.n):
@@ -291,11 +300,14 @@ class Service:
         settings = body.text_options(room if most is None else most, logprobs, index)
         check_prompt(ids, settings, self.engine.capacity, self.target.vocabulary)
         if (tools := body.wished_calls) is not None:
+            for tool in tools:
+                check_properties(tool.parameters)
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
             calls = self.reading.grammar(tools, body.several_calls, self.reading.thinks(ids))
             settings = replace(settings, grammar=calls)
         if (asked := asked_grammar(settings)) is not None:
+            check_grammar_size(*asked)
             self.trial.check(*asked)
         self.engine.check_text(settings)
         return settings
@@ -367,7 +379,9 @@ class Stream(StreamingResponse):
 
 
 async def refused(request: Request, wrong: HTTPException) -> Response:
-    return error(wrong.status_code, wrong.detail)
+    response = error(wrong.status_code, wrong.detail)
+    response.headers.update(wrong.headers or {})
+    return response
 
 
 async def short(request: Request, wrong: MemoryError) -> Response:
