@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from infer.utils.entry import entry, fail
+from infer.utils.entry import entry, fail, quiet_where_unread
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ COMMANDS = {
 }
 
 
+@quiet_where_unread()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name, those of the process by default. What the user got wrong
     is one sentence on stderr and exit code 2, a missing extra of the installation among it."""

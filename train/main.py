@@ -22,7 +22,7 @@ def run(config: TrainConfig) -> None:
         code = STOPPED
     except SystemExit as error:  # saved after Ctrl-C
         code = error.code
-    except (ValueError, FileNotFoundError, ModuleNotFoundError):
+    except (ValueError, FileNotFoundError, ModuleNotFoundError, BrokenPipeError):
         raise  # the caller reports it in one sentence
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)

@@ -102,20 +102,38 @@ def coloured(text: str, round: dict | None, colours: bool) -> Text:
     return Text.assemble((accepted, ACCEPTED), (round["rejected"] if colours else "", REJECTED), (bonus, BONUS))
 
 
-def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
-    """Print one answer as it is written; return it."""
-    said, rounds, tokens, drafted = "", 0, 0, 0
+def answer(
+    client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console
+) -> dict[str, str]:
+    """Print one answer as it is written, its thought dim and apart from its words; return it as a
+    message."""
+    thought = words = ""
+    rounds = tokens = drafted = 0
+    colours = console.color_system is not None
     for chunk in chunks(client, messages, config):
-        delta, round = chunk["choices"][0]["delta"], chunk.get("round")
-        text = delta.get("reasoning_content", "") + delta.get("content", "")
-        said += text
-        console.print(coloured(text, round, console.color_system is not None), end="", soft_wrap=True)
+        delta = chunk["choices"][0]["delta"]
+        round = chunk.get("round")
+        new_thought = delta.get("reasoning_content") or ""
+        new_words = delta.get("content") or ""
+        if new_thought:
+            shown = coloured(new_thought, round, colours)
+            if new_words:  # the round ended the thought: its last token and what it rejected are behind it
+                shown = Text(new_thought, ACCEPTED)
+            shown.stylize("dim")
+            console.print(shown, end="", soft_wrap=True)
+        if new_words and not words and (thought or new_thought):
+            console.print("\n")
+        if new_words or not new_thought:
+            console.print(coloured(new_words, round, colours), end="", soft_wrap=True)
+        thought += new_thought
+        words += new_words
         if round is not None:
             rounds, tokens, drafted = rounds + 1, tokens + round["committed"], drafted + round["drafted"]
     if rounds:
         note = f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} drafts verified]"
         console.print(Text(f"\n{note}", "dim"))
-    return said
+    said = {"role": "assistant", "content": words}
+    return said | ({"reasoning_content": thought} if thought else {})
 
 
 def run(config: ChatCommand, console: Console | None = None) -> None:
@@ -145,7 +163,7 @@ def talk(config: ChatCommand, url: str, console: Console) -> None:
             while said := console.input("[bold]> [/bold]"):
                 messages.append({"role": "user", "content": said})
                 try:
-                    messages.append({"role": "assistant", "content": answer(client, messages, config, console)})
+                    messages.append(answer(client, messages, config, console))
                 except (KeyboardInterrupt, ValueError, httpx.HTTPError) as wrong:  # nobody listens: it stops writing
                     messages.pop()
                     console.print(Text(f"\n{str(wrong) or 'stopped'}", "red"))

@@ -38,6 +38,9 @@ class Served:
     by_text: list[Acceptance]  # one for each text, or one for all
     again: list[Acceptance]  # of the same prompts, each asked once more
     drafted: float  # a round
+    # the engine's options, where it says that it does not draft a whole block as a chain each round
+    # (ours): its acceptance then says nothing about the drafter
+    drafting: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,15 @@ class Case:
     served: Served | None = None  # of the comparison with an engine
 
     @property
+    def comparable(self) -> bool:
+        """Whether acceptance was measured of whole blocks as chains on both sides."""
+        return self.served is None or not self.served.drafting
+
+    @property
     def low(self) -> bool:
         """Whether acceptance is lower than it should be: the card's in a folder, ours in an engine."""
+        if not self.comparable:
+            return False
         found, expected = (self.ours, self.goal) if self.served is None else (self.goal, self.ours)
         return Acceptance.of_all(found).mean < LOW * Acceptance.of_all(expected).mean
 
@@ -62,6 +72,8 @@ class Case:
     def apart(self) -> float:
         """How many of the rounds and accepted drafts differ, in shares of ours: 0 where the drafter is
         read alike."""
+        if not self.comparable:
+            return 0.0
         return difference(self.ours, self.goal) / max(1, sum(a.rounds + sum(a.accepted) for a in self.ours))
 
     @property
@@ -223,7 +235,7 @@ def show_other_target(case: Case) -> str | None:
 def show_hidden(case: Case) -> str | None:
     """Say where fewer drafts are accepted behind a prompt that the engine has in its prefix cache: what
     it restores never went through the target again, whose features are the drafter's context."""
-    if case.served is None:
+    if case.served is None or not case.comparable:
         return None
     first, again = (Acceptance.of_all(parts).mean for parts in (case.served.by_text, case.served.again))
     if again >= LOW * first:

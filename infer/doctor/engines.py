@@ -58,6 +58,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
             raise ValueError(
                 f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (--speculative-config) and ours"
             )
+        drafting = describe_drafting(read_decoding(client), reference.block_size)
         model = client.get("/v1/models").json()["data"][0]["id"]
         for text in reference.texts:
             salt = {"cache_salt": uuid4().hex} if counters.salts else {}
@@ -76,7 +77,20 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     if not rounds:
         raise ValueError(f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?")
     drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
-    return Served(counters.engine, [said(answer) for answer in answers], ids, told, parts[::2], parts[1::2], drafted)
+    texts = [said(answer) for answer in answers]
+    return Served(counters.engine, texts, ids, told, parts[::2], parts[1::2], drafted, drafting)
+
+
+def describe_drafting(decoding: dict[str, str], block_size: int) -> str:
+    """Return the options of an engine that does not draft whole blocks as chains; nothing for one that
+    does, or does not tell its options."""
+    method = decoding.get("method")
+    if method is None:
+        return ""
+    budget = decoding.get("budget", "auto")
+    if method == "chain" and budget != "auto" and int(budget) >= block_size - 1:
+        return ""
+    return " ".join(f"decoding.{name}={decoding[name]}" for name in ("method", "budget") if name in decoding)
 
 
 def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
@@ -93,6 +107,15 @@ def tokens_of(text: KnownText, reference: Reference) -> int:
     """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known
     answer."""
     return max(1, len(text.ids) - reference.block_size + 1)
+
+
+def read_decoding(client: httpx.Client) -> dict[str, str]:
+    """Return the options by which our server says that it decodes; none of other engines."""
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "blockdraft_decoding_info":
+                return sample.labels
+    return {}
 
 
 def read_metrics(client: httpx.Client) -> Counter[str]:

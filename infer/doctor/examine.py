@@ -79,6 +79,12 @@ def examine(
             return named(best.cause, verdict, rows + rows_of(tried()), best.cause.mend[0].format(best.trial.label))
     others = " and ".join(cases) or "no card, and no engine"
     healthy = f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}."
+    if served is not None and served.drafting:
+        healthy += (
+            f" Of {served.engine} the prompts and the answers were compared, not the acceptance: it has "
+            f"{served.drafting}, {served.drafted:.1f} drafts a round here. To compare that too, start it with "
+            f"decoding.method=chain decoding.budget={margin}."
+        )
     if seen := SHORT.shows(Case(target, drafter, reference, material, ours, ours)):
         return Diagnosis(True, f"{healthy} But {SHORT.name}: {seen}.", rows, SHORT, SHORT.mend[0])
     return Diagnosis(True, healthy, rows)

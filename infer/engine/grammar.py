@@ -7,10 +7,13 @@ decoding; the draft tree is the best one among what is allowed (`infer/trees/con
 V vocabulary.
 """
 
+import json
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from copy import copy
 from functools import lru_cache
+from json import JSONDecodeError
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +23,7 @@ from infer.config import GRAMMARS, TextOptions
 from infer.engine.trial import MAX_FORCED, build
 
 MOST_LETTERS = 1 << 16  # of a schema, an expression or a grammar
+MAX_PROPERTIES = 1000  # of a schema, in all its objects: optional ones cost their number squared
 COMPILED = 64  # grammars that are kept
 SLOW = 5e-3  # seconds of processor time for a token, above which drafts do not ask the grammar
 _tokenizers: WeakKeyDictionary = WeakKeyDictionary()  # a model's tokenizer -> llguidance's
@@ -137,10 +141,34 @@ def grammar_tokenizer(model) -> object:
     return _tokenizers[own]
 
 
+def check_grammar_size(kind: str, text: str) -> None:
+    """Raise ValueError for a grammar that is too large to be compiled."""
+    if len(text) > MOST_LETTERS:
+        raise ValueError(f"{kind}: {len(text)} letters, {MOST_LETTERS} may be")
+    if kind == "json_schema":
+        with suppress(RecursionError, JSONDecodeError):  # llguidance says what is wrong with it
+            check_properties(json.loads(text))
+
+
+def check_properties(schema: object) -> None:
+    """Raise ValueError for a JSON schema with too many properties."""
+    properties = 0
+    unseen = [schema]
+    while unseen:
+        part = unseen.pop()
+        if isinstance(part, dict):
+            named = part.get("properties")
+            properties += len(named) if isinstance(named, dict) else 0
+            unseen += part.values()
+        elif isinstance(part, list):
+            unseen += part
+    if properties > MAX_PROPERTIES:
+        raise ValueError(f"json_schema: {properties} properties, {MAX_PROPERTIES} may be")
+
+
 @lru_cache(maxsize=COMPILED)
 def compile_grammar(kind: str, text: str, tokenizer: object):
     """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with
     the reason where the text is no grammar of its kind, or a too large one."""
-    if len(text) > MOST_LETTERS:
-        raise ValueError(f"{kind}: {len(text)} letters, {MOST_LETTERS} may be")
+    check_grammar_size(kind, text)
     return build(kind, text, tokenizer)

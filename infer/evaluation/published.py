@@ -70,7 +70,7 @@ def suite_table(suite: SuiteResult) -> str:
 
 def best_budgets(sets: list[SetResult], theirs: list[Published | None]) -> str:
     """Return the paper's methods set by set, each with the budget of the highest speedup, and its
-    figures beside ours."""
+    figures beside ours, where it has any of these sets."""
     rows, numbers = [], []
     for one, paper in zip(sets, theirs, strict=True):
         paper, methods = paper or Published(), one.result.methods
@@ -85,7 +85,8 @@ def best_budgets(sets: list[SetResult], theirs: list[Published | None]) -> str:
         rows.append([one.title, str(one.answers), *cells(numbers[-1]), same])
     rows.append(["**mean**", "", *cells(means(numbers)), ""])
     rows[-1][HEADS.index("DDTree nodes")] = ""
-    return markdown(HEADS, rows)
+    shown = [column for column, head in enumerate(HEADS) if head != "paper" or any(theirs)]
+    return markdown([HEADS[column] for column in shown], [[row[column] for column in shown] for row in rows])
 
 
 def cells(numbers: Sequence[float | None]) -> list[str]:

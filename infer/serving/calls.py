@@ -17,6 +17,8 @@ from transformers.utils.chat_parsing import ResponseParser
 from infer.serving.dialogue import opens_thought
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
+# of a message, under which chat templates read its thought; the first that a template has
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}  # which may be special tokens
 # JSON as models learnt it
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -155,6 +157,23 @@ class Reading:
             rules.append('thinking[suffix="</think>"]: /(?s:.*)/')
             rules.append(rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/")
         return "\n".join([f"start: {thought}call{more}", *rules])
+
+
+def place_thoughts(messages: Sequence[dict], template: str) -> list[dict]:
+    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them: under
+    its own key; else, where it knows the tag that ends a thought, in front of the content."""
+    keys = (key for key in THOUGHT_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
+    thought_key = next(keys, None)
+    placed = []
+    for message in messages:
+        others = {key: value for key, value in message.items() if key != "reasoning_content"}
+        thought = message.get("reasoning_content")
+        if thought and thought_key:
+            others[thought_key] = thought
+        elif thought and "</think>" in template:
+            others["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+        placed.append(others)
+    return placed
 
 
 def reading_of(tokenizer: object) -> Reading | None:

@@ -41,7 +41,26 @@ def listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+FIRST_WRONG = Field(fail_fast=True)  # of a list, which may have 100,000 wrong ones
+TokenIds = Annotated[list[int], FIRST_WRONG]
+MAX_PROMPTS = 4096  # of a request, told before they are looked at
+MAX_METADATA_PAIRS = 64
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def listed_prompts(value: object) -> object:
+    """Return prompts as a list. Raises ValueError for too many."""
+    prompts = listed(value)
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
+        raise ValueError(f"{len(prompts)} prompts in a request, {MAX_PROMPTS} may be")
+    return prompts
+
+
+def few_pairs(value: object) -> object:
+    """Return a value as it is. Raises ValueError for too many pairs."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA_PAIRS:
+        raise ValueError(f"{len(value)} pairs, {MAX_METADATA_PAIRS} may be")
+    return value
 
 
 class Strict(BaseModel):
@@ -54,11 +73,16 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_empty(cls, fields: object) -> object:
-        """Leave known fields out that are null, and others that are null, false, 0 or empty."""
+        """Leave known fields out that are null, and others that are null, false, 0 or empty. Of those
+        that are refused one is enough."""
         if not isinstance(fields, dict):
             return fields
-        known = cls.model_fields
-        return {k: v for k, v in fields.items() if v is not None and (k in known or v not in (False, "", [], {}))}
+        kept = {name: value for name, value in fields.items() if name in cls.model_fields and value is not None}
+        if cls.model_config["extra"] == "forbid":
+            others = (name for name in fields if name not in cls.model_fields)
+            refused = next((name for name in others if fields[name] not in (None, False, "", [], {})), None)
+            kept |= {} if refused is None else {refused: fields[refused]}
+        return kept
 
 
 SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "stop"}  # with TextOptions
@@ -109,7 +133,7 @@ class CompletionRequest(Strict):
     guided_grammar: str | None = None  # in Lark's syntax
     # Whose request it is has no effect on the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(few_pairs)] | None = None
 
     @model_validator(mode="after")
     def effective(self) -> "CompletionRequest":
@@ -144,7 +168,11 @@ class CompletionRequest(Strict):
 class PromptRequest(CompletionRequest):
     """A request to /v1/completions."""
 
-    prompt: Annotated[list[int] | list[str] | list[list[int]], BeforeValidator(listed), Field(min_length=1)]
+    prompt: Annotated[
+        TokenIds | Annotated[list[str], FIRST_WRONG] | Annotated[list[TokenIds], FIRST_WRONG],
+        BeforeValidator(listed_prompts),
+        Field(min_length=1),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> list[str | list[int]]:
@@ -156,11 +184,29 @@ class PromptRequest(CompletionRequest):
         return self.max_tokens or 16, self.logprobs
 
 
-class TextPart(Strict):
+class Returned(Strict):
+    """Part of a message, as clients return it that have it from this server or another: what else
+    servers add to it (annotations, say) is ignored, as vLLM does."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextPart(Returned):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Returned):
+    """A piece of an answer that says why the model does not answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class NamedFunction(Strict):
@@ -169,35 +215,58 @@ class NamedFunction(Strict):
     name: str
 
 
-class CalledFunction(NamedFunction):
+class CalledFunction(Returned):
     """A function's name, and its arguments as JSON in a text."""
 
+    name: str
     arguments: str = "{}"
 
 
-class ToolCall(Strict):
+class ToolCall(Returned):
     """A call that an answer made."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # joined deltas have it
 
 
-class Message(Strict):
-    """One turn of a chat. An answer of this server can be fed back as the client has it."""
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class Message(Returned):
+    """One turn of a chat. An answer of this server or another can be fed back as the client has it."""
 
     role: str
-    content: str | list[TextPart] = ""
-    reasoning_content: str | None = None
+    content: str | Annotated[list[ContentPart], FIRST_WRONG] = ""
+    refusal: str | None = None  # OpenAI's, in place of the content
+    reasoning_content: str | None = None  # the thought, as this server calls it
+    reasoning: str | None = None  # as vLLM calls it
+    thinking: str | None = None  # as Ollama calls it
+    name: str | None = None  # of who speaks
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = None  # of the call that a message with role "tool" answers
+    audio: None = None  # an answer's sound, which has words that are not here
+    function_call: None = None  # what tool_calls were before
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_content(cls, fields: object) -> object:
+        """Raise ValueError for a message without content, whose key may be mistyped."""
+        if isinstance(fields, dict) and "content" not in fields and fields.get("role") != "assistant":
+            raise ValueError("it has no content")
+        return fields
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning_content or self.reasoning or self.thinking
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates read it: the arguments of calls are objects there."""
+        """Return the message as chat templates read it, but for the key of its thought: the arguments
+        of calls are objects there."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        said: dict[str, Any] = {"role": self.role, "content": content}
-        said |= {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        said: dict[str, Any] = {"role": self.role, "content": content or self.refusal or ""}
+        said |= {"reasoning_content": self.thought} if self.thought else {}
+        said |= {"name": self.name} if self.name else {}
         said |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
         if self.tool_calls:
             said["tool_calls"] = [
@@ -250,7 +319,7 @@ class ChatRequest(CompletionRequest):
     """A request to /v1/chat/completions."""
 
     chat: ClassVar[bool] = True
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -119,15 +119,17 @@ def regenerate(
         progress(finished_rows, total, f"{lost} failed" if lost else "")
 
     keep = going_on(f"{out} has the answers so far, the same command goes on from there")
-    with keep, disk(str(out)), out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
+    with keep, disk(str(out)), out.open("a", encoding="utf-8") as good:
         for answer in answers((row for row in rows if row.index > last), count_finished):
             error = answer.get("error")
             if error is None:
-                file, count = good, count + 1
+                count += 1
+                good.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                good.flush()
             else:
-                file, lost, answer = bad, lost + 1, answer | {"error": redact_text(error)}
-            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            file.flush()
+                lost += 1
+                with failed_path.open("a", encoding="utf-8") as bad:  # only there where a row failed
+                    bad.write(json.dumps(answer | {"error": redact_text(error)}, ensure_ascii=False) + "\n")
             if lost > most_failures:
                 raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {error!r}")
     return {"answers": count, "failed": lost}

@@ -28,10 +28,16 @@ from starlette.types import Receive, Scope, Send
 from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
 from infer.engine.engine import Engine
-from infer.engine.grammar import asked_grammar, grammar_tokenizer, serialised_tokenizer
+from infer.engine.grammar import (
+    asked_grammar,
+    check_grammar_size,
+    check_properties,
+    grammar_tokenizer,
+    serialised_tokenizer,
+)
 from infer.engine.sequence import Sequence, check_prompt
 from infer.engine.trial import Trial
-from infer.serving.calls import reading_of
+from infer.serving.calls import place_thoughts, reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, network
 from infer.serving.protocol import (
@@ -54,6 +60,7 @@ ENDED = "the engine failed and did not come back: start the server again (fewer 
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
 FAILED = failed(500, "the engine failed on this text")
 CLOSED = failed(503, "the server was stopped")
+DECODING_LABELS = ("method", "budget")  # options of the engine that /metrics tells
 
 
 @dataclass(eq=False)
@@ -79,9 +86,9 @@ class Ticket:
 
 
 class Metrics:
-    """The counters and gauges of /metrics."""
+    """The counters and gauges of /metrics, and how the engine decodes: the values of DECODING_LABELS."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoding: dict[str, str]) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         kept = {"namespace": "blockdraft", "registry": self.registry}
         counter = partial(prometheus_client.Counter, **kept)
@@ -94,6 +101,7 @@ class Metrics:
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
         self.writing = gauge("texts_writing", "Texts being written")
         self.waiting = gauge("texts_waiting", "Texts waiting for a row")
+        prometheus_client.Info("decoding", "How texts are decoded", **kept).info(decoding)
 
 
 class Worker(threading.Thread):
@@ -211,7 +219,9 @@ class Service:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.reading = reading_of(self.target.tokenizer)
-        self.metrics = Metrics()
+        options_of_engine = vars(engine.options)  # a masked model's have no budget
+        labels = [name for name in DECODING_LABELS if name in options_of_engine]
+        self.metrics = Metrics({name: str(options_of_engine[name]) for name in labels})
         self.worker = Worker(engine, self.metrics)
         self.inside: set[Ticket] = set()
         self.preparing = 0  # texts that are not inside yet
@@ -272,6 +282,9 @@ class Service:
         """Return a request's texts, checked. Raises ValueError."""
         tickets, pieces = [], asyncio.Queue()
         special = body.chat and self.reading is not None and self.reading.special
+        if body.chat and getattr(self.target.tokenizer, "chat_template", None) is not None:
+            template = str(self.target.tokenizer.get_chat_template())
+            prompts = [place_thoughts(messages, template) for messages in prompts]
         for prompt in prompts:
             ids = encode(self.target, prompt, body.template_options, body.tools_shown)
             for _ in range(body.n):
@@ -287,11 +300,14 @@ class Service:
         settings = body.text_options(room if most is None else most, logprobs, index)
         check_prompt(ids, settings, self.engine.capacity, self.target.vocabulary)
         if (tools := body.wished_calls) is not None:
+            for tool in tools:
+                check_properties(tool.parameters)
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
             calls = self.reading.grammar(tools, body.several_calls, self.reading.thinks(ids))
             settings = replace(settings, grammar=calls)
         if (asked := asked_grammar(settings)) is not None:
+            check_grammar_size(*asked)
             self.trial.check(*asked)
         self.engine.check_text(settings)
         return settings
@@ -363,7 +379,9 @@ class Stream(StreamingResponse):
 
 
 async def refused(request: Request, wrong: HTTPException) -> Response:
-    return error(wrong.status_code, wrong.detail)
+    response = error(wrong.status_code, wrong.detail)
+    response.headers.update(wrong.headers or {})
+    return response
 
 
 async def short(request: Request, wrong: MemoryError) -> Response:

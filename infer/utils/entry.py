@@ -5,10 +5,11 @@ Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
 """
 
 import os
+import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from infer.utils.redact import redact_text
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 STOPPED = 3  # exit code of what was begun and could not go on
+UNREAD = 141  # exit code where nobody reads the output any more, as a shell has it of other programs
 
 
 class Stopped(Exception):
@@ -35,6 +37,31 @@ def command_line() -> str:
     return redact_text(shlex.join(["./launch.sh", *["train"] * (Path(program).parent.name == "train"), *words]))
 
 
+def output_is_unread() -> bool:
+    """Return whether whoever read stdout or stderr has gone, as `head` does behind its last line."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # of streams that are no files
+            poll.register(stream.fileno(), 0)  # errors are always told
+    return bool(poll.poll(0))
+
+
+@contextmanager
+def quiet_where_unread() -> Iterator[None]:
+    """End the process without a word where nobody reads its output any more."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except BrokenPipeError:
+        if output_is_unread():
+            os._exit(UNREAD)  # its end would flush again, and say that it cannot
+        raise
+
+
+@quiet_where_unread()
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
     """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call
     `run(config)`.
@@ -42,7 +69,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
     imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say),
     and with exit code 3 for a Stopped and for other errors of files.
-    Ctrl-C is one sentence and exit code 130, see `going_on`.
+    Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any more,
+    the command ends without a word and with exit code 141.
     `--help` explains every key, `--cfg job` prints the configuration.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -57,6 +85,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
     except (Stopped, OSError) as error:  # of a disk that is full or read-only, say
+        if isinstance(error, BrokenPipeError) and output_is_unread():
+            raise
         fail(str(error), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
@@ -92,6 +122,8 @@ def disk(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        if isinstance(error, BrokenPipeError):  # of the output, not of a file
+            raise
         why = getattr(error, "strerror", None) or error
         kept = "what was saved before is whole, and the same command goes on from there"
         raise Stopped(f"{what} could not be written: {why}; {kept}") from error

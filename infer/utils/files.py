@@ -9,10 +9,10 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from infer.utils.progress import doing
 from infer.utils.redact import redact, redact_text
@@ -85,24 +85,38 @@ def read_text(path: Path, most: int) -> str:
 
 @contextmanager
 def locked(file: Path, what: str, instead: str) -> Iterator[None]:
-    """Lock `what`, which is written by one process at once, by a file of its own; the kernel releases
-    the lock however the process ends. Raises ValueError when another process has it; `instead` says
-    what to choose then."""
-    import fcntl
-
-    with file.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-            raise ValueError(
-                f"{what} is being written by {holder}: wait for it, stop it, or choose another {instead}"
-            ) from error
+    """Lock `what`, which is written by one process at once, by a file of its own, which is removed
+    behind the block; the kernel releases the lock however the process ends. Raises ValueError when
+    another process has it; `instead` says what to choose then."""
+    with lock_file(file, what, instead) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
-        yield
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # before the lock is released: `lock_file` sees that it has gone
+
+
+def lock_file(file: Path, what: str, instead: str) -> TextIO:
+    """Return the open file with its lock, for `locked`."""
+    import fcntl
+
+    while True:
+        lock = file.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            with lock:
+                lock.seek(0)
+                holder = lock.read().strip() or "another process"
+            raise ValueError(
+                f"{what} is being written by {holder}: wait for it, stop it, or choose another {instead}"
+            ) from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+                return lock
+        lock.close()  # its last holder has removed it since it was opened
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from functools import cache
 from inspect import cleandoc
 from pathlib import Path
-from typing import get_origin
+from typing import get_args, get_origin
 
 from infer.utils.checks import FREE_TEXT
 from infer.utils.files import read_text
@@ -29,8 +29,9 @@ BUNDLES = ("model", "recipe")  # groups that change others, the second what the 
 TYPED = re.compile(r"\+{0,2}(?P<key>[^\W\d][\w.]*)=(?P<value>.*)", re.DOTALL)
 LARGEST = 2**62  # of a number: seeds and counts are 64 bits
 HOW = (
-    "A text is taken as it is typed; lists are [a,b]; nothing is null. A group is chosen by GROUP=NAME, a bundle of "
-    "settings by +model=NAME.\n--cfg job prints the configuration that a command line stands for."
+    "A text is taken as it is typed; lists are [a,b], of numbers a,b too; nothing is null. A group is chosen by "
+    "GROUP=NAME, a bundle of settings by +model=NAME.\n--cfg job prints the configuration that a command line stands "
+    "for."
 )
 # Suffixes that make the VALUE of GROUP=VALUE a file's name.
 PATH_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt", ".gguf")
@@ -126,6 +127,8 @@ def typed(schema: type, known: set[str], arguments: list[str]):
             null = value == "null" and field.type is not str
             text = None if null else literal(text_of(key, value, FREE_TEXT in field.metadata))
             OmegaConf.update(given, key, text)
+        elif field and (entries := entries_without_brackets(key, value, field.type)) is not None:
+            OmegaConf.update(given, key, entries)
         elif field is not None or (parent is not None and get_origin(parent.type) is dict):
             value = OmegaConf.from_dotlist([f"{key}={literal(value)}"])
             given = OmegaConf.merge(given, value)
@@ -180,6 +183,22 @@ def names_a_path(group: str, value: str) -> bool:
     if value in options_of(group):
         return False
     return "/" in value or value.endswith(PATH_SUFFIXES) or os.path.exists(value)
+
+
+def entries_without_brackets(key: str, value: str, kind: object) -> list | None:
+    """Return the entries of a list option whose value has no brackets, numbers with commas between
+    them or one text; None where the value has brackets or is none of a list. Raises ValueError for
+    texts with a comma, which may be one text or several. `kind`: the option's type."""
+    from omegaconf import OmegaConf
+
+    list_kinds = [each for each in (kind, *get_args(kind)) if get_origin(each) is list]
+    if not list_kinds or value == "null" or value.lstrip().startswith("["):
+        return None
+    if get_args(list_kinds[0]) != (str,):
+        return OmegaConf.from_dotlist([f"entries=[{literal(value)}]"]).entries
+    if "," in value:
+        raise ValueError(f"{key}={shortened(value)}: a list of texts is written {key}=[a,b]")
+    return [literal(value)]
 
 
 def literal(text: str) -> str:

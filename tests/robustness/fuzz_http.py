@@ -305,6 +305,22 @@ class Client:
             )
         self.hang_up()
 
+    async def announced(self) -> None:
+        """A size that is said and whose bytes never come: it is answered, and the connection is closed."""
+        path, _, _ = self.dice.choice(self.cases)
+        size = self.dice.choice([20_001, 2**31, 2**63, 2**64 - 1, 10**19, 10**25])
+        head = request(path, b"")
+        if self.dice.random() < 0.5:
+            sent = head.replace(b"content-length: 0", b"content-length: %d" % size)
+        else:
+            sent = head.replace(b"content-length: 0", b"transfer-encoding: chunked")
+            sent += b"1;x\r\n{\r\n" * self.dice.choice([0, 1, 20_000]) + b"%x\r\n" % size
+        await self.send(sent)
+        status, got = await self.answer()
+        self.judge("announced", status, got, sent)
+        if status not in (0, 400, 413) or self.writer is not None:
+            self.faults.append(f"announced: {status}, and the connection is open, after {sent[:300]!r}")
+
 
 KINDS = {
     Client.good: 15,
@@ -314,6 +330,7 @@ KINDS = {
     Client.kind: 6,
     Client.key: 6,
     Client.large: 2,
+    Client.announced: 2,
 }
 
 

@@ -68,6 +68,49 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     )
 
 
+@pytest.fixture(scope="module")
+def short_reference(embedded, drafter):
+    """The reference of one short plain text."""
+    prompt = outside_prompts(embedded.tokenizer, 24, False)[0]
+    with patch("infer.evaluation.acceptance.TOKENS", 24):
+        return measure_reference(embedded, drafter, [prompt])
+
+
+SERVED = [  # method, budget, what the server has that cannot be compared with chains of whole blocks
+    ("chain", 7, ""),
+    ("chain", 64, ""),
+    ("chain", "auto", "decoding.method=chain decoding.budget=auto"),
+    ("chain", 2, "decoding.method=chain decoding.budget=2"),
+    ("plain", 64, "decoding.method=plain decoding.budget=64"),
+    ("ddtree", "auto", "decoding.method=ddtree decoding.budget=auto"),
+    ("ddtree", 3, "decoding.method=ddtree decoding.budget=3"),
+    ("static", 7, "decoding.method=static decoding.budget=7"),
+    ("continuity", 7, "decoding.method=continuity decoding.budget=7"),
+]
+
+
+@pytest.mark.parametrize(("method", "budget", "drafting"), SERVED)
+def test_our_own_server_is_healthy_however_it_decodes(
+    embedded, drafter, short_reference, running, monkeypatch, method, budget, drafting
+):
+    """A budget of its own choice may be 0 drafts, as it was on the machine of a user who followed the tutorial."""
+    if budget == "auto":
+        monkeypatch.setattr("infer.engine.budget.BudgetController.most_nodes", lambda *_: 0)
+    ngrams = str(drafter.ngrams) if method == "continuity" else None
+    engine = Engine(embedded, drafter, EngineConfig(method, budget, ngrams, rows=1), 128)
+    with running(engine) as (url, _), open_client(url) as client:
+        served = examine_engine(client, short_reference)
+    assert served.drafting == drafting
+    diagnosis = examine(embedded, drafter, short_reference, served)
+    assert diagnosis.healthy and diagnosis.cause is None, diagnosis.verdict
+    assert ("To compare that too" in diagnosis.verdict) == bool(drafting) and drafting in diagnosis.verdict
+    few = [Acceptance(60, [25])]
+    of_others = replace(served, engine="vLLM", drafting="", drafted=1.0, by_text=few, again=few)
+    assert examine(embedded, drafter, short_reference, of_others).cause.name == "another number of drafts a round"
+    longer = replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens])
+    assert examine(embedded, drafter, short_reference, longer).cause.name == "another tokenizer or vocabulary"
+
+
 @pytest.mark.robustness
 def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter, reference):
     """Two layers' context keys under one norm, as vLLM's kernel for CPUs has them: fewer drafts, by less than noise."""

@@ -194,6 +194,10 @@ def test_the_tree_is_the_best_one_that_the_grammar_allows():
         ({"regex": "("}, "regex"),
         ({"grammar": "start: missing"}, "grammar"),
         ({"regex": "a" * (MOST_LETTERS + 1)}, f"{MOST_LETTERS} may be"),
+        (
+            {"json_schema": json.dumps({"items": [{"properties": {f"{i}": {} for i in range(1001)}}]})},
+            "1001 properties",
+        ),
         ({"regex": "a", "grammar": 'start: "a"'}, "one of them"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],

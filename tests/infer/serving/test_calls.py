@@ -246,6 +246,10 @@ def test_an_agents_loop_of_six_turns(served, client):
     assert last.choices[0].message.content and last.choices[0].message.tool_calls is None
 
 
+WIDE = {"type": "object", "properties": {f"{i}": {} for i in range(1001)}}
+WIDE_TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "array", "items": WIDE}}}
+
+
 @pytest.mark.parametrize(
     "fields, said",
     [
@@ -254,6 +258,7 @@ def test_an_agents_loop_of_six_turns(served, client):
         ({"tools": SHOWN, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no such tool"),
         ({"tools": SHOWN, "tool_choice": "required", "response_format": {"type": "json_object"}}, "json_schema too"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"tools": [WIDE_TOOL], "tool_choice": "required"}, "1001 properties, 1000 may be"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]}, "grammar"),
     ],
 )

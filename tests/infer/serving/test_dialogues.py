@@ -123,7 +123,7 @@ def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
     out = tmp_path / "a.jsonl"
     with server(dies_after=9) as url, pytest.raises(ValueError, match="has not answered for"):
         regenerate(chats(20), Client(url, OPTIONS, 2).answers, out, {}, 0)
-    assert not (tmp_path / "a.jsonl.failed").read_text()
+    assert not (tmp_path / "a.jsonl.failed").exists()
     with server() as url:
         assert regenerate(chats(20), Client(url, OPTIONS, 2).answers, out, {}, 0)["answers"] == 20
 

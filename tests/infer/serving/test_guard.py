@@ -1,5 +1,7 @@
 """At the server's door: the key, names of this machine, and sizes."""
 
+import socket
+
 import httpx
 import pytest
 
@@ -13,6 +15,15 @@ KEY = "0123456789abcdef-key"
 @pytest.fixture
 def engine(pair):
     return Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64)
+
+
+@pytest.fixture(scope="module")
+def bounded_server(pair, running):
+    """The port of a server whose requests may have 20,000 bytes, and pause for a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infer.serving.guard.MAX_PAUSE_SECONDS", 1)
+        with running(Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64), max_body=20_000) as (url, _):
+            yield int(url.rpartition(":")[2])
 
 
 def test_the_key_opens_and_nothing_else_does(running, engine, monkeypatch):
@@ -73,3 +84,50 @@ def test_a_server_for_this_machine_answers_to_its_names_only(running, engine, mo
         with running(engine, open=not key) as (url, _):
             headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+
+
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+CHUNKED = HEAD + "transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (HEAD + "content-length: 99999999999999999999\r\n\r\n", 413),
+        (HEAD + "content-length: 20001\r\n\r\n", 413),
+        (HEAD + "expect: 100-continue\r\ncontent-length: 99999999999999999999\r\n\r\n", 413),
+        (HEAD.replace("completions", "nothing") + "content-length: 99999999999999999999\r\n\r\n", 413),
+        (HEAD.replace("127.0.0.1", "evil.example") + "content-length: 99999999999999999999\r\n\r\n", 413),
+        (HEAD + f"content-length: {'9' * 30}\r\n\r\n", 400),
+        (CHUNKED + "FFFFFFFFFFFFFFFF\r\n", 413),
+        (CHUNKED + "4e21\r\n", 413),
+        (CHUNKED + f"{'F' * 30}\r\n", 400),
+        (CHUNKED + "1\r\n{\r\nFFFFFFFFFFFFFFFF\r\n", 413),
+        (CHUNKED + "1;a\r\n \r\n" * 19_000, 413),  # more around the body than in it
+        (CHUNKED + f"1;{'a' * 9000}\r\n \r\n" * 20, 413),
+        (CHUNKED + f"2\r\n{{}}\r\n0\r\n{'a: b' * 5000}", 400),
+        ("GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n", 200),
+        (HEAD + "content-length: 9\r\n\r\n{", 408),
+    ],
+)
+def test_a_size_that_is_said_and_not_sent_is_answered_at_once(bounded_server, sent, status):
+    """And the connection is closed: nobody waits for the rest."""
+    with socket.create_connection(("127.0.0.1", bounded_server), timeout=10) as connection:
+        connection.sendall(sent.encode())
+        answer = b""
+        try:
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        except ConnectionResetError:  # what it did not read
+            assert len(sent) > 10_000
+    assert int(answer.split()[1]) == status or len(sent) > 10_000 and not answer, answer
+
+
+def test_large_requests_that_are_not_too_large_are_read(bounded_server):
+    """In chunks of usual sizes, and of few bytes, and many on one connection."""
+    url = f"http://127.0.0.1:{bounded_server}/v1/completions"
+    content = b'{"max_tokens": 1, "prompt": "x"}' + b" " * 19_000
+    with httpx.Client(headers={"content-type": "application/json"}) as client:
+        for size in (64, 1000, 19_000) * 2:
+            pieces = (content[start : start + size] for start in range(0, len(content), size))
+            assert client.post(url, content=pieces).status_code == 200

@@ -8,16 +8,23 @@ from weakref import WeakKeyDictionary
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage
+from pydantic import ValidationError
 
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine import grammar
+from infer.serving.calls import place_thoughts
 from infer.serving.config import ServerConfig
+from infer.serving.protocol import ChatRequest, PromptRequest
 from infer.serving.server import create_app
 from infer.targets.loading import load_tokenizer
 
 SAID = [{"role": "user", "content": "def read(path):"}]
-TEMPLATE = "{% if shout is defined and shout %}LOUD {% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% if shout is defined and shout %}LOUD {% endif %}{% for m in messages %}{% if m.name %}{{ m.name }}: {% endif %}"
+    "{% if m.thinking %}({{ m.thinking }}) {% endif %}{{ m['content'] }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +67,48 @@ def test_an_answer_can_be_fed_back_as_the_client_has_it(client):
     assert write(client, [*SAID, message]).choices
 
 
+ANSWER = {"role": "assistant", "content": "on "}
+CITED = {"type": "url_citation", "url_citation": {"start_index": 0, "end_index": 2, "title": "a", "url": "b"}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        (dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "annotations", "reasoning")), "on "),
+        ({"annotations": [CITED], "provider_specific_fields": {"a": 1}, "tool_calls": []}, "on "),
+        ({"reasoning_content": "why"}, "(why) on "),
+        ({"reasoning": "why"}, "(why) on "),
+        ({"thinking": "why"}, "(why) on "),
+        ({"reasoning": "why", "reasoning_content": "why"}, "(why) on "),
+        ({"name": "Ada"}, "Ada: on "),
+        ({"content": None, "refusal": "no "}, "no "),
+        ({"content": [{"type": "refusal", "refusal": "no "}]}, "no "),
+        ({"content": [{"type": "text", "text": "on ", "annotations": []}]}, "on "),
+        ({"content": None, "tool_calls": [CALLED | {"index": 0, "extra_content": {"a": 1}}]}, ""),
+    ],
+)
+def test_an_answer_of_any_server_can_be_fed_back(served, client, fields, shown):
+    """As OpenAI's client gives it, with what vLLM, OpenAI and others add; the template is told what it knows."""
+    message = ChatCompletionMessage.model_construct(**ANSWER | fields).model_dump(warnings=False)
+    tokens = write(client, [*SAID, message]).usage.prompt_tokens
+    assert tokens == len(served[1].target.tokenizer("def read(path):" + shown)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("template", "placed"),
+    [
+        ("{{ m.reasoning_content }}{{ m['thinking'] }}", {"content": "on", "reasoning_content": "why"}),
+        ("{{ m['reasoning'] }}", {"content": "on", "reasoning": "why"}),
+        ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>\nwhy\n</think>\n\non"}),
+        ("{{ m.content }}", {"content": "on"}),
+    ],
+)
+def test_a_thought_is_placed_where_the_template_reads_it(template, placed):
+    message = {"role": "assistant", "content": "on", "reasoning_content": "why"}
+    assert place_thoughts([message], template) == [{"role": "assistant"} | placed]
+
+
 STREAMED = {"stream": True}
 
 
@@ -71,7 +120,10 @@ STREAMED = {"stream": True}
         (STREAMED | {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
         ({"top_logprobs": 2}, "top_logprobs: with logprobs=true only"),
         ({"max_completion_tokens": 9}, "max_tokens: is the old name of max_completion_tokens"),
-        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages.0: it has no content"),
+        ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages.0.name"),
+        ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "1"}}]}, "messages.0.audio"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
         *(({name: True}, name) for name in ("temperature", "top_p", "n", "seed", "max_tokens", "presence_penalty")),
         ({"temprature": 1}, "temprature"),
@@ -200,3 +252,41 @@ def test_shapes_that_cannot_be_followed_are_refused(embedded_server, shape, said
     client = openai.OpenAI(base_url=f"{embedded_server}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match=said):
         write(client, extra_body=shape)
+
+
+def named_schema(properties: int) -> dict:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+
+
+@pytest.mark.parametrize(
+    "shape, said",
+    [
+        ({"guided_json": named_schema(10_000)}, "letters, 65536 may be"),
+        ({"guided_json": named_schema(2_000)}, "2000 properties, 1000 may be"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": named_schema(2_000)}}}, "1000 may be"),
+        ({"guided_regex": "a" * 70_000}, "letters, 65536 may be"),
+    ],
+)
+def test_large_shapes_are_refused_before_they_are_compiled(served, client, monkeypatch, shape, said):
+    """Compiling one takes a second, in which others wait."""
+    monkeypatch.setattr(served[1].trial, "check", None)
+    with pytest.raises(openai.BadRequestError, match=said):
+        write(client, extra_body=shape)
+
+
+@pytest.mark.parametrize(
+    ("form", "body"),
+    [
+        (PromptRequest, {"prompt": [1, "a", [1]] * 30_000}),
+        (PromptRequest, {"prompt": [[1]] * 100_000}),
+        (ChatRequest, {"messages": [{}] * 100_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 100_000}]}),
+        (ChatRequest, {"messages": SAID} | {f"unknown{i}": 1 for i in range(50_000)}),
+        (ChatRequest, {"messages": SAID, "metadata": {f"key{i}": 1 for i in range(50_000)}}),
+    ],
+)
+def test_of_many_wrong_parts_one_is_named(form, body):
+    """Naming all of them took seconds, in which the event loop did nothing else."""
+    with pytest.raises(ValidationError) as refusal:
+        form.model_validate(body)
+    assert refusal.value.error_count() <= 3

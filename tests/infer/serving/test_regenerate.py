@@ -1,5 +1,6 @@
 """Regenerated answers: the target's own, in order, none lost or doubled; robustness/test_robustness.py kills runs."""
 
+import fcntl
 import json
 import shutil
 import time
@@ -152,6 +153,10 @@ def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(comman
         command()
     assert not out.exists()
     regenerate(rows(), lengths, out, {}, 0)
+    assert sorted(path.name for path in tmp_path.iterdir() if "a.jsonl" in path.name) == [
+        "a.jsonl",
+        "a.jsonl.settings.json",
+    ]  # neither the lock nor an empty list of failed rows
     out.write_text(out.read_text() + out.read_text())
     with pytest.raises(ValueError, match="a.jsonl, line 31: row 0 stands behind row 29: give another out"):
         regenerate(rows(), lengths, out, {}, 0)
@@ -200,6 +205,24 @@ def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
         yield from ({"index": row.index, "response": "t"} for row in rows)
 
     assert regenerate(rows(), answers, tmp_path / "a.jsonl", {}, 0) == {"answers": 30, "failed": 0}
+
+
+def test_a_lock_that_was_removed_while_it_was_opened_locks_nobody_out(tmp_path, monkeypatch):
+    """The next holder has the file that is there, so that a third one is refused."""
+    file = tmp_path / "lock"
+    flock, removed = fcntl.flock, []
+
+    def remove_first(*arguments) -> None:
+        if not removed:
+            removed.append(file.unlink())
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with locked(file, "a", "out="):
+        assert file.read_text().startswith("process")
+        with pytest.raises(ValueError, match="is being written by process"), locked(file, "a", "out="):
+            pass
+    assert not file.exists()
 
 
 def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(tmp_path):

@@ -208,7 +208,9 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
             said = answer(http, messages, config, console)
             plain = Console(file=io.StringIO(), color_system=None, record=True)
             answer(http, messages, config, plain)
-    assert said == own.text and plain.export_text().startswith(own.text)  # nothing refused, where colours do not tell
+    assert said["content"] == own.text and plain.export_text().startswith(
+        own.text
+    )  # nothing refused, where colours do not tell
     shown = console.export_text(styles=True)
     assert "\x1b[9;31m" in shown  # struck through: refused by the target
     assert "\x1b[1;33m" in shown and "a round" in shown

@@ -1,6 +1,7 @@
 """How a command ends, and whom it asks before it begins."""
 
 import errno
+import json
 
 import pytest
 
@@ -56,3 +57,66 @@ def test_a_full_disk_is_a_sentence(capsys):
         entry("chat", ChatCommand, run, [])
     assert end.value.code == 3
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'runs/a'\n"
+
+
+UNREAD = """
+import io, json, os, sys
+from infer.cli.chat import ChatCommand
+from infer.utils.entry import disk, entry
+
+def run_case(letters, stream, flush, ending, arguments, buffered):
+    streams = [io.TextIOWrapper(open(fd, "wb", -1 if buffered else 0), write_through=not buffered) for fd in (1, 2)]
+    sys.stdout, sys.stderr = streams
+
+    def run(config):
+        with disk("out=x"):
+            print("x" * letters, file=getattr(sys, stream), flush=flush)
+        exec(ending)
+
+    try:
+        entry("chat", ChatCommand, run, arguments)
+        sys.stdout.flush()
+    except SystemExit as end:
+        os._exit(end.code)
+    os._exit(0)
+
+for case in json.loads(sys.argv[1]):
+    ends = {name: os.pipe() for name in ("stdout", "stderr")}
+    os.close(ends[case[1]][0])  # nobody reads this one
+    if not (child := os.fork()):
+        for number, name in enumerate(ends, 1):
+            os.dup2(ends[name][1], number)
+        run_case(*case)
+    for _, written in ends.values():
+        os.close(written)
+    (other,) = {*ends} - {case[1]}
+    said = open(ends[other][0]).read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said]))
+"""
+CASES = [  # how much is printed, where, whether it is flushed, how the command ends, its arguments
+    (10, "stdout", False, "pass", []),
+    (10, "stdout", True, "pass", []),
+    (100_000, "stdout", False, "pass", []),
+    (10, "stdout", False, "raise SystemExit(1)", []),
+    (100_000, "stderr", True, "pass", []),
+    (0, "stderr", False, "pass", ["wrong=1"]),
+    (0, "stdout", False, "pass", ["--cfg", "job"]),
+    (0, "stdout", False, "pass", ["--help"]),
+]
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(start_command, tmp_path):
+    cases = [(*case, buffered) for case in CASES for buffered in (True, False)]
+    (tmp_path / "program.py").write_text(UNREAD)
+    lines = start_command(str(tmp_path / "program.py"), [json.dumps(cases)]).finish().splitlines()
+    ends = {str(case): json.loads(line) for case, line in zip(cases, lines, strict=True)}
+    assert ends == {str(case): [141, ""] for case in cases}
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_a_sentence(capsys):
+    def run(config) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(SystemExit) as end:
+        entry("chat", ChatCommand, run, [])
+    assert end.value.code == 3 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"

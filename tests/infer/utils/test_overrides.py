@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from operator import attrgetter
 
 import pytest
 
@@ -10,6 +11,7 @@ from infer.cli.chat import ChatCommand
 from infer.cli.compare import CompareCommand
 from infer.cli.eval import EvalCommand
 from infer.cli.generate import GenerateCommand
+from infer.cli.regenerate import RegenerateCommand
 from infer.main import COMMANDS, main
 from infer.utils.entry import entry
 from infer.utils.overrides import composed, keys_of, typed
@@ -53,6 +55,33 @@ PATHS = [
     '"q".jsonl',
     "a=b;#1.jsonl",
 ]
+
+
+LISTS = [
+    (EvalCommand, "evaluation.budgets", "16,32", [16, 32]),
+    (EvalCommand, "evaluation.budgets", "16, 32", [16, 32]),
+    (EvalCommand, "evaluation.budgets", "16", [16]),
+    (EvalCommand, "evaluation.budgets", "[16,32]", [16, 32]),
+    (EvalCommand, "suite.temperatures", "0,0.5", [0.0, 0.5]),
+    (RegenerateCommand, "questions.tokens", "4,9", [4, 9]),
+    (TrainConfig, "drafter.target_layer_ids", "1,2", [1, 2]),
+    (TrainConfig, "drafter.target_layer_ids", "null", None),
+    (CompareCommand, "checkpoints", "runs/a", ["runs/a"]),
+    (GenerateCommand, "decoding.stop", "${END}", ["${END}"]),
+    (GenerateCommand, "decoding.stop", "it's {", ["it's {"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "value", "entries"), LISTS)
+def test_a_list_may_be_without_its_brackets(schema, key, value, entries):
+    name = "train" if schema is TrainConfig else schema.__name__.removesuffix("Command").lower()
+    assert attrgetter(key)(composed(name, schema, [f"{key}={value}"])) == entries
+
+
+@pytest.mark.parametrize("key, value", [("checkpoints", "a,b"), ("checkpoints", "a, b")])
+def test_texts_with_a_comma_are_one_or_several(key, value):
+    with pytest.raises(ValueError, match=rf"{key}={value}: a list of texts is written {key}=\[a,b\]"):
+        composed("compare", CompareCommand, [f"{key}={value}"])
 
 
 @pytest.mark.parametrize("schema, key", [(GenerateCommand, "prompt"), (ChatCommand, "system")])
