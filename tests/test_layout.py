@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -410,11 +411,21 @@ def test_the_api_lists_and_explains_itself():
     assert {alias.asname for node in stub.body for alias in node.names} == set(infer.__all__)
 
 
-def test_every_package_is_installed():
-    """pyproject.toml lists the packages; a folder that it forgets would be missing from an ordinary installation."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {path.parent.relative_to(ROOT) for path in sources(*PACKAGES)}
-    assert set(project["tool"]["setuptools"]["packages"]) == {".".join(folder.parts) for folder in folders} | {"conf"}
+def test_every_file_of_the_packages_is_installed():
+    """Setuptools installs files of packages alone, and warns, hundreds of lines, of folders of files that are none: each
+    folder of conf, data, infer and train is a package, and package-data has all of its files."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = {path.relative_to(ROOT) for path in committed_files()}
+    files = [name for name in names if name.parts[0] in {*PACKAGES, "conf"} and len(name.parts) > 1]
+    folders = {".".join(name.parent.parts) for name in files}
+    patterns = options["packages"]["find"]
+    installed = {name for name in folders if any(fnmatchcase(name, pattern) for pattern in patterns["include"])}
+    assert installed == folders and not any(fnmatchcase(name, pattern) for name in folders for pattern in patterns["exclude"])
+    for other in ("tests", "docs", "runs", "benchmarks", "infer.__pycache__"):
+        out = any(fnmatchcase(other, pattern) for pattern in patterns["exclude"])
+        assert out or not any(fnmatchcase(other, pattern) for pattern in patterns["include"]), other
+    data = options["package-data"]["*"]
+    assert all(any(fnmatchcase(name.name, pattern) for pattern in data) for name in files)
 
 
 def test_text_files_are_written_in_one_place():
