@@ -51,6 +51,4 @@ def test_the_best_checkpoint_is_evaluated_in_full(tmp_path, monkeypatch, capsys,
     assert hooks.best_checkpoint(tmp_path) == folders[best]
     assert find_reference(tmp_path / "checkpoints" / "best") is not None
     hooks.finish_report(tmp_path, SimpleNamespace(close=print))
-    printed = capsys.readouterr().out
-    assert (f"evaluations share {shared} of" in printed) == (best == 30)
-    assert printed.count("\n") < 25, "the first command prints few lines; the page has the rest"
+    assert (f"evaluations share {shared} of" in capsys.readouterr().out) == (best == 30)
