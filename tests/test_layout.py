@@ -3,10 +3,12 @@
 import ast
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import infer
+from infer.utils import installation
+from infer.utils.installation import EXTRA_MODULES, describe_missing
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "infer", "data")
@@ -410,14 +414,52 @@ def test_the_api_lists_and_explains_itself():
         assert f"    {name}(" in text
     assert (ROOT / "infer" / "py.typed").is_file()
     stub = ast.parse((ROOT / "infer" / "__init__.pyi").read_text())
-    assert {alias.asname for node in stub.body for alias in node.names} == set(infer.__all__)
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.asname for node in imports for alias in node.names} == set(infer.__all__)
 
 
-def test_every_package_is_installed():
-    """pyproject.toml lists the packages; a folder that it forgets would be missing from an ordinary installation."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {path.parent.relative_to(ROOT) for path in sources(*PACKAGES)}
-    assert set(project["tool"]["setuptools"]["packages"]) == {".".join(folder.parts) for folder in folders} | {"conf"}
+def test_every_file_of_the_packages_is_installed():
+    """Setuptools installs files of packages alone, and prints a long warning for a folder of files that is none: each
+    folder of conf, data, infer and train is a package, and package-data has all of its files."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    names = {path.relative_to(ROOT) for path in committed_files()}
+    files = [name for name in names if name.parts[0] in {*PACKAGES, "conf"} and len(name.parts) > 1]
+    folders = {".".join(name.parent.parts) for name in files}
+    patterns = options["packages"]["find"]
+
+    def is_package(name: str) -> bool:
+        excluded = any(fnmatchcase(name, pattern) for pattern in patterns["exclude"])
+        return not excluded and any(fnmatchcase(name, pattern) for pattern in patterns["include"])
+
+    assert {name for name in folders if is_package(name)} == folders
+    assert not [name for name in ("tests", "docs", "runs", "benchmarks", "infer.__pycache__") if is_package(name)]
+    data = options["package-data"]["*"]
+    assert all(any(fnmatchcase(name.name, pattern) for pattern in data) for name in files)
+
+
+def test_missing_modules_are_named_with_the_extra_that_brings_them():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, modules in EXTRA_MODULES.items():
+        packages = [re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]]
+        assert sorted(modules) == sorted(package.replace("-", "_") for package in packages)
+        assert f"[{extra}]" in describe_missing(modules[0])
+    assert "[" not in describe_missing("einops")
+
+
+def test_the_version_is_pyprojects_wherever_it_is_asked_for(monkeypatch, capsys):
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+    def not_installed(name: str) -> str:
+        raise installation.PackageNotFoundError(name)
+
+    assert infer.__version__ == expected
+    monkeypatch.setattr(installation, "version", not_installed)
+    assert infer.__version__ == expected
+    assert f"pip install '{ROOT}[train]'" in describe_missing("datasets")
+    monkeypatch.setattr("sys.argv", ["blockdraft", "--version"])
+    runpy.run_module("infer", run_name="__main__")  # python -m infer
+    script = subprocess.run([ROOT / "launch.sh", "--version"], capture_output=True, text=True)
+    assert capsys.readouterr().out == script.stdout == f"blockdraft {expected}\n"
 
 
 def test_text_files_are_written_in_one_place():

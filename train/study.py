@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from infer.utils.checks import at_least
-from infer.utils.entry import Stopped, composed, fail, going_on
+from infer.utils.entry import Stopped, composed, fail, fail_for_missing, going_on
 from infer.utils.files import atomic_write, write_json
 from infer.utils.progress import HEARTBEAT
 from train.config import TrainConfig
@@ -88,6 +88,8 @@ def train_alone(run: TrainConfig) -> None:
         train(run)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        fail_for_missing(error)
 
 
 def train_apart(run: TrainConfig) -> None:

@@ -46,8 +46,9 @@ class ExportCommand(OfTarget):
 
 def run(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
+    from infer.evaluation.acceptance import FILE as REFERENCE_FILE
     from infer.evaluation.card import write_card
-    from infer.formats.compatibility import check_folder
+    from infer.formats.compatibility import check_folder, describe_export
     from infer.formats.export import check_base_model, check_export, export_drafter
     from infer.formats.gguf import convert, find_converter
     from infer.targets.loading import resolve_path
@@ -68,6 +69,12 @@ def run(config: ExportCommand) -> None:
         if converter:
             convert(fresh, place.path, converter)
         write_card(config.checkpoint, fresh, config.license, config.base_model or config.target.path)
-    for verdict in check_folder(out):
-        print(verdict)
-    print(f"\nexport      {out}")
+    print(f"export      {out}, format={config.format}")
+    print(describe_export(check_folder(out)))
+    if converter:
+        print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
+    if not (out / REFERENCE_FILE).is_file():
+        print(
+            f"{REFERENCE_FILE} is not written, as the checkpoint's evaluation has no greedy chains on prompts from "
+            "outside its data (evaluation.outside=0, or none at all): ./launch.sh doctor measures them itself"
+        )

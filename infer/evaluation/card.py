@@ -27,7 +27,7 @@ RECIPE = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
     "objective": ("divergence", "weights", "gamma"),
-    "optim": ("name", "lr", "betas", "warmup", "clip", "batch", "epochs", "steps", "precision"),
+    "optim": ("name", "lr", "betas", "warmup", "clip", "batch", "epochs", "steps", "minutes", "precision"),
     "data": ("length",),
     "": ("anchors", "document_anchors", "seed"),
 }
@@ -79,7 +79,8 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         run=run,
         sources=run and "; ".join(dict.fromkeys(described_data(run["data"]))),
         init=run and run["drafter"].get("init") and (hub_name(run["drafter"]["init"]) or "another drafter"),
-        recipe=run and recipe_of(run),
+        recipe=run
+        and recipe_of(run) + [("steps taken", int(number)) for number in re.findall(r"^step-(\d+)$", step.name)],
         engines=" ".join([*engines, *["llama.cpp"] * any(out.glob("*.gguf"))]),
         method="dspark" if reading.own.get("markov_rank") else "dflash",  # vLLM's and SGLang's names
         license=license,
@@ -113,12 +114,15 @@ def front_matter(reading: ConfigReading, run: dict | None, license: str | None, 
 
 
 def recipe_of(run: dict) -> list[tuple[str, object]]:
-    """Return the options of RECIPE that a run's config.json has, by their whole names."""
+    """Return the options of RECIPE that a run's config.json has, by their whole names; of those that set
+    the run's length, the one that did."""
     rows = []
     for part, keys in RECIPE.items():
         known = run.get(part, {}) if part else run
-        if known.get("steps") is not None:
-            known = known | {"epochs": None}  # the steps decided
+        if known.get("minutes") is not None:
+            known = known | {"epochs": None, "steps": None}
+        elif known.get("steps") is not None:
+            known = known | {"epochs": None}
         rows += [(f"{part}.{key}".lstrip("."), known[key]) for key in keys if known.get(key) not in (None, {})]
     return rows
 

@@ -173,6 +173,7 @@ def summarise_part(target: AnyTarget, drafter: Drafter | None, part: PromptSet, 
         what=part.what,
         trees=study_of(plain.replayed) if plain.replayed else None,
         cut=part.cut,
+        date=time.strftime("%Y-%m-%d"),
     )
 
 

@@ -13,7 +13,7 @@ from infer.evaluation.charts import budget_charts, choices_chart, drawn_tree, lo
 from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation
 from infer.evaluation.ruler import best_of
-from infer.evaluation.tables import COLUMNS, beside, headline, kinds_of, legend, method_cells, notes_of, study_table
+from infer.evaluation.tables import COLUMNS, beside, findings, kinds_of, legend, method_cells, notes_of, study_table
 from infer.utils.files import atomic_write
 from infer.utils.progress import duration
 
@@ -38,6 +38,7 @@ def write_report(
     """
     evaluations, run = sorted(evaluations, key=lambda evaluation: evaluation.step or 0), run or RunFacts()
     shown = best_of(evaluations)
+    sentences = findings(shown)
     charts = budget_charts({"": shown})
     charts += [choices_chart(shown.trees)] if shown.trees and shown.trees.choices else []
     charts += [steps_chart(evaluations)] if len(evaluations) > 1 else []
@@ -47,7 +48,9 @@ def write_report(
     lines = ["Bold: the drafter's fastest method, by the lower end of its interval.", *legend(shown.methods)]
     page = render(
         "report.html.j2",
-        headline=headline(shown),
+        title=title_of(shown),
+        findings=sentences[:-1],
+        outputs=sentences[-1],
         notes=notes,
         evaluation=shown,
         example=shown.example,
@@ -69,11 +72,20 @@ def write_report(
     return folder / "report.html"
 
 
+def title_of(evaluation: Evaluation) -> str:
+    """Return what the page is about: drafter, target and day, as far as they are known."""
+    drafter = f"Drafter {evaluation.drafter}" if evaluation.drafter else "A drafter"
+    step = f", step {evaluation.step}" if evaluation.step else ""
+    day = f", {evaluation.date}" if evaluation.date else ""
+    return f"{drafter} for {evaluation.target}{step}{day}"
+
+
 def settings_of_run(evaluation: Evaluation, run: RunFacts) -> list[tuple[str, object]]:
     """Return what the page says of checkpoint, data, command, time and machine."""
     every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.methods]
     rows = [
         ("Command", run.command),
+        ("Measured on", evaluation.date),
         ("Checkpoint", evaluation.checkpoint),
         ("Target", evaluation.target),
         ("Data", run.data),

@@ -228,6 +228,7 @@ class Evaluation:
     reference: Reference | None = None  # of the prompts from outside the data
     trees: TreeStudy | None = None  # None for sampled texts, and for drafters that cannot be replayed
     cut: str | None = None  # what was left out for want of time
+    date: str | None = None  # of the measurement, as 2026-11-28; None in files of earlier versions
 
     @property
     def ours(self) -> list[MethodResult]:

@@ -88,7 +88,7 @@ def study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | Non
     chain, *larger = own
     best = surest([replace(one, **asdict(figures(one.prompts, chain.prompts))) for one in larger])
     said = f"How often the drafter's first choice is the target's token, in rounds of {trees.nodes} nodes: {shares}."
-    return rows, f"{said} {best.label} is {gain(best, 'as the chain')}."
+    return rows, f"{said} Of the trees, {best.label} is {speedup_in_words(best)}, compared with the chain."
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:
@@ -106,48 +106,61 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return the result in a few plain sentences, good or bad: what a chain gains, which engines
-    verify; what trees gain; what n-grams would without the drafter."""
+    """Return the result in a few plain sentences, good or bad, see `findings`."""
+    return " ".join(findings(evaluation))
+
+
+def findings(evaluation: Evaluation) -> list[str]:
+    """Return the result, one sentence each: τ of the chain, which engines verify; what that means for
+    them; what was measured on this machine; whether the outputs are right."""
+    chains = [method for method in evaluation.of_drafter if method.name == "chain"]
+    sentences = []
+    for chain in chains:
+        sentences += [
+            f"A chain of {chain.budget} drafts, which is what {ENGINES} verify, commits τ = {chain.tau:.2f} tokens per "
+            "pass of the target.",
+            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as fast with this "
+            f"drafter, nearly that where a pass over {chain.budget + 1} tokens costs about as much as a pass over "
+            "one (on a GPU with few requests), and less where it costs more (on a CPU).",
+        ]
+    sentences += [sentence for sentence in (describe_speedups(evaluation), describe_outputs(evaluation)) if sentence]
+    return sentences
+
+
+def describe_speedups(evaluation: Evaluation) -> str | None:
+    """Return a sentence with the speedups of the chain, the best trees and n-grams alone on this machine,
+    None where nothing drafted."""
     own = evaluation.of_drafter
     chains = [method for method in own if method.name == "chain"]
     trees = [method for method in own if method.name != "chain" and not method.tree.ngrams]
     joined = [method for method in own if method.tree.ngrams]
-    over = f"as plain decoding{' by transformers' * (evaluation.plain.name != 'plain')}"
-    said = [
-        f"A {method.label} of {method.budget}, which is what {ENGINES} verify, commits {method.tau:.2f} tokens per "
-        f"round and is {gain(method, over)}."
-        for method in chains
-    ]
-    best = [surest(methods) for methods in (trees, joined) if methods]
-    if best:
-        parts = [f"{method.label} commits {method.tau:.2f} and is {gain(method)}" for method in best]
-        said.append(f"Of our trees, {'; '.join(parts)}.")
-    said += [
-        f"N-grams alone, {method.budget} nodes without the drafter, commit {method.tau:.2f} and are {gain(method)}."
-        for method in evaluation.drafting
-        if method not in own
-    ]
+    others = [method for method in evaluation.drafting if method not in own]
+    shown = [*chains, *(surest(methods) for methods in (trees, joined) if methods), *others]
+    if not shown:
+        return None
+    baseline = f"plain decoding{' by transformers' * (evaluation.plain.name != 'plain')}"
+    labels = ["the chain" if method in chains else method.label for method in shown]
+    first, *rest = (f"{label} is {speedup_in_words(method)}" for label, method in zip(labels, shown, strict=True))
+    first = first.replace(" times as fast", f" times as fast as {baseline}", 1)
+    return f"On this machine ({evaluation.device}) {', '.join([first, *rest])}."
+
+
+def describe_outputs(evaluation: Evaluation) -> str:
+    """Return a sentence that says whether every method wrote what plain decoding wrote."""
     every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.ours]
     wrong = ", ".join(dict.fromkeys(method.label for method in every if not method.identical))
     count = evaluation.prompts
     prompts = "the one prompt" if count == 1 else f"{'some of' if wrong else 'all'} {count} prompts"
     if wrong:
-        said.append(f"Outputs of {wrong} differ from plain decoding's on {prompts}.")
-    else:
-        said.append(f"On {prompts} every method wrote exactly what plain decoding wrote.")
-    return " ".join(said)
+        return f"Outputs of {wrong} differ from plain decoding's on {prompts}."
+    return f"On {prompts} every method wrote exactly what plain decoding wrote."
 
 
-def gain(method: MethodResult, over: str = "") -> str:
-    """Return a speedup in words, good or bad; `over`: over whose speed, where that was not said
-    before."""
-    found = f"{method.speedup:.2f} times as fast {over}".rstrip()
-    if method.speedup_interval is not None:
-        low, high = method.speedup_interval
-        found += f" (95 %: {low:.2f} to {high:.2f})"
+def speedup_in_words(method: MethodResult) -> str:
+    """Return a speedup in words, good or bad."""
     if method.finding == "undecided":
-        return f"{found}, which is not significant"
-    return found if method.speedup >= 1 else f"{found}: it does not pay here"
+        return f"{method.speedup:.2f} times as fast (not significant)"
+    return f"{method.speedup:.2f} times as fast{' (slower)' * (method.speedup < 1)}"
 
 
 def notes_of(evaluation: Evaluation) -> list[str]:

@@ -51,6 +51,7 @@ class Verdict:
 
     engine: str
     problems: list[str]  # none: it would load it
+    reads_layout: bool = True  # whether it reads folders of this layout at all
 
     def __str__(self) -> str:
         if not self.problems:
@@ -65,8 +66,23 @@ def check_folder(path: str | Path, target_layers: int | None = None) -> list[Ver
     reading = read(folder, target_layers)
     for doubt in reading.doubts:
         warnings.warn(f"{path}: {doubt}", stacklevel=2)
-    verdicts = [Verdict(engine, engine_problems(folder, reading, engine)) for engine in READS]
+    verdicts = [
+        Verdict(engine, engine_problems(folder, reading, engine), reading.layout in (*layouts, "none"))
+        for engine, layouts in READS.items()
+    ]
     return [*verdicts, Verdict("blockdraft", find_problems(folder, reading))]
+
+
+def describe_export(verdicts: list[Verdict]) -> str:
+    """Return the engines' verdicts on an exported folder: those that load it, those that read its layout
+    and would refuse it, with their reasons, and last, in a line, those of other layouts."""
+    loading = [verdict.engine for verdict in verdicts if not verdict.problems]
+    refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
+    others = [verdict.engine for verdict in verdicts if not verdict.reads_layout]
+    lines = [f"loads in    {'; '.join(loading) or 'no engine'}", *map(str, refusing)]
+    if others:
+        lines.append(f"others      read other layouts (format=): {'; '.join(others)}")
+    return "\n".join(lines)
 
 
 def engine_problems(folder: Folder, reading: ConfigReading, engine: str) -> list[str]:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from infer.utils.hub import refrain_from_silent_hub
+from infer.utils.installation import describe_missing
 from infer.utils.interrupts import INTERRUPTS, interrupted
 from infer.utils.overrides import composed, help_text, in_one_sentence, merged, values
 from infer.utils.progress import HEARTBEAT
@@ -67,10 +69,10 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     `run(config)`.
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
-    imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say),
-    and with exit code 3 for a Stopped and for other errors of files.
-    Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any more,
-    the command ends without a word and with exit code 141.
+    imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say)
+    and for a module that is not installed, and with exit code 3 for a Stopped and for other errors of
+    files. Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any
+    more, the command ends without a word and with exit code 141.
     `--help` explains every key, `--cfg job` prints the configuration.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -84,6 +86,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        fail_for_missing(error)
     except (Stopped, OSError) as error:  # of a disk that is full or read-only, say
         if isinstance(error, BrokenPipeError) and output_is_unread():
             raise
@@ -129,6 +133,16 @@ def disk(what: str) -> Iterator[None]:
         raise Stopped(f"{what} could not be written: {why}; {kept}") from error
 
 
-def fail(message: str, code: int = 2) -> None:
+def fail_for_missing(error: ModuleNotFoundError) -> NoReturn:
+    """End with a sentence about a module that is not installed. A missing module of our own is a defect,
+    and stays an exception."""
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "conf", "data", "infer", "train"):
+        raise error
+    fail(describe_missing(module))
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End with a sentence on stderr and this exit code."""
     print(f"error: {redact_text(message)}", file=sys.stderr)
     raise SystemExit(code)

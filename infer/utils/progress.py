@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-EVERY = 30.0  # seconds between lines where there is no terminal
-SILENCE = 25.0  # seconds without a line after which a command says what it is at
-OFTEN = 0.1  # seconds between changes of a terminal's line
+SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal
+SECONDS_TO_FIRST_LINE = 25.0  # of a command that has said nothing yet
+SECONDS_BETWEEN_REWRITES = 0.1  # of a terminal's line
 
 
 def duration(seconds: float) -> str:
@@ -25,18 +25,21 @@ def duration(seconds: float) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """Says what a command is at whenever that, or `Progress`, has said nothing for SILENCE seconds."""
+    """Says what a command is at after SECONDS_TO_FIRST_LINE, and then whenever nothing was said for
+    SECONDS_BETWEEN_LINES. Work that calls its `Progress` says so itself."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.at(None)
-        self.said = self.since
+        self.heard = self.since  # when a line was printed, or a `Progress` was called
+        self.spoke = False  # whether there was a line since the command began
 
     def begin(self) -> None:
         """Watch over a command, in the first process only."""
         if os.environ.get("RANK", "0") == "0":
             self.at("working")
-            self.said = self.since
+            self.heard = self.since
+            self.spoke = False
             if not self.is_alive():
                 self.start()
 
@@ -53,8 +56,10 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """Say it, if it is time."""
         now, what = time.monotonic(), self.what
-        if what is not None and now - self.said >= SILENCE:
-            self.said = now
+        patience = SECONDS_BETWEEN_LINES if self.spoke else SECONDS_TO_FIRST_LINE
+        if what is not None and now - self.heard >= patience:
+            self.heard = now
+            self.spoke = True
             clear = "\r\x1b[K" if sys.stderr.isatty() else ""
             print(f"{clear}{what} ({duration(now - self.since)} so far)", file=sys.stderr, flush=True)
 
@@ -74,8 +79,8 @@ def doing(what: str) -> Iterator[None]:
 
 
 class Progress:
-    """A line about work under way: rewritten on a terminal; elsewhere a line every half minute, and one
-    at the end.
+    """A line about work under way: rewritten on a terminal; elsewhere a line every minute, and one at the
+    end.
 
     what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier process
     had done, which the rate leaves out. quiet: show nothing at all (processes but the first). minutes:
@@ -117,9 +122,11 @@ class Progress:
             return
         count = f"{self.what}: {done:,}{'' if total is None else f' of {total:,}'} {self.unit}".rstrip()
         HEARTBEAT.at(*(self.before if finished else (count, self.start)))
+        HEARTBEAT.heard = now
         live = self.stream.isatty()
-        if now - self.last >= (OFTEN if live else EVERY) or finished:
-            self.last = HEARTBEAT.said = now
+        if now - self.last >= (SECONDS_BETWEEN_REWRITES if live else SECONDS_BETWEEN_LINES) or finished:
+            self.last = now
+            HEARTBEAT.spoke = True
             line = ", ".join([count, *self.pace(done, total, now - self.start), *([note] if note else [])])
             self.say(line[: get_terminal_size().columns - 1] if live else line, "" if live and not finished else "\n")
 

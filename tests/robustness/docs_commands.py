@@ -92,6 +92,7 @@ def commands() -> list[Found]:
     for file in FILES:
         fenced, variables, held = False, {}, ""
         for number, line in enumerate((REPO / file).read_text(encoding="utf-8").splitlines(), 1):
+            line = line.lstrip()  # a block in a list is indented
             if line.startswith("```"):
                 fenced, variables = not fenced, {}
                 continue

@@ -22,7 +22,7 @@ from infer.evaluation.measuring import Measured, PromptSet, join
 from infer.evaluation.report import RunFacts, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.ruler import best_of, too_few
-from infer.evaluation.tables import headline, table
+from infer.evaluation.tables import headline, method_table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
 from infer.utils.entry import Stopped, command_line, disk
@@ -219,8 +219,11 @@ def finish_report(run: Path, log: RunLog) -> None:
     best = best_of(evaluations)
     print(f"\n{why}" if (why := too_few(evaluations)) else "")
     print(f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
-    print(f"{table(best)}\n\n{headline(best)}")
-    print(f"\nreport      {page}")
+    print(f"{method_table(best)}\n\n{headline(best)}")
+    for part in (best, *(best.beside or ())):
+        if part.cut:
+            print(f"{part.what or 'held-out prompts'}: {part.cut}")
+    print(f"\nreport      {page} (also other texts, sampling, what trees gain)")
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong = [str(result.step) for result in evaluations if is_wrong(result)]

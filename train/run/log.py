@@ -38,7 +38,9 @@ class StepMetrics:
 
     loss: torch.Tensor  # () weighted mean divergence, nats
     agreement: torch.Tensor  # (L,) share of supervised positions where drafter and target choose the same token
-    prefix: torch.Tensor  # () teacher-forced joint prefix length, the bonus token included
+    # () drafts in a row that agree, plus one for the bonus token, mean over the batch's blocks: a chain's τ on the
+    # training texts
+    prefix: torch.Tensor
     grad_norm: torch.Tensor  # ()
 
     def numbers(self) -> dict:
@@ -86,7 +88,8 @@ class RunLog:
         self.track(lambda run: run.log(flat, step=line["step"]))
         agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
-        note = f"loss {loss}, agree {agreement} %, prefix {line['prefix']:.2f}, {line['tokens_per_second']:,.0f} tok/s"
+        speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+        note = f"loss {loss}, agreement by position {agreement} %, batch τ {line['prefix']:.2f}, {speed}"
         if line["step"] - self.done == min(EARLY, max(2, (self.total - self.done) // 3)):
             self.progress.last = 0.0  # a line now, whenever the last one was
         self.progress(line["step"], self.total, note)

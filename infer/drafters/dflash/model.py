@@ -8,9 +8,10 @@ block `[bonus, mask x L]` and whose keys and values come from the normalised, pr
 (the same for every layer) and from the block itself, at absolute positions. Embedding and head are the
 target's. DFlare's (`layer_fusion`; arXiv 2606.02091 and AngelSlim's class) do without the projection:
 each layer reads its own learnt mix of the tapped layers, by projections that only the context has.
-Training (`forward`, many blocks of a packed row under one mask) and decoding (`draft`, one
-block of every row against a cache) share each line of the layer; DDTree section 3 has the marginals it
-yields.
+Training runs `forward`: many blocks of a packed row under one mask, by `DFlashLayer`. Decoding runs
+`draft`: one block of every row against a cache, by `infer.targets.lean`, which computes the same from
+the layers' weights; layers with convolutions run `DFlashLayer` there too. DDTree section 3 has the
+marginals that a block yields.
 """
 
 import math

@@ -16,7 +16,7 @@ from infer import save_drafter
 from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.base import new_drafter
-from infer.evaluation.card import PICTURE, write_card
+from infer.evaluation.card import PICTURE, recipe_of, write_card
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.results import write_result
 from train.config import TrainConfig
@@ -87,11 +87,23 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
     assert "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
     assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
+    assert "| steps taken | 7 |" in card.text and "optim.steps" not in card.text
     assert "| target.chat_template_kwargs | {'enable_thinking': False} |" in card.text
     served = re.search(r"vllm serve Qwen/Qwen3-4B --speculative-config '(.*)'", card.text)
     assert json.loads(served[1])["num_speculative_tokens"] == 3
     assert "--speculative-algorithm DFLASH" in card.text and "--speculative-num-draft-tokens 4" in card.text
     assert "./launch.sh serve target.path=Qwen/Qwen3-4B" in card.text
+
+
+@pytest.mark.parametrize(
+    "given, shown",
+    [({}, "epochs"), ({"steps": 1600}, "steps"), ({"steps": 1600, "minutes": 4.0}, "minutes")],
+)
+def test_a_card_says_what_set_the_runs_length_and_the_steps_taken(checkpoint, given, shown):
+    config = json.loads((checkpoint.resolve().parent.parent / "config.json").read_text())
+    config["optim"] |= given
+    names = [name for name, _ in recipe_of(config)]
+    assert [name for name in ("epochs", "steps", "minutes") if f"optim.{name}" in names] == [shown]
 
 
 def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):

@@ -23,7 +23,7 @@ from infer.evaluation.results import (
     to_json,
     write_result,
 )
-from infer.evaluation.tables import headline, table
+from infer.evaluation.tables import findings, headline, table
 
 PAGE = (Path(report.__file__).parent / "report.html.j2").read_text()
 
@@ -137,27 +137,46 @@ def test_table_holds_the_numbers():
     assert table(made_up(0, identical=False)).splitlines()[5].endswith(" NO |")
 
 
-def test_headline_says_chain_then_trees_then_ngrams_alone():
-    """An engine verifies chains: what they gain is the first sentence, whatever n-grams do."""
+def test_the_headline_says_tau_then_its_meaning_then_this_machine():
+    """An engine verifies chains: their τ is the first sentence, whatever n-grams do."""
     rows = {method.label: method for method in made_up(0).methods}
     ours = replace(rows["DDTree 64"], name="ddtree+ngrams", tau=3.1, speedup=1.9)
-    alone = replace(ours, name="n-grams alone", tau=3.0, speedup=1.8)
+    alone = replace(ours, name="n-grams alone", tau=3.0, speedup=0.8)
     result = replace(made_up(0), methods=[*rows.values(), ours, alone], prompts=1)
-    assert headline(result).split(". ") == [
-        "A chain of 7, which is what vLLM, SGLang, llama.cpp and transformers verify, commits 1.80 tokens per round "
-        "and is 1.40 times as fast as plain decoding",
-        "Of our trees, DDTree 16 commits 2.20 and is 1.40 times as fast; DDTree + n-grams 64 commits 3.10 and is 1.90 "
-        "times as fast",
-        "N-grams alone, 64 nodes without the drafter, commit 3.00 and are 1.80 times as fast",
-        "On the one prompt every method wrote exactly what plain decoding wrote.",
-    ]
+    tau, meaning, machine, outputs = findings(result)
+    assert tau == (
+        "A chain of 7 drafts, which is what vLLM, SGLang, llama.cpp and transformers verify, commits τ = 1.80 tokens "
+        "per pass of the target."
+    )
+    assert "at most 1.80 times as fast" in meaning and "a pass over 8 tokens" in meaning
+    assert machine == (
+        "On this machine (CPU, 2 threads) the chain is 1.40 times as fast as plain decoding, DDTree 16 is 1.40 times "
+        "as fast, DDTree + n-grams 64 is 1.90 times as fast, n-grams alone 64 is 0.80 times as fast (slower)."
+    )
+    assert outputs == "On the one prompt every method wrote exactly what plain decoding wrote."
+    assert headline(result) == " ".join(findings(result))
     assert result.fastest == ours
+
+
+@pytest.mark.parametrize(
+    "known, title",
+    [
+        ({}, "A drafter for embedded, step 300"),
+        ({"drafter": "mine", "date": "2026-11-28"}, "Drafter mine for embedded, step 300, 2026-11-28"),
+        ({"drafter": "runs/mine", "step": None}, "Drafter runs/mine for embedded"),
+    ],
+)
+def test_a_reports_title_names_drafter_target_and_day(tmp_path, known, title):
+    text = write_report(tmp_path, [replace(made_up(300), **known)]).read_text()
+    assert f"<title>{title}</title>" in text and f"<h1>{title}</h1>" in text
+    lead = re.search('<p class="lead">(.*)</p>', text)[1]
+    assert lead.count(". ") == 2 and lead.endswith("."), "three sentences"
 
 
 def test_headline_is_as_plain_about_bad_news():
     assert "1.40 times as fast" in headline(made_up(0))
     assert "exactly what plain decoding wrote" in headline(made_up(0))
-    assert "does not pay" in headline(made_up(0, speedup=0.8))
+    assert "0.80 times as fast (slower)" in headline(made_up(0, speedup=0.8))
     bad = headline(made_up(0, identical=False))
     assert "DDTree 16, DDTree 64 differ" in bad
     assert "exactly" not in bad

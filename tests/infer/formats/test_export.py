@@ -15,7 +15,7 @@ from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
-from infer.formats.compatibility import check_folder
+from infer.formats.compatibility import Verdict, check_folder, describe_export
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
@@ -303,7 +303,10 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
     monkeypatch.setattr("infer.formats.export.check_base_model", lambda name, drafter: None)
     run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
     assert load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
-    assert "SGLang (DFLASH): would load it" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("export ") and printed[1].startswith("loads in ") and "SGLang" in printed[1]
+    assert printed[2].startswith("others ") and "transformers" in printed[2] and "would not" not in "".join(printed)
+    assert printed[3].startswith("acceptance.json is not written") and len(printed) == 4
     out = tmp_path / "out"
     run_export(ExportCommand(checkpoint, "speculators", str(out)))
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
@@ -316,7 +319,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
     run_export(ExportCommand(str(out), "dflash", str(tmp_path / "back")))  # its ends are the target's, and left away
     again = (tmp_path / "back" / "model.safetensors").read_bytes()
     assert again == (tmp_path / "dflash" / "model.safetensors").read_bytes()
-    assert "speculators, and vLLM through it: would load it" in capsys.readouterr().out
+    assert "\nloads in    speculators, and vLLM through it; blockdraft\n" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(repo / "data" / "embedded")
     with pytest.raises(ValueError, match="is not empty"):
@@ -325,6 +328,21 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
     with pytest.raises(SystemExit) as end:
         entry("check", CheckCommand, run_check, [f"path={out}"])
     assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 7
+
+
+def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
+    verdicts = [
+        Verdict("first", []),
+        Verdict("second", ["no words"]),
+        Verdict("third", ["another layout"], reads_layout=False),
+    ]
+    assert describe_export(verdicts).splitlines() == [
+        "loads in    first",
+        "second: would not, or would read it wrongly",
+        "  - no words",
+        "others      read other layouts (format=): third",
+    ]
+    assert describe_export(verdicts[1:2]).splitlines()[0] == "loads in    no engine"
 
 
 def test_export_options_are_checked():

@@ -1,7 +1,8 @@
-"""Long work says how far it is: on a terminal by one line, elsewhere every half minute."""
+"""Long work says how far it is: on a terminal by one line, elsewhere every minute."""
 
 import io
 import pickle
+import sys
 
 import pytest
 
@@ -22,17 +23,16 @@ def clock(monkeypatch):
     return now
 
 
-def test_without_a_terminal_a_line_every_half_minute(clock):
+def test_without_a_terminal_a_line_every_minute(clock):
     out = io.StringIO()
     progress = Progress("regenerating", "rows", begun=100, stream=out)
-    for done in range(101, 221):
+    for done in range(101, 261):
         clock[0] += 1
-        progress(done, 220, "2 failed" if done > 150 else "")
+        progress(done, 260, "2 failed" if done > 190 else "")
     assert out.getvalue().splitlines() == [
-        "regenerating: 130 of 220 rows, 1.0 a second, 2 min left",
-        "regenerating: 160 of 220 rows, 1.0 a second, 1 min left, 2 failed",
-        "regenerating: 190 of 220 rows, 1.0 a second, 30 s left, 2 failed",
-        "regenerating: 220 of 220 rows, 1.0 a second, took 2 min, 2 failed",
+        "regenerating: 160 of 260 rows, 1.0 a second, 2 min left",
+        "regenerating: 220 of 260 rows, 1.0 a second, 40 s left, 2 failed",
+        "regenerating: 260 of 260 rows, 1.0 a second, took 3 min, 2 failed",
     ]
 
 
@@ -96,16 +96,38 @@ def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
 
     assert wait(60) == []  # no command
     heart.begin()
-    assert wait(55) == ["working (25 s so far)", "working (50 s so far)"]
+    assert wait(90) == ["working (25 s so far)", "working (1 min so far)"]
     with doing("loading a model"):
-        assert wait(30) == ["loading a model (20 s so far)"]
+        assert wait(60) == ["loading a model (55 s so far)"]
     progress = Progress("evaluating", "prompts", stream=io.StringIO())
     progress(1, 3)
-    assert wait(26) == ["evaluating: 1 of 3 prompts (15 s so far)"]
+    assert wait(61) == ["evaluating: 1 of 3 prompts (1 min so far)"]
     clock[0] += 10
     progress(2, 3)  # says it itself
-    assert wait(24) == [] and wait(1) == ["evaluating: 2 of 3 prompts (1 min so far)"]
+    assert wait(59) == [] and wait(1) == ["evaluating: 2 of 3 prompts (2 min so far)"]
     progress(3, 3)
-    assert wait(25) == ["working (3 min so far)"]
+    assert wait(60) == ["working (6 min so far)"]
     heart.at(None)  # it waits for its user
     assert wait(60) == []
+
+
+@pytest.mark.parametrize("seconds_a_step", [0.5, 8, 40, 200])
+def test_a_run_of_steps_prints_one_line_a_minute(clock, monkeypatch, capsys, seconds_a_step):
+    """The heartbeat adds none to those of training's progress, unless one step is longer than a minute."""
+    heart = Heartbeat()
+    monkeypatch.setattr(module, "HEARTBEAT", heart)
+    monkeypatch.setattr(Heartbeat, "start", lambda self: None)
+    heart.begin()
+    progress = Progress("training", "steps", stream=sys.stderr)
+    began = clock[0]
+    step = 0
+    while clock[0] < began + 3600:
+        step += 1
+        heart.at(f"training: step {step}")
+        for _ in range(max(1, round(seconds_a_step))):
+            clock[0] += min(1, seconds_a_step)
+            heart.beat()
+        progress(step, 10_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert 36 <= len(lines) <= 72
+    assert seconds_a_step > 60 or len([line for line in lines if "so far" in line]) <= 1

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from infer.utils.progress import EVERY
+from infer.utils.progress import SECONDS_BETWEEN_LINES
 from infer.utils.redact import HIDDEN
 from train.config import TrainConfig
 from train.processes import start_processes
@@ -23,12 +23,13 @@ def test_the_first_steps_say_how_long_the_rest_takes(run_here, tmp_path, capsys,
     """Long before the first line would be due where there is no terminal."""
     start_processes(torch.device("cpu"))
     log = RunLog(TrainConfig(), tmp_path, 0, steps)
-    assert EVERY > 20
+    assert SECONDS_BETWEEN_LINES > 20
     for step in range(1, min(20, steps) + 1):
         log.step(LINE | {"step": step})
     printed = capsys.readouterr().out.splitlines()
     assert [int(re.search(r"training: (\d+) of", line)[1]) for line in printed] == told
     assert " left, " in printed[0]
+    assert printed[0].endswith("loss not finite, agreement by position 50 %, batch τ 1.50, 9 tokens/s")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == min(20, steps)
 
 
@@ -54,7 +55,7 @@ def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, m
     assert key not in printed.out + printed.err and "wandb stopped working" not in printed.out
     assert record.parent.name.endswith((run / "wandb_id").read_text())
     (page,) = record.parent.glob("files/media/html/*")
-    assert "What this drafter gains" in page.read_text()
+    assert "<h1>Drafter " in page.read_text()
 
 
 @pytest.fixture
