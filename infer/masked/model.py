@@ -203,7 +203,7 @@ def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.M
         raise ValueError(f"target.path={path}: files and code do not agree on weights, such as {wrong[0]}")
     with explain_load_errors(path):  # tensors of other shapes
         model.load_state_dict(weights)
-    check_finite(path, weights.items())
+    check_finite(f"target.path={path}", weights.items())
     return model
 
 

@@ -107,7 +107,7 @@ def check_config(path: str, config: PretrainedConfig) -> None:
     text = config.get_text_config()
 
     def refuse(name: str, value: object, allowed: str) -> None:
-        raise ValueError(f"target.path={path}: config.json has {name}={value!r}: {allowed}")
+        raise ValueError(f"target.path={path}: its configuration has {name}={value!r}: {allowed}")
 
     for name in SIZES:
         size = getattr(text, name, None)
@@ -239,25 +239,28 @@ def check_tensors(
     missing: Iterable[str],
     mismatched: Iterable[tuple[str, Shape, Shape]],
     unexpected: Iterable[str],
+    remedy: str = DOWNLOAD_AGAIN,
 ) -> None:
     """Raise ValueError, naming them, for tensors that the weight files lack, hold in another shape (name,
     stored, wanted), or hold beside those of the model."""
     unexpected = [name for name in unexpected if not is_other_part(name, model)]
     if wrong := describe(missing, mismatched, unexpected):
         raise ValueError(
-            f"target.path={path}: the weight files do not fit config.json, of their tensors {wrong}; {DOWNLOAD_AGAIN}"
+            f"target.path={path}: the weight files do not fit config.json, of their tensors {wrong}; {remedy}"
         )
 
 
-def check_loading_info(path: str, model: PreTrainedModel, info: Mapping[str, Iterable]) -> None:
+def check_loading_info(
+    path: str, model: PreTrainedModel, info: Mapping[str, Iterable], remedy: str = DOWNLOAD_AGAIN
+) -> None:
     """Do as `check_tensors` with what `from_pretrained(..., output_loading_info=True)` returns."""
-    check_tensors(path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+    check_tensors(path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy)
 
 
 @torch.no_grad()
-def check_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_finite(place: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise ValueError, naming it, for the first tensor with an entry that is NaN or infinite. Tensors on the
-    meta device and those of whole numbers are left out."""
+    meta device and those of whole numbers are left out. `place`: where they are from, for the message."""
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:
             continue
@@ -268,6 +271,5 @@ def check_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
         count = int(tensor.isfinite().logical_not().sum())  # 0: the sum alone overflows
         if count:
             raise ValueError(
-                f"target.path={path}: {count} of the {tensor.numel():,} numbers of {name} are NaN or infinite: "
-                f"{DOWNLOAD_AGAIN}"
+                f"{place}: {count} of the {tensor.numel():,} numbers of {name} are NaN or infinite: {DOWNLOAD_AGAIN}"
             )

@@ -35,6 +35,8 @@ SIZE_FIELDS = (  # names of sizes behind the architecture's; none can be more th
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
     *("expert_count", "expert_used_count", "expert_feed_forward_length", "rope.dimension_count", "vocab_size"),
 )
+# what to do where tensors are missing
+MERGE_OR_DOWNLOAD = "merge the parts of a model first (llama.cpp's llama-gguf-split --merge), or download it again"
 
 
 def packaged_file(name: str) -> Path:
@@ -124,11 +126,8 @@ def convert(file: Path, reader: "GGUFReader", out: Path) -> None:
         check_size(str(file), empty, {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}, 2)
         options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = AutoModelForCausalLM.from_pretrained(**source, **options)
-        check_finite(str(file), model.named_parameters())
-    try:
-        check_loading_info(str(file), model, info)
-    except ValueError as error:
-        raise ValueError(f"{error}; of a model in several files merge them first (llama-gguf-split --merge)") from error
+        check_loading_info(str(file), model, info, MERGE_OR_DOWNLOAD)
+        check_finite(f"target.path={file}", model.named_parameters())
     if split in DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(True), ByteLevel(add_prefix_space=False)])
     vars(model.config).pop("quantization_config", None)  # blocks of integers once, now numbers

@@ -213,7 +213,7 @@ def fill_weights(path: str, model: nn.Module, layers: Iterable[int], dtype: torc
     check_tensors(path, model, (), mismatched, ())
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
     weights = {name: stored[name].to(device, dtype, copy=True) for name in wanted}
-    check_finite(path, weights.items())
+    check_finite(f"target.path={path}", weights.items())
     model.load_state_dict(weights, strict=False, assign=True)
     if scale := vars(embedding).get("scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
         embedding.embed_scale = torch.tensor(scale, device=device)
@@ -383,7 +383,7 @@ def load_checked(path: str, options: dict, failure: str = FAILURE) -> nn.Module:
     with explain_load_errors(path, failure):
         model, info = AutoModelForCausalLM.from_pretrained(resolve_path(path), **report, **options)
         check_loading_info(path, model, info)
-    check_finite(path, [*model.named_parameters(), *model.named_buffers()])
+    check_finite(f"target.path={path}", [*model.named_parameters(), *model.named_buffers()])
     return model
 
 

