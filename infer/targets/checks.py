@@ -104,23 +104,23 @@ def check_layer_count(path: str, config: Mapping[str, object]) -> None:
 
 def check_config(path: str, config: PretrainedConfig) -> None:
     """Raise ValueError for sizes, epsilons and rotary bases in config.json that no model can have."""
-    text = config.get_text_config()
+    values = config.get_text_config().to_dict()  # no attributes: those of heterogeneous layers raise
 
     def refuse(name: str, value: object, allowed: str) -> None:
         raise ValueError(f"target.path={path}: its configuration has {name}={value!r}: {allowed}")
 
     for name in SIZES:
-        size = getattr(text, name, None)
+        size = values.get(name)
         if size is not None and not isinstance(size, list) and (not isinstance(size, int) or size < 1):
             refuse(name, size, "a whole number above 0 is needed")
-    heads = getattr(text, "num_attention_heads", None)
-    key_heads = getattr(text, "num_key_value_heads", None)
+    heads = values.get("num_attention_heads")
+    key_heads = values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
         refuse("num_key_value_heads", key_heads, f"a divisor of num_attention_heads={heads} is needed")
-    window = getattr(text, "sliding_window", None)
+    window = values.get("sliding_window")
     if isinstance(window, int) and window < 0:
         refuse("sliding_window", window, "a number of positions or null is needed")
-    for name, value in flat_values(text.to_dict()):
+    for name, value in flat_values(values):
         key = name.rpartition(".")[2]
         number = isinstance(value, (int, float))
         if number and math.isnan(value):

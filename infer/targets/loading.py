@@ -184,12 +184,15 @@ def fill_weights(path: str, model: nn.Module, layers: Iterable[int], dtype: torc
     of another shape or not finite."""
     body = decoder_of(model)
     embedding = model.get_input_embeddings()
+    if not hasattr(body, "norm"):
+        raise ValueError(f"target.path={path}: the target's last norm has another name: train without features=")
     modules = {"embedding": embedding, "last norm": body.norm, "head": model.get_output_embeddings()}
     if model.config.get_text_config().tie_word_embeddings:
         del modules["head"]
     files = checkpoint_files(path, Path(model_folder(path)))
     shapes = read_shapes(path, files)
     check_layer_numbers(path, model, shapes)
+    model_names = model.state_dict().keys()  # with buffers, which are not loaded here
     wanted = {}
     for part, module in modules.items():
         expected = named_shapes(model, module)
@@ -204,7 +207,7 @@ def fill_weights(path: str, model: nn.Module, layers: Iterable[int], dtype: torc
         expected = named_shapes(model, body.layers[i])
         prefix = os.path.commonprefix([*expected])
         missing = [name for name in expected if name not in shapes]
-        others = [name for name in shapes if name.startswith(prefix) and name not in expected]
+        others = [name for name in shapes if name.startswith(prefix) and name not in model_names]
         if missing and others:  # stored under other names
             continue
         check_tensors(path, model, missing, (), others)
