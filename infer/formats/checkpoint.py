@@ -16,6 +16,7 @@ from infer.drafters.lookup import Lookup
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
+from infer.targets.checks import check_finite
 from infer.targets.int8 import quantise_drafter
 from infer.utils.files import atomic_write
 
@@ -51,7 +52,7 @@ def load_drafter(
     for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
-    tensor that is missing, unknown or wrong, for int8 elsewhere, and for a window that does not fit. An
+    tensor that is missing, unknown, wrong or not finite, for int8 elsewhere, and for a window that does not fit. An
     n-gram file beside the weights goes with them: engines open it. Warns where config.json is not the
     one that the weights were saved with: somebody may have changed it on purpose.
     """
@@ -78,6 +79,7 @@ def load_drafter(
     weights = opened.load({*drafter.state_dict()})
     if drafter.d2t is not None:
         check_vocabulary(folder, weights["d2t"], reading.options["vocab_size"])
+    check_finite(str(folder), weights.items())
     drafter.load_state_dict(weights)
     drafter.ngrams = opened.path / NGRAMS if (opened.path / NGRAMS).is_file() else None
     kind = torch.float32 if quantization == "int8" else dtype or weights["norm.weight"].dtype

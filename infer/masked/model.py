@@ -13,16 +13,28 @@ B rows, T positions, Q queries or positions asked for, D hidden size, V vocabula
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, __version__
+from transformers import AutoConfig, AutoModel, PretrainedConfig, __version__
 from transformers.utils import logging
 
 from infer.attention.kv_cache import zeros
 from infer.attention.masks import additive
-from infer.targets.loading import explain_missing, resolve_device, resolve_dtype, resolve_path, weight_files
+from infer.targets.checks import check_finite
+from infer.targets.loading import (
+    explain_load_errors,
+    load_checked,
+    load_config,
+    load_tokenizer,
+    read_folder,
+    resolve_device,
+    resolve_dtype,
+    resolve_path,
+    weight_files,
+)
 from infer.targets.support import end_tokens, head_size
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
@@ -159,12 +171,16 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
             "with target.trust_remote_code=true"
         )
     place = resolve_device(device)
-    source, kind = resolve_path(path), resolve_dtype(dtype, place)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign and trust_remote_code)
+    kind = resolve_dtype(dtype, place)
+    folder = Path(resolve_path(path))
+    if folder.is_dir():
+        read_folder(path, folder)
+    tokenizer = load_tokenizer(path, foreign and trust_remote_code)
     if foreign:
         model = load_foreign(path, kind, trust_remote_code)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
+        load_config(path)
+        model = load_checked(path, {"dtype": kind, "attn_implementation": "sdpa"})
     return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
 
 
@@ -185,13 +201,15 @@ def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.M
     weights = {name: tensor for file in weight_files(path) for name, tensor in load_file(file).items()}
     if wrong := sorted(weights.keys() ^ model.state_dict().keys()):
         raise ValueError(f"target.path={path}: files and code do not agree on weights, such as {wrong[0]}")
-    model.load_state_dict(weights)
+    with explain_load_errors(path):  # tensors of other shapes
+        model.load_state_dict(weights)
+    check_finite(f"target.path={path}", weights.items())
     return model
 
 
 def read_config(path: str) -> dict:
     """Read a model's config.json, unchanged. Raises FileNotFoundError where there is none."""
-    with explain_missing(path):
+    with explain_load_errors(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
             raise OSError(f"{path}: no config.json, or one without model_type")

@@ -32,7 +32,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infer.targets import loops
-from infer.utils.files import cache_folder, kept_once
+from infer.targets.model_cache import cache_folder, make_once, save_model
 from infer.utils.jit import IN_ORDER, njit
 
 METHOD = "blockdraft-int8"
@@ -454,19 +454,18 @@ AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], AUTO_QUANTIZER_MAPPING[METHOD] = Int8C
 
 def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     """Return the folder, in the cache, of a target in int8, made once from the model and tokenizer that
-    `load` gives in float32."""
+    `load` gives in float32. Raises what `load` raises, and OSError as `make_once`."""
     source = Path(path)
     parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
     how = [METHOD, TEXTS, LENGTH, ALPHAS, LOSES]
     folder = cache_folder(f"{source.name}-int8", repr([*how, str(source.resolve()), parts]))
 
-    def make(folder: Path) -> None:
-        model, tokenizer = load()
+    def make(loaded: tuple[nn.Module, object], folder: Path) -> None:
+        model, tokenizer = loaded
         digits = quantise(model, own_texts(model, tokenizer))
         model.config.tie_word_embeddings = False
         model.config.quantization_config = config = Int8Config(digits)
         model.hf_quantizer = Int8Quantizer(config)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_model(model, tokenizer, folder)
 
-    return str(kept_once(folder, f"writing {path} in integers, once, into {folder}", make))
+    return str(make_once(folder, f"writing {path} in integers, once, into {folder}", load, make))

@@ -12,18 +12,37 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateSyntaxError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
 from infer.config import TargetConfig
+from infer.targets.checks import (
+    DOWNLOAD_AGAIN,
+    INDEX,
+    check_config,
+    check_finite,
+    check_generation_config,
+    check_layer_count,
+    check_loading_info,
+    check_size,
+    check_tensors,
+    checkpoint_files,
+    find_bad_json,
+    hold_warnings,
+    one_line,
+    read_shapes,
+    read_small_json,
+)
 from infer.targets.gguf import PACKAGED, converted, packaged_file
 from infer.targets.int8 import METHOD, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
 
+FAILURE = "this model cannot be loaded"
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 NVIDIA = Path("/dev/nvidia0")
@@ -77,11 +96,26 @@ def resolve_path(path: str) -> str:
 
 def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False, told: Mapping[str, object] | None = None):
     """Load a target's tokenizer alone; its chat template is `told` that much (`tell_template`). Raises
-    FileNotFoundError, naming what could not be found."""
-    with explain_missing(path):
+    FileNotFoundError, naming what could not be found, and ValueError for damaged files."""
+    with explain_load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+        check_template(path, tokenizer)
     tell_template(tokenizer, told or {})
     return tokenizer
+
+
+def check_template(path: str, tokenizer) -> None:
+    """Raise ValueError for a chat template with a syntax error. What it makes of messages is not
+    checked: it may refuse some."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        reason = f"line {error.lineno}, {error.message}"
+        raise ValueError(f"target.path={path}: the chat template is damaged ({reason}): {DOWNLOAD_AGAIN}") from error
+    except Exception:  # of any kind: templates raise what they like
+        return
 
 
 def tell_template(tokenizer, told: Mapping[str, object]) -> None:
@@ -104,63 +138,115 @@ def tell_template(tokenizer, told: Mapping[str, object]) -> None:
 
 
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load a target's config.json alone. Raises FileNotFoundError, naming what could not be found."""
-    with explain_missing(path):
-        return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+    """Load a target's config.json alone. Raises FileNotFoundError, naming what could not be found, and
+    ValueError for a damaged file and for sizes that no model has."""
+    source = resolve_path(path)
+    if Path(source).is_dir():
+        check_layer_count(path, read_small_json(path, Path(source) / "config.json"))
+    with explain_load_errors(path):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        check_config(path, config)
+    return config
 
 
 @contextmanager
-def explain_missing(path: str) -> Iterator[None]:
-    """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a
-    folder that exists passes unchanged."""
+def explain_load_errors(path: str, failure: str = FAILURE) -> Iterator[None]:
+    """Turn whatever transformers raises while it reads a model into one sentence with the remedy:
+    FileNotFoundError for what is not there, else ValueError, with `failure` before the reason. Errors of
+    memory pass unchanged, and so do those that name the target."""
     folder = Path(resolve_path(path))
     if folder.is_file():
         raise ValueError(f"target.path={path} is a file: give the model's folder, or a GGUF file")
     try:
-        yield
-    except (OSError, ValueError) as error:
-        if not folder.is_dir():
+        with hold_warnings():
+            yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if str(error).startswith(f"target.path={path}: "):
+            raise
+        if not folder.is_dir() and isinstance(error, (OSError, ValueError)):
             raise FileNotFoundError(
                 f"target.path={path}: found neither as a local folder nor on the model hub from here. "
                 "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
             ) from error
-        if not (folder / "config.json").is_file():
+        if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(f"target.path={path}: there is no config.json in that folder") from error
-        if isinstance(error, ValueError):
-            raise
-        raise FileNotFoundError(f"target.path={path}: {str(error).strip().splitlines()[0][:300]}") from error
+        if folder.is_dir() and (damage := find_bad_json(folder)) is not None:
+            raise ValueError(f"target.path={path}: {damage}: {DOWNLOAD_AGAIN}") from error
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(f"target.path={path}: {failure}: {one_line(error)}") from error
 
 
-def fill_weights(
-    model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device
-) -> None:
+def fill_weights(path: str, model: nn.Module, layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
     """Load embedding, head, last norm and some decoder layers of a model on the meta device from the
-    files. Layers that are not stored under their own names are left out. Raises ValueError where
-    embedding, head or norm are not."""
-    body, embedding = decoder_of(model), model.get_input_embeddings()
-    ends = {"embedding": embedding, "last norm": body.norm, "head": model.get_output_embeddings()}
+    safetensors files at `path`. Layers that are not stored under their own names (experts one by one) are
+    left out. Raises ValueError where embedding, head or norm are not, and for tensors that are missing,
+    of another shape or not finite."""
+    body = decoder_of(model)
+    embedding = model.get_input_embeddings()
+    if not hasattr(body, "norm"):
+        raise ValueError(f"target.path={path}: the target's last norm has another name: train without features=")
+    modules = {"embedding": embedding, "last norm": body.norm, "head": model.get_output_embeddings()}
     if model.config.get_text_config().tie_word_embeddings:
-        del ends["head"]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
-    found = {}
-    for what, module in (ends | {i: body.layers[i] for i in layers}).items():
-        own = [names[id(parameter)] for parameter in module.parameters()]
-        if weights.keys() >= {*own}:
-            found |= {name: weights[name].to(device, dtype, copy=True) for name in own}
-        elif what in ends:
-            raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
-    model.load_state_dict(found, strict=False, assign=True)
+        del modules["head"]
+    files = checkpoint_files(path, Path(model_folder(path)))
+    shapes = read_shapes(path, files)
+    check_layer_numbers(path, model, shapes)
+    model_names = model.state_dict().keys()  # with buffers, which are not loaded here
+    wanted = {}
+    for part, module in modules.items():
+        expected = named_shapes(model, module)
+        missing = [name for name in expected if name not in shapes]
+        if missing:
+            raise ValueError(
+                f"target.path={path}: the target's {part} ({missing[0]}) is not stored under its own name: "
+                f"{DOWNLOAD_AGAIN}, or train without features="
+            )
+        wanted |= expected
+    for i in layers:
+        expected = named_shapes(model, body.layers[i])
+        prefix = os.path.commonprefix([*expected])
+        missing = [name for name in expected if name not in shapes]
+        others = [name for name in shapes if name.startswith(prefix) and name not in model_names]
+        if missing and others:  # stored under other names
+            continue
+        check_tensors(path, model, missing, (), others)
+        wanted |= expected
+    mismatched = [(name, shapes[name], shape) for name, shape in wanted.items() if shapes[name] != shape]
+    check_tensors(path, model, (), mismatched, ())
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
+    weights = {name: stored[name].to(device, dtype, copy=True) for name in wanted}
+    check_finite(f"target.path={path}", weights.items())
+    model.load_state_dict(weights, strict=False, assign=True)
     if scale := vars(embedding).get("scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
         embedding.embed_scale = torch.tensor(scale, device=device)
     model.tie_weights()
+
+
+def check_layer_numbers(path: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError where the files hold decoder layers that the model does not have."""
+    layers = decoder_of(model).layers
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    number = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    matches = filter(None, map(number.match, shapes))
+    check_tensors(path, model, (), (), [match.string for match in matches if int(match[1]) >= len(layers)])
+
+
+def named_shapes(model: nn.Module, module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a module's parameters by their names in the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: tuple(parameter.shape) for parameter in module.parameters()}
 
 
 def model_folder(path: str) -> str:
     """Return a model's folder on this machine; its safetensors files are downloaded where they are
     missing."""
     source = resolve_path(path)
-    return source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
+    if Path(source).is_dir():
+        return source
+    with explain_load_errors(path):
+        return snapshot_download(source, allow_patterns=["*.safetensors", INDEX])
 
 
 def weight_files(path: str) -> list[Path]:
@@ -182,8 +268,9 @@ def load_target(
     run through it then, and they are not quantised.
     `chat_template_kwargs`: see `tell_template`; `quantization`: none or int8 (`infer.targets.int8`).
 
-    Raises FileNotFoundError, naming what could not be found and how to give a local path, and
-    ValueError for quantised weights that this machine cannot run.
+    Raises FileNotFoundError, naming what could not be found and how to give a local path; ValueError
+    for damaged files, for weights that do not fit config.json or are not finite, and for quantised
+    weights that this machine cannot run; OSError where a folder of the cache cannot be written.
     """
     logging.disable_progress_bar()
     place = resolve_device(device)
@@ -196,20 +283,35 @@ def load_target(
     refuse_unsupported(config)
     tokenizer = load_tokenizer(path, trust_remote_code, chat_template_kwargs)
     quantised = setting(config, "quantization_config") is not None
-    with explain_missing(path):
+    folder = Path(resolve_path(path))
+    shapes = read_folder(path, folder) if folder.is_dir() else {}
+    if shapes and config.get_text_config().num_hidden_layers > len(shapes):
+        raise ValueError(
+            f"target.path={path}: config.json has num_hidden_layers={config.get_text_config().num_hidden_layers}, more "
+            f"than the {len(shapes)} tensors of the weight files allow: {DOWNLOAD_AGAIN}"
+        )
+    with explain_load_errors(path):
         model = without_memory(config, **options)
-        refuse_unfit(model)
-        if only_layers is not None:  # quantised ones are not stored as the numbers that they stand for
-            layers = () if quantised else only_layers
-            fill_weights(model, weight_files(path), layers, options["dtype"], place)
-            return Target(model, tokenizer, name=path)
-        options["attn_implementation"] = model.config.get_text_config()._attn_implementation
-        with doing(f"loading {path}"):
-            model = load_model(path, place, config, options)
+    refuse_unfit(model)
+    if only_layers is not None:  # quantised ones are not stored as the numbers that they stand for
+        fill_weights(path, model, () if quantised else only_layers, options["dtype"], place)
+        return Target(model, tokenizer, name=path)
+    if shapes and not quantised:
+        check_size(path, model, shapes)
+    options["attn_implementation"] = model.config.get_text_config()._attn_implementation
+    with doing(f"loading {path}"):
+        model = load_model(path, place, config, options)
     target = Target(model, tokenizer, path)
     if quantised and not target.quantised:
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
     return target
+
+
+def read_folder(path: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a model's folder, {} where they are not in safetensors files.
+    Raises ValueError for damaged files, and FileNotFoundError for missing ones."""
+    check_generation_config(path, folder)
+    return read_shapes(path, checkpoint_files(path, folder))
 
 
 def open_target(place: TargetConfig, only_layers: Iterable[int] | None = None) -> Target:
@@ -278,15 +380,26 @@ def spread(target: Target, device: torch.device) -> None:
 
 def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:
     """Load a model whole onto the device; quantised weights as their method wants them, which no `.to`
-    may follow."""
-    if not setting(config, "quantization_config"):
-        return AutoModelForCausalLM.from_pretrained(resolve_path(path), **options).to(place)
-    try:
-        where = {} if config.quantization_config["quant_method"] == METHOD else {"device_map": {"": place}}
-        return AutoModelForCausalLM.from_pretrained(resolve_path(path), **where, **options)
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"target.path={path}: quantised weights do not run on this machine: {reason}") from error
+    may follow. Raises ValueError as `load_checked`."""
+    quantization = setting(config, "quantization_config")
+    if quantization is None:
+        return load_checked(path, options).to(place)
+    if quantization["quant_method"] == METHOD:
+        return load_checked(path, options)
+    options = options | {"device_map": {"": place}}
+    return load_checked(path, options, "quantised weights do not run on this machine")
+
+
+def load_checked(path: str, options: dict, failure: str = FAILURE) -> nn.Module:
+    """Load a causal language model with transformers. Raises ValueError, which begins with `failure`, for
+    what transformers cannot load, and for tensors that are missing, of another shape, unexpected or not
+    finite, which it takes or fills with random numbers."""
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # it is refused below, by name
+    with explain_load_errors(path, failure):
+        model, info = AutoModelForCausalLM.from_pretrained(resolve_path(path), **report, **options)
+        check_loading_info(path, model, info)
+    check_finite(f"target.path={path}", [*model.named_parameters(), *model.named_buffers()])
+    return model
 
 
 def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:

@@ -4,17 +4,14 @@ their modes, their digests, and the refusal to go on with what was begun with ot
 import hashlib
 import json
 import os
-import shutil
 import socket
 import stat
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
-from infer.utils.progress import doing
 from infer.utils.redact import redact, redact_text
 
 if TYPE_CHECKING:
@@ -155,31 +152,3 @@ def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[s
     changed = [key for key in changed if not key.startswith(free)]
     if changed:
         raise ValueError(message.replace("{keys}", ", ".join(changed)))
-
-
-def cache_folder(name: str, source: str) -> Path:
-    """Return the folder, in the hub's cache, of what is made of a source: files' names, sizes and times,
-    say."""
-    from huggingface_hub import constants
-
-    digest = hashlib.sha256(source.encode()).hexdigest()
-    return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
-
-
-def kept_once(folder: Path, why: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder, made by the first process that asks, for which others wait; `why` is printed
-    before."""
-    import fcntl
-
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel, however the process ends
-            if not folder.is_dir():
-                print(why, file=sys.stderr, flush=True)
-                fresh = folder.with_name(f".{folder.name}")
-                shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-                with doing(why):
-                    make(fresh)
-                fresh.replace(folder)
-    return folder

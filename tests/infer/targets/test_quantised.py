@@ -45,5 +45,5 @@ def test_what_cannot_be_run_here_is_said_in_a_sentence(monkeypatch):
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fails)
     config = Qwen3Config(quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(ValueError, match="quantised weights do not run on this machine: Using"):
+    with pytest.raises(ValueError, match="quantised weights do not run on this machine: ImportError: Using"):
         loading.load_model("some/model", torch.device("cpu"), config, {})
