@@ -74,7 +74,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
     target, runner, memory = engine.target, engine.runner, engine.runner.memory
     rows = len(engine.scheduler.writing)
-    graphs, found = Graphs(target.device, runner.graph_references), {}
+    graphs, found = Graphs(target.device, runner.graphs.models), {}
 
     def timed(name: str, function) -> object:
         for _ in range(3):

@@ -2,12 +2,14 @@
 the device."""
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from infer.config import TextOptions
+from infer.drafters.base import Drafter
 from infer.engine.sampling import Sampling
+from infer.targets.target import Target
 
 
 class Columns:
@@ -35,12 +37,13 @@ class Graphs:
     else: no host value that changes, no wait for the device. The first time it is run as it is, which
     compiles kernels and fills caches; the second time it is captured, from then on replayed. Its
     results are overwritten by the next replay of any graph, as all share their memory. Where a capture
-    fails, one warning says why and functions run as they are. A graph stores addresses: `references`
-    returns what functions read beside their own memory, which is then held as long as the graph is.
+    fails, one warning says why and functions run as they are. A graph stores addresses: what
+    `graph_references()` of each of the `models` returns, which functions read beside their own memory,
+    is held as long as the graph is.
     """
 
-    def __init__(self, device: torch.device, references: Callable[[], list[object]]) -> None:
-        self.works, self.pool, self.references = device.type == "cuda", None, references
+    def __init__(self, device: torch.device, models: Sequence[Target | Drafter]) -> None:
+        self.works, self.pool, self.models = device.type == "cuda", None, models
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, object, list[object]] | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], object]) -> object:
@@ -52,7 +55,8 @@ class Graphs:
             return function()
         if self.graphs[key] is None:
             try:
-                self.graphs[key] = *self._capture(function), self.references()
+                references = [part for model in self.models for part in model.graph_references()]
+                self.graphs[key] = *self._capture(function), references
             except RuntimeError as error:
                 warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
                 self.works = False

@@ -90,15 +90,11 @@ class Runner:
         whole = self.prefixes is not None
         self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most, whole)
         self.weights = Watch(self.drafter or nn.Module())  # behind `Memory`, which joins a drafter's weights
-        self.graphs = Graphs(device, self.graph_references)  # the old ones work on memory that is gone
+        models = [self.target] if self.drafter is None else [self.target, self.drafter]
+        self.graphs = Graphs(device, models)  # the old ones work on memory that is gone
         self.columns = Columns(rows, self.vocabulary, device)
         # texts, and how long they were, that the device knows as they are
         self.noted: list[tuple[Sequence, int]] = []
-
-    def graph_references(self) -> list[object]:
-        """Return what of target and drafter a captured round reads, see `Graphs`."""
-        models = [self.target] if self.drafter is None else [self.target, self.drafter]
-        return [reference for model in models for reference in model.graph_references()]
 
     def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
         """Return a text to be queued."""

@@ -4,6 +4,7 @@ import gc
 import math
 import random
 import time
+import weakref
 from collections import defaultdict
 
 import numpy as np
@@ -369,3 +370,21 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     assert [answer.ids for answer in with_noise] == [answer.ids for answer in without]
     rounds = [sum(answer.stats.rounds for answer in answers) for answers in (with_noise, without)]
     assert rounds[0] < rounds[1]
+
+
+def test_an_engine_that_is_given_up_frees_its_memory_at_once(make_tiny):
+    """Without the garbage collector, which comes late where objects are few and large: a cycle of references would
+    keep the caches of every call of `generate`."""
+    target, drafter = make_tiny()
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(target, drafter, EngineConfig(budget=6), 64)
+        engine.submit(list(range(9)), TextOptions(max_new_tokens=6))
+        while engine.busy:
+            engine.step()
+        memory = weakref.ref(engine.runner.memory)
+        del engine
+        assert memory() is None
+    finally:
+        gc.enable()
