@@ -13,7 +13,7 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from infer.config import TargetConfig
@@ -106,6 +106,14 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
     """Load a target's config.json alone. Raises FileNotFoundError, naming what could not be found."""
     with explain_missing(path):
         return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+def load_generation_config(path: str) -> GenerationConfig | None:
+    """Load a target's generation_config.json alone; None where there is none."""
+    try:
+        return GenerationConfig.from_pretrained(resolve_path(path))
+    except OSError:
+        return None
 
 
 @contextmanager
