@@ -5,12 +5,14 @@ from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,
 ids of a text of at most T tokens, and which of them carry loss.
 """
 
+import errno
 import hashlib
 import json
 import os
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 WINDOW = 8192  # pieces that are packed together
 MANY = 20_000  # texts from which on all cores tokenise
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of writing, not of reading
 
 
 def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
@@ -90,14 +93,28 @@ def stored_rows(config: DataConfig) -> Iterator[dict]:
 def raw_rows(config: DataConfig) -> "Dataset":
     """Return one data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
 
     columns, digest = Features({"row": Value("string")}), source_digest(config)
     try:
-        return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
+        with unwrapped_errors():
+            return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
+    except (ValueError, OSError) as error:  # which name the file
+        if getattr(error, "errno", None) in DISK_ERRORS:
+            raise
+        raise ValueError(f"training rows cannot be read: {error}") from None
+
+
+@contextmanager
+def unwrapped_errors() -> Iterator[None]:
+    """Raise the error that `datasets` hides in its own: a ValueError of a row, or an OSError of the
+    files that are read or of the disk that has the cache."""
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
     except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError | OSError):  # which name the file
-            raise ValueError(f"training rows cannot be read: {error.__cause__}") from None
+        if isinstance(error.__cause__, ValueError | OSError):
+            raise error.__cause__ from None
         raise
 
 
@@ -179,13 +196,14 @@ def packed_rows(
         tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     if len(tokenized) == 0:
         raise ValueError("no row to train on is left: one of ten is held out for evaluation")
-    packed = Dataset.from_generator(
-        filled_rows,
-        features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
-        gen_kwargs={"tokenized": tokenized, "length": config.length},
-        fingerprint=f"{key}-packed",
-        writer_batch_size=256,
-    )
+    with unwrapped_errors():
+        packed = Dataset.from_generator(
+            filled_rows,
+            features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
+            gen_kwargs={"tokenized": tokenized, "length": config.length},
+            fingerprint=f"{key}-packed",
+            writer_batch_size=256,
+        )
     return packed.with_format("torch")
 
 

@@ -41,7 +41,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
     imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say),
-    and with exit code 3 for a Stopped and for other errors of files.
+    and with exit code 3 for a Stopped and for other errors of files (`file_errors`).
     Ctrl-C is one sentence and exit code 130, see `going_on`.
     `--help` explains every key, `--cfg job` prints the configuration.
     """
@@ -56,7 +56,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
-    except (Stopped, OSError) as error:  # of a disk that is full or read-only, say
+    except (Stopped, *file_errors()) as error:  # of a disk that is full or read-only, say
         fail(str(error), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
@@ -84,14 +84,19 @@ def going_on(how: str) -> Iterator[None]:
         raise KeyboardInterrupt(how) from error
 
 
+def file_errors() -> tuple[type[Exception], ...]:
+    """Return the kinds of errors that reading and writing files raises; safetensors has its own."""
+    from safetensors import SafetensorError
+
+    return (OSError, SafetensorError)
+
+
 @contextmanager
 def disk(what: str) -> Iterator[None]:
     """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except file_errors() as error:
         why = getattr(error, "strerror", None) or error
         kept = "what was saved before is whole, and the same command goes on from there"
         raise Stopped(f"{what} could not be written: {why}; {kept}") from error
