@@ -95,26 +95,24 @@ def raw_rows(config: DataConfig) -> "Dataset":
     from datasets import Dataset, Features, Value
 
     columns, digest = Features({"row": Value("string")}), source_digest(config)
-    try:
-        with unwrapped_errors():
-            return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
-    except (ValueError, OSError) as error:  # which name the file
-        if getattr(error, "errno", None) in DISK_ERRORS:
-            raise
-        raise ValueError(f"training rows cannot be read: {error}") from None
+    with plain_errors():
+        return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
 
 
 @contextmanager
-def unwrapped_errors() -> Iterator[None]:
-    """Raise the error that `datasets` hides in its own: a ValueError of a row, or an OSError of the
-    files that are read or of the disk that has the cache."""
+def plain_errors() -> Iterator[None]:
+    """Raise the error that `datasets` hides in its own while it writes a cache: an OSError of the
+    cache's disk as it is, one of the rows as a ValueError."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
         yield
     except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError | OSError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            raise cause from None
+        if isinstance(cause, ValueError | OSError):  # which name the file
+            raise ValueError(f"training rows cannot be read: {cause}") from None
         raise
 
 
@@ -196,7 +194,7 @@ def packed_rows(
         tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     if len(tokenized) == 0:
         raise ValueError("no row to train on is left: one of ten is held out for evaluation")
-    with unwrapped_errors():
+    with plain_errors():
         packed = Dataset.from_generator(
             filled_rows,
             features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
