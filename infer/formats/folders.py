@@ -102,7 +102,12 @@ def open_folder(path: str | Path) -> Folder:
     config = _json(folder / "config.json", problems)
     tensors: dict[str, Stored] = {}
     edited = False
-    for name in _files(folder, problems):
+    files = _files(folder, problems)
+    others = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")} - {*files}
+    if files and others:
+        named = ", ".join(sorted(others))
+        problems.append(f"{named}: tensors that would be left out; move the file elsewhere if it is not the drafter's")
+    for name in files:
         found, saved = _header(folder / name, problems)
         edited = edited or saved not in (None, json_digest(config))
         tensors |= found

@@ -69,4 +69,8 @@ def find_problems(folder: Folder, reading: ConfigReading) -> list[str]:
     config = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return config
-    return config + tensor_problems(folder.renamed(reading.renamed), shapes(reading), reading.unused, (*FLOATS, CODED))
+    renamed = folder.renamed(reading.renamed)
+    if len(renamed.tensors) < len(folder.tensors):
+        twice = [name for name, ours in reading.renamed.items() if name != ours and ours in folder.tensors]
+        config = [*config, f"tensors stored twice, under two names: {', '.join(sorted(twice))}"]
+    return config + tensor_problems(renamed, shapes(reading), reading.unused, (*FLOATS, CODED))

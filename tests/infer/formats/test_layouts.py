@@ -6,6 +6,7 @@ import os
 import re
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -703,29 +704,95 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unknown_key_is_a_doubt_that_names_it(layout):
+def test_an_unknown_key_is_a_fault_unless_it_asks_for_nothing_or_is_bookkeeping(layout):
     """At the top, and in every object whose keys count: nothing else changes."""
     config = LAYOUTS[layout]
     found = read(Folder(Path(), config, TENSORS, []))
     assert found.problems == found.doubts == [] and found.options
     objects = ("dflash_config", "dart_config", "treeflash_config", "transformer_layer_config")
     for place in (None, *(key for key in objects if key in config)):
-        for value in (True, 0, 2.5, "word", [1], {"inner": 1}, None):
+        for name, value in product(("of_another_kind", "train_steps"), (True, 0, 2.5, "word", [1], {"inner": 1}, None)):
             changed = deepcopy(config)
-            (changed if place is None else changed[place])["of_another_kind"] = value
+            (changed if place is None else changed[place])[name] = value
             again = read(Folder(Path(), changed, TENSORS, []))
-            assert again.problems == [] and again.options == found.options
-            assert [" of_another_kind" in doubt for doubt in again.doubts] == [True] * (value is not None), place
+            if value and name == "of_another_kind":
+                assert len(again.problems) == 1 and "of_another_kind is" in again.problems[0], place
+            else:
+                assert again.problems == [] and again.options == found.options
+                assert [f" {name}" in doubt for doubt in again.doubts] == [True] * (value is not None), place
 
 
-def test_keys_that_change_what_is_computed_are_faults_and_unknown_ones_are_said(tmp_path):
-    assert {
-        layout
-        for layout in LAYOUTS
-        if read(Folder(Path(), LAYOUTS[layout] | {"logit_scale": 2.0}, TENSORS, [])).problems
-    } == {*LAYOUTS}
-    with pytest.warns(UserWarning, match="nobody here knows the key new_idea"):
+COMPUTED = {  # a value that changes what a drafter computes, and the one that does not
+    "logit_scale": (2.0, 1.0),
+    "rope_interleave": (True, False),
+    "use_rope": (False, True),
+    "residual_multiplier": (0.22, 1),
+    "hidden_activation": ("gelu", "silu"),
+    "attn_logit_softcapping": (50.0, None),
+}
+
+
+@pytest.mark.parametrize("key", COMPUTED)
+def test_keys_that_change_what_is_computed_are_faults_unless_they_are_neutral(key):
+    other, neutral = COMPUTED[key]
+    for layout, config in LAYOUTS.items():
+        problems = read(Folder(Path(), config | {key: other}, TENSORS, [])).problems
+        assert len(problems) == 1 and f"{key} is {other!r}" in problems[0], layout
+        reading = read(Folder(Path(), config | {key: neutral}, TENSORS, []))
+        assert reading.problems == reading.doubts == [], layout
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_keys_within_rotary_parameters_are_judged_too(kind):
+    """LiquidAI's drafters rotate neighbouring entries, and say so in one place or the other."""
+    rope = {"rope_type": kind} | SCALED[kind]
+
+    def problems(**more: object) -> list[str]:
+        return read(Folder(Path(), public(rope_parameters=rope | more), TENSORS, [])).problems
+
+    assert problems() == problems(rope_interleave=False) == problems(mrope_section=[1, 1, 2]) == []
+    assert "rope_interleave is True" in problems(rope_interleave=True)[0]
+    assert "partial_rotary_factor is 0.5" in problems(partial_rotary_factor=0.5)[0]
+    assert "turned_twice is True, and nobody here knows" in problems(turned_twice=True)[0]
+
+
+def test_an_unknown_key_stops_the_loading_and_bookkeeping_is_said(tmp_path):
+    with pytest.raises(ValueError, match="config.json: new_idea is 1, and nobody here knows .* remove the key if"):
         load_drafter(written(tmp_path, public(new_idea=1), dflash_weights()))
+    with pytest.warns(UserWarning, match="nobody here knows the key training_tokens"):
+        load_drafter(written(tmp_path, public(training_tokens=10**9), dflash_weights()))
+
+
+MORE = {  # tensors beside DFlash's, of drafters with DFlash's keys
+    "DSpine": {"readouts.0.weight": (R, D), "writes.0.weight": (D, R), "writes.1.weight": (D, R)},
+    "UBTree": {"bigram.predecessor.weight": (V, R), "bigram.successor.weight": (V, R)},
+    "a norm behind fc": {"layers.0.self_attn.rope.freqs": (E,), "fc.bias": (D,)},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("kind", ["full", "deepspec", "speculators"])
+def test_a_drafter_with_more_tensors_is_never_loaded_without_them(name, kind, target, tmp_path):
+    folder, _ = by_hand(kind, tmp_path / "drafter", target)
+    weights = load_file(folder / "model.safetensors")
+    load_drafter(folder)
+    save_file(weights | {key: torch.zeros(shape) for key, shape in MORE[name].items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"unknown tensors: {', '.join(sorted(MORE[name]))}"):
+        load_drafter(folder)
+    # nor where they lie in another file, or under a name that is read as another's
+    save_file(weights, folder / "model.safetensors")
+    (folder / "adapter").mkdir()
+    save_file({"x": torch.zeros(1)}, folder / "adapter" / "adapter.safetensors")
+    with pytest.raises(ValueError, match="adapter/adapter.safetensors: tensors that would be left out"):
+        load_drafter(folder)
+
+
+def test_tensors_under_two_names_are_refused(tmp_path):
+    weights = dflash_weights() | {"model.norm.weight": torch.ones(D)}
+    tree = {"ar_approximation": "swiglu"}
+    config = public(architectures=["TreeFlashDraftModel"], treeflash_config=tree)
+    with pytest.raises(ValueError, match="tensors stored twice, under two names: model.norm.weight"):
+        load_drafter(written(tmp_path, config, weights))
 
 
 def test_what_transformers_writes_into_every_config_is_harmless(tmp_path):
