@@ -166,6 +166,10 @@ class ConfigReading:
     # tensors with other names in the layout: theirs to ours
     renamed: dict[str, str] = field(default_factory=dict)
 
+    # `draft_vocab_size`, where that is more than the vocabulary has: its tensors with a row for each
+    # token have so many, and those behind the vocabulary's stand for no token
+    padded_rows: int | None = None
+
     @property
     def own(self) -> dict[str, Any]:
         """The family's own part of the config."""
@@ -252,11 +256,15 @@ class Keys(dict):
         }
         if self.get("chat_template_kwargs"):  # how the target was asked when the drafter was trained
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
-        if self.get("draft_vocab_size", vocabulary) > vocabulary:
-            self.note("draft_vocab_size", f"is {self['draft_vocab_size']}, more than vocab_size, {vocabulary}")
-        elif self.get("draft_vocab_size", vocabulary) < vocabulary:
+        if self.get("draft_vocab_size", vocabulary) < vocabulary:  # more: the whole one, padded
             options["draft_vocab_size"] = self["draft_vocab_size"]
         return options | self.sliding(options["num_hidden_layers"])
+
+    @property
+    def padded_rows(self) -> int | None:
+        """`draft_vocab_size`, where that is more than the vocabulary has."""
+        rows = self.get("draft_vocab_size", 0)
+        return rows if rows > self["vocab_size"] else None
 
     def rope(self) -> dict[str, Any]:
         """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from

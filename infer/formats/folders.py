@@ -29,9 +29,12 @@ class Stored:
     name: str  # in the file
     dtype: str  # F32, BF16, I64, BOOL, ...; CODED: its parts are in the file
     shape: tuple[int, ...]
+    rows: int | None = None  # of the stored tensor, these first ones alone are read; None: all
 
     def load(self, opened: safe_open) -> torch.Tensor:
         """Return the tensor from its opened file."""
+        if self.rows is not None:
+            return opened.get_slice(self.name)[: self.rows]
         if self.dtype != CODED:
             return opened.get_tensor(self.name)
         codes, scales, smooth = (opened.get_tensor(self.name.removesuffix(CODED) + part) for part in PARTS)
@@ -65,6 +68,17 @@ class Folder:
     def renamed(self, names: dict[str, str]) -> "Folder":
         """Return the folder with tensors under other names, from those stored to ours."""
         tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+    def without_padding(self, padded_rows: int | None, rows: int) -> "Folder":
+        """Return the folder with the first `rows` rows alone of the tensors that have `padded_rows`; as it
+        is where `padded_rows` is None."""
+        tensors = {
+            name: replace(stored, shape=(rows, *stored.shape[1:]), rows=rows)
+            if padded_rows is not None and stored.shape[:1] == (padded_rows,) and stored.dtype != CODED
+            else stored
+            for name, stored in self.tensors.items()
+        }
         return replace(self, tensors=tensors)
 
 

@@ -492,6 +492,54 @@ def test_a_folder_written_by_hand_has_the_logits_of_a_plain_forward_and_decodes_
         assert all(answer.stats.rounds > 0 for answer in done)
 
 
+def padded(folder: Path, rows: int) -> Path:
+    """The folder with a draft vocabulary of so many rows, those behind the vocabulary's large in all tensors: a draft
+    among them would have the highest score."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": rows}))
+    weights = load_file(folder / "model.safetensors")
+    names = [name for name, tensor in weights.items() if tensor.shape[:1] == (V,)]
+    assert names
+    for name in names:
+        weights[name] = torch.cat([weights[name], torch.full((rows - V, *weights[name].shape[1:]), 50.0).double()])
+    weights |= {"d2t": torch.zeros(rows, dtype=torch.long), "t2d": torch.ones(rows, dtype=torch.bool)}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["own ends", "deepspec", "speculators"])
+def test_a_padded_draft_vocabulary_drafts_no_token_that_the_target_lacks(kind, target, tmp_path):
+    folder, expected = by_hand(kind, tmp_path / "drafter", target)
+    drafter = load_drafter(padded(folder, V + 7), target_layers=LAYERS)
+    drafter.check_target(target)
+    assert torch.allclose(drafted(target, drafter), expected, atol=1e-5)
+    assert not [name for name, tensor in drafter.state_dict().items() if len(tensor) == V + 7]
+    for method, budget, temperature in (("chain", 4, 0.0), ("ddtree", 30, 1.0)):
+        options = {"max_new_tokens": 12, "temperature": temperature, "seed": 3}
+        plain = generate(target, None, IDS.tolist(), method="plain", **options)
+        done = generate(target, drafter, IDS.tolist(), method=method, budget=budget, compile=False, **options)
+        assert done.ids == plain.ids and done.stats.rounds > 0
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "again")
+    assert torch.allclose(drafted(target, load_drafter(tmp_path / "again")), expected, atol=1e-5)
+
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"d2t": torch.ones(V + 7, dtype=torch.long)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="draft_vocab_size is more than vocab_size, and d2t"):
+        load_drafter(folder)
+
+
+def test_a_head_of_a_padded_draft_vocabulary_drafts_no_token_that_the_target_lacks(target, tmp_path):
+    """Its matrices have a row for each token, padded as the target's head is."""
+    folder, _ = with_head("DeepSpec vanilla", tmp_path / "drafter", target)
+    whole = load_drafter(folder, target_layers=LAYERS)
+    drafter = load_drafter(padded(folder, V + 7), target_layers=LAYERS)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, drafter.state_dict()[name]), name
+    plain = generate(target, None, IDS.tolist(), method="plain", max_new_tokens=10)
+    done = generate(target, drafter, IDS.tolist(), budget=12, max_new_tokens=10, compile=False)
+    assert done.ids == plain.ids and done.stats.rounds > 0
+
+
 @pytest.mark.parametrize("kind", ["sliding", "causal", "deepspec"])
 def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     """Many blocks of a packed row under shared masks have the logits of the block that decoding drafts."""
@@ -658,7 +706,7 @@ WRONG = [
         speculators(aux_hidden_state_layer_ids=None, mask_token_id=None),
         ["aux_hidden_state_layer_ids is", "mask_token_id"],
     ),
-    (speculators(draft_vocab_size=V + 1), ["more than vocab_size"]),
+    (speculators(draft_vocab_size=V + 1) | {"vocab_size": V + 1}, ["vocab_size is 97, and 98 outside"]),
 ]
 
 
