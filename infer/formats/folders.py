@@ -117,9 +117,8 @@ def open_folder(path: str | Path) -> Folder:
     tensors: dict[str, Stored] = {}
     edited = False
     files = _files(folder, problems)
-    others = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")} - {*files}
-    if files and others:
-        named = ", ".join(sorted(others))
+    if files and (others := other_weights(folder, files)):
+        named = ", ".join(others)
         problems.append(f"{named}: tensors that would be left out; move the file elsewhere if it is not the drafter's")
     for name in files:
         found, saved = _header(folder / name, problems)
@@ -163,6 +162,15 @@ def _files(folder: Path, problems: list[str]) -> list[str]:
         else:
             problems.append(f"{INDEX} names {file!r}, which is no safetensors file of this folder")
     return found
+
+
+def other_weights(folder: Path, files: list[str]) -> list[str]:
+    """Return the names of safetensors files in the folder and one level below it that are not among
+    `files`. A folder below that has a config.json of its own is another model's."""
+    found = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
+    models = [path for path in found if path.parent != folder and (path.parent / "config.json").exists()]
+    names = {path.relative_to(folder).as_posix() for path in found if path not in models}
+    return sorted(names - {*files})
 
 
 def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:
