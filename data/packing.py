@@ -5,12 +5,14 @@ from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,
 ids of a text of at most T tokens, and which of them carry loss.
 """
 
+import errno
 import hashlib
 import json
 import os
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 WINDOW = 8192  # pieces that are packed together
 MANY = 20_000  # texts from which on all cores tokenise
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of writing, not of reading
 
 
 def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
@@ -107,18 +110,30 @@ class CountedRows:
 def raw_rows(config: DataConfig) -> CountedRows:
     """Return one data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetGenerationError
 
     columns = Features({"row": Value("string"), "counts": Value("string")})
     digest = source_digest(config)
-    try:
+    with plain_errors():
         stored = Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError | OSError):  # which name the file
-            raise ValueError(f"training rows cannot be read: {error.__cause__}") from None
-        raise
     counts = ExampleCounts(**json.loads(stored[-1]["counts"]))
     return CountedRows(stored.select(range(len(stored) - 1)).select_columns("row"), counts)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the error that `datasets` hides in its own while it writes a cache: an OSError of the
+    cache's disk as it is, one of the rows as a ValueError."""
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        yield
+    except DatasetGenerationError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+            raise cause from None
+        if isinstance(cause, ValueError | OSError):  # which name the file
+            raise ValueError(f"training rows cannot be read: {cause}") from None
+        raise
 
 
 def mixed_rows(config: DataConfig) -> CountedRows:
@@ -236,13 +251,14 @@ def prepare_rows(
         return CountedRows(None, counts)
     if counts.used < len(raw):
         tokenized = tokenized.filter(lambda size: size > 0, input_columns="size", new_fingerprint=f"{key}-sound")
-    packed = Dataset.from_generator(
-        filled_rows,
-        features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
-        gen_kwargs={"tokenized": tokenized, "length": config.length},
-        fingerprint=f"{key}-packed",
-        writer_batch_size=256,
-    )
+    with plain_errors():
+        packed = Dataset.from_generator(
+            filled_rows,
+            features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
+            gen_kwargs={"tokenized": tokenized, "length": config.length},
+            fingerprint=f"{key}-packed",
+            writer_batch_size=256,
+        )
     return CountedRows(packed.with_format("torch"), counts)
 
 

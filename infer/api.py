@@ -250,9 +250,9 @@ def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]
 
 
 def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False) -> str:
-    """Return the answer, cut before the first stop string; without special tokens, or `special`,
-    without an end token at its end."""
-    if special and ids and ids[-1] in target.end_ids:
+    """Return the answer, cut before the first stop string, without an end token at its end; and
+    without special tokens, unless `special`."""
+    if ids and ids[-1] in target.end_ids:
         ids = ids[:-1]
     text = words_of(target.tokenizer, ids, special)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -195,6 +197,22 @@ def load_program(repo):
         return module
 
     return load
+
+
+@pytest.fixture
+def file_size_limit():
+    """(bytes) -> a context in which no file grows beyond that, as on a full disk: the kernel says EFBIG."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import sys
 import traceback
 
 from data.rows import refuse_unwritten
-from infer.utils.entry import STOPPED, Stopped, entry
+from infer.utils.entry import STOPPED, Stopped, entry, file_errors
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
 
@@ -17,13 +17,13 @@ def run(config: TrainConfig) -> None:
     code = 0
     try:
         train(config)
-    except Stopped as error:
-        print(f"error: {redact_text(str(error))}", file=sys.stderr)
-        code = STOPPED
     except SystemExit as error:  # saved after Ctrl-C
         code = error.code
     except (ValueError, FileNotFoundError, ModuleNotFoundError, BrokenPipeError):
         raise  # the caller reports it in one sentence
+    except (Stopped, *file_errors()) as error:
+        print(f"error: {redact_text(str(error))}", file=sys.stderr)
+        code = STOPPED
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)
         code = 1

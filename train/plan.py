@@ -21,7 +21,8 @@ from data.rows import single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
 from infer.drafters.heads.base import head_rows
-from infer.targets.loading import load_config, load_tokenizer, resolve_path
+from infer.targets.ends import end_tokens
+from infer.targets.loading import load_config, load_generation_config, load_tokenizer, resolve_path
 from infer.targets.support import head_size, key_heads, mlp_size, refuse_unsupported
 from infer.targets.target import tokenizer_digest
 from infer.utils.progress import Progress
@@ -250,10 +251,12 @@ def time_line(config: TrainConfig, prepared: CountedRows | None) -> str:
 
 def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:
     """Return the drafter's mask token in words. Raises ValueError where there is none."""
-    mask, ends = config.drafter.mask_token_id, theirs.eos_token_id
+    mask = config.drafter.mask_token_id
     if config.drafter.family == "dflash" and mask is None:
-        ends = ends if isinstance(ends, list) else [ends]
-        mask = default_mask_token(tokenizer, theirs.vocab_size, ends, rows and (lambda: used_ids(rows)))
+        text = theirs.get_text_config()
+        configs = (load_generation_config(config.target.path), theirs, text)
+        ends = end_tokens(configs, tokenizer, text.vocab_size)
+        mask = default_mask_token(tokenizer, text.vocab_size, ends, rows and (lambda: used_ids(rows)))
     return named_mask(mask, tokenizer)
 
 
@@ -273,7 +276,7 @@ def print_plan(config: TrainConfig) -> None:
     else:
         prepared = rows_of(config, tokenizer)
         rows = prepared.rows
-        mask = mask_of(config, theirs.get_text_config(), tokenizer, rows)
+        mask = mask_of(config, theirs, tokenizer, rows)
     shape, device = work.shape, "GPU" if work.device.type == "cuda" else "CPU"
     print(
         f"target     {options.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "

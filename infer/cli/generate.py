@@ -1,6 +1,7 @@
 """`generate`: one prompt answered or continued."""
 
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 
 from infer.cli.models import OfDrafter, load, text_options
@@ -48,14 +49,16 @@ def has_chat_template(target) -> bool:
 
 
 def run(config: GenerateCommand) -> None:
-    from infer import generate
-
     options = text_options(config.target, config.decoding, config.masked)
     checkpoint = config.checkpoint if config.decoding.drafts else None
-    target, drafter = load(config.target, checkpoint, config.drafter)
-    chat = has_chat_template(target) if config.chat is None else config.chat
-    prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
-    answer = generate(target, drafter, prompt, options)
+    # the answer has stdout for itself: saving an int8 cache imports DeepSpeed, which prints a warning
+    with redirect_stdout(sys.stderr):
+        from infer import generate
+
+        target, drafter = load(config.target, checkpoint, config.drafter)
+        chat = has_chat_template(target) if config.chat is None else config.chat
+        prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
+        answer = generate(target, drafter, prompt, options)
     stats, name = answer.stats, options.name_with(drafter) if drafter else options.method
     print(answer.text if chat else config.prompt + answer.text)
     print(

@@ -2,9 +2,12 @@
 of.
 
 A key that is missing or wrong is a fault, and so is one that makes it another drafter than ours
-(`PLAIN`); a key that nobody here knows is a doubt, which is said and stops nothing. V vocabulary.
+(`PLAIN`). A key that nobody here knows is a fault too, as it may do that; unless its name says that it
+is bookkeeping, or its value that nothing is asked for: then it is a doubt, which is said and stops
+nothing. V vocabulary.
 """
 
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,25 +94,53 @@ PLAIN = {
     "norm_before_residual": False,
     "is_neox_style": True,
     "rope_is_neox_style": True,
+    "rope_interleave": False,
+    "rotary_pct": 1.0,
+    "use_rope": True,
+    "use_qk_norm": True,
+    "hidden_activation": "silu",
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "norm_before_fc": False,
     "use_aux_hidden_state": True,
     "use_swa": False,  # a window of all layers without causality
     "fusion_type": "concat_fc",
     "quantization_config": None,
 }
+OPTIONAL_ROPE_KEYS = {  # beside those that a kind needs
+    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    *("factor", "original_max_position_embeddings"),
+}
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")  # text has one position in all sections
 ROPES = {  # kinds of rotary positions, and the keys that each needs
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# what else published drafters have, beside what transformers writes into every config.json: none of it
-# is computed
+# what else published drafters have, beside what transformers writes into every config.json, or did
+# until release 5: none of it is computed
 HARMLESS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors", "max_anchors"),
     *("loss_decay_gamma", "torch_dtype", "confidence_head_alpha", "selector_loss_weight"),
     *("speculators_config", "speculators_model_type", "speculators_version", "_torchspec_version"),
     *("model_arch", "gate_temperature", "xpress_block_size"),
+    *("attn_implementation", "_attn_implementation", "use_return_dict", "pruned_heads", "torchscript"),
+    *("use_bfloat16", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "pretraining_tp"),
+    *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id", "cache_implementation"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+    *("diversity_penalty", "no_repeat_ngram_size", "num_return_sequences", "output_scores"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
 } | Qwen3Config().to_dict().keys()
+# words in the names of keys that say how a drafter was made, and by whom
+BOOKKEEPING = {
+    *("train", "training", "trained", "trainer", "loss", "lr", "epoch", "epochs", "seed", "optimizer"),
+    *("dataset", "datasets", "version", "commit", "date", "author", "authors", "license", "url"),
+}
 
 
 WRITTEN = (  # keys of the public layout, in this order
@@ -134,6 +165,10 @@ class ConfigReading:
     doubts: list[str] = field(default_factory=list)  # sentences on what the config leaves open
     # tensors with other names in the layout: theirs to ours
     renamed: dict[str, str] = field(default_factory=dict)
+
+    # `draft_vocab_size`, where that is more than the vocabulary has: its tensors with a row for each
+    # token have so many, and those behind the vocabulary's stand for no token
+    padded_rows: int | None = None
 
     @property
     def own(self) -> dict[str, Any]:
@@ -175,8 +210,18 @@ class Keys(dict):
             elif key in KEYS:
                 self[key] = value
         self.given, self.tied = found.keys(), found.get("tie_word_embeddings") is True
-        unknown = sorted(found.keys() - KEYS.keys() - PLAIN.keys() - HARMLESS)
-        self.doubts = [f"config.json: nobody here knows the key {key}, which is left out of account" for key in unknown]
+        self.doubts: list[str] = []
+        for key in sorted(found.keys() - KEYS.keys() - PLAIN.keys() - HARMLESS):
+            self.judge_unknown(key, found[key])
+
+    def judge_unknown(self, key: str, value: Any) -> None:
+        """Note a key that nobody here knows: as a doubt if it is bookkeeping or asks for nothing, else
+        as a fault."""
+        if not value or BOOKKEEPING & set(key.lower().split("_")):
+            self.doubts.append(f"config.json: nobody here knows the key {key}, which is left out of account")
+        else:
+            said = "nobody here knows what the drafter computes with it; remove the key if that is nothing"
+            self.note(key, f"is {reprlib.repr(value)}, and {said}")
 
     def note(self, key: str, what: str) -> None:
         self.problems.append(f"config.json: {self.theirs.get(key, key)} {what}")
@@ -211,24 +256,31 @@ class Keys(dict):
         }
         if self.get("chat_template_kwargs"):  # how the target was asked when the drafter was trained
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
-        if self.get("draft_vocab_size", vocabulary) > vocabulary:
-            self.note("draft_vocab_size", f"is {self['draft_vocab_size']}, more than vocab_size, {vocabulary}")
-        elif self.get("draft_vocab_size", vocabulary) < vocabulary:
+        if self.get("draft_vocab_size", vocabulary) < vocabulary:  # more: the whole one, padded
             options["draft_vocab_size"] = self["draft_vocab_size"]
         return options | self.sliding(options["num_hidden_layers"])
+
+    @property
+    def padded_rows(self) -> int | None:
+        """`draft_vocab_size`, where that is more than the vocabulary has."""
+        rows = self.get("draft_vocab_size", 0)
+        return rows if rows > self["vocab_size"] else None
 
     def rope(self) -> dict[str, Any]:
         """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from
         `rope_theta` and `rope_scaling`."""
         given = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        given = {key: value for key, value in given.items() if value is not None}
+        given = {key: value for key, value in given.items() if value is not None and key not in IMAGE_ROPE_KEYS}
         kind = given.pop("type", "default")
         kind, theta = given.pop("rope_type", kind), given.pop("rope_theta", self.get("rope_theta", 10000.0))
         if type(kind) is not str or kind not in ROPES:
             self.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
             return {}
-        if given.pop("partial_rotary_factor", 1) != 1:
-            self.note("partial_rotary_factor", "is not 1, which this project's drafters do not have")
+        for key in given.keys() & PLAIN.keys():
+            if (value := given.pop(key)) != PLAIN[key]:
+                self.note(key, f"is {value!r}, which this project's drafters do not have")
+        for key in sorted(given.keys() - OPTIONAL_ROPE_KEYS - {*ROPES[kind]}):
+            self.judge_unknown(key, given.pop(key))
         given = given if kind != "default" else {}
         for key in ROPES[kind]:
             if key not in given:

@@ -157,8 +157,9 @@ def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -
     An end token is kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the
     text before it)."""
     limit = min(len(ids), options.max_new_tokens)
+    end_ids = frozenset() if options.ignore_eos else target.end_ids
     for i in range(first, limit):
-        if ids[i] in target.end_ids and not options.ignore_eos:
+        if ids[i] in end_ids:
             return i + 1, "stop"
         if options.stop and reaches_stop(target.tokenizer, ids[: i + 1], options.stop):
             return i + 1, "stop"

@@ -15,7 +15,7 @@ from infer.drafters.families import LOOKUP
 from infer.drafters.lookup import Lookup
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
-from infer.formats.layouts import find_problems, read
+from infer.formats.layouts import as_read, find_problems, read
 from infer.targets.checks import check_finite
 from infer.targets.int8 import quantise_drafter
 from infer.utils.files import atomic_write
@@ -72,10 +72,12 @@ def load_drafter(
             f"{folder}/config.json was changed after its weights were saved; copy it again unless that was you",
             stacklevel=2,
         )
-    opened = opened.renamed(reading.renamed)
+    opened = as_read(opened, reading)
     drafter = reading.drafter("cpu")
     for doubt in reading.doubts:
         warnings.warn(f"{folder}: {doubt}", stacklevel=2)
+    if reading.padded_rows is not None and "d2t" in opened.tensors:
+        check_padding(folder, opened.load({"d2t"})["d2t"])
     weights = opened.load({*drafter.state_dict()})
     if drafter.d2t is not None:
         check_vocabulary(folder, weights["d2t"], reading.options["vocab_size"])
@@ -97,3 +99,13 @@ def check_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary: int) -> 
     tokens = d2t.long() + torch.arange(len(d2t))
     if not ((tokens >= 0) & (tokens < vocabulary)).all() or len(tokens.unique()) < len(tokens):
         raise ValueError(f"{folder}: d2t leads twice to a token, or outside the vocabulary, 0 to {vocabulary - 1}")
+
+
+def check_padding(folder: str | Path, d2t: torch.Tensor) -> None:
+    """Raise ValueError unless d2t (V,), offsets of a padded vocabulary's tokens, leaves each where it
+    is."""
+    if d2t.any():
+        raise ValueError(
+            f"{folder}: draft_vocab_size is more than vocab_size, and d2t, which gives the head's rows other tokens, "
+            "can only be read for fewer rows than tokens"
+        )

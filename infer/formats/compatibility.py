@@ -14,7 +14,7 @@ from pathlib import Path
 from infer.drafters.config_keys import ConfigReading
 from infer.drafters.heads.table import head_of
 from infer.formats.folders import Folder, open_folder
-from infer.formats.layouts import find_problems, read, shapes, tensor_problems
+from infer.formats.layouts import as_read, find_problems, read, shapes, tensor_problems
 
 ENDS = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 BLOCKS = ("dflash", "dflash2")
@@ -191,4 +191,4 @@ def stored_problems(folder: Folder, reading: ConfigReading, engine: str) -> list
     ends = ends if engine in (VLLM, SPECULATORS) else set()
     unused = {VLLM: {"t2d", "d2t"}, SGLANG: ENDS, AUTHORS: ENDS}.get(engine, reading.unused)
     wanted = {name: shape for name, shape in shapes(reading).items() if name not in ENDS or name in ends}
-    return problems + (tensor_problems(folder.renamed(reading.renamed), wanted, unused) if folder.tensors else [])
+    return problems + (tensor_problems(as_read(folder, reading), wanted, unused) if folder.tensors else [])

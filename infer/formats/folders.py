@@ -29,9 +29,12 @@ class Stored:
     name: str  # in the file
     dtype: str  # F32, BF16, I64, BOOL, ...; CODED: its parts are in the file
     shape: tuple[int, ...]
+    rows: int | None = None  # of the stored tensor, these first ones alone are read; None: all
 
     def load(self, opened: safe_open) -> torch.Tensor:
         """Return the tensor from its opened file."""
+        if self.rows is not None:
+            return opened.get_slice(self.name)[: self.rows]
         if self.dtype != CODED:
             return opened.get_tensor(self.name)
         codes, scales, smooth = (opened.get_tensor(self.name.removesuffix(CODED) + part) for part in PARTS)
@@ -65,6 +68,17 @@ class Folder:
     def renamed(self, names: dict[str, str]) -> "Folder":
         """Return the folder with tensors under other names, from those stored to ours."""
         tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+    def without_padding(self, padded_rows: int | None, rows: int) -> "Folder":
+        """Return the folder with the first `rows` rows alone of the tensors that have `padded_rows`; as it
+        is where `padded_rows` is None."""
+        tensors = {
+            name: replace(stored, shape=(rows, *stored.shape[1:]), rows=rows)
+            if padded_rows is not None and stored.shape[:1] == (padded_rows,) and stored.dtype != CODED
+            else stored
+            for name, stored in self.tensors.items()
+        }
         return replace(self, tensors=tensors)
 
 
@@ -102,7 +116,11 @@ def open_folder(path: str | Path) -> Folder:
     config = _json(folder / "config.json", problems)
     tensors: dict[str, Stored] = {}
     edited = False
-    for name in _files(folder, problems):
+    files = _files(folder, problems)
+    if files and (others := other_weights(folder, files)):
+        named = ", ".join(others)
+        problems.append(f"{named}: tensors that would be left out; move the file elsewhere if it is not the drafter's")
+    for name in files:
         found, saved = _header(folder / name, problems)
         edited = edited or saved not in (None, json_digest(config))
         tensors |= found
@@ -144,6 +162,15 @@ def _files(folder: Path, problems: list[str]) -> list[str]:
         else:
             problems.append(f"{INDEX} names {file!r}, which is no safetensors file of this folder")
     return found
+
+
+def other_weights(folder: Path, files: list[str]) -> list[str]:
+    """Return the names of safetensors files in the folder and one level below it that are not among
+    `files`. A folder below that has a config.json of its own is another model's."""
+    found = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
+    models = [path for path in found if path.parent != folder and (path.parent / "config.json").exists()]
+    names = {path.relative_to(folder).as_posix() for path in found if path not in models}
+    return sorted(names - {*files})
 
 
 def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:

@@ -64,9 +64,20 @@ def tensor_problems(
     return [f"{what} tensors: {', '.join(sorted(names))}" for what, names in groups.items() if names]
 
 
+def as_read(folder: Folder, reading: ConfigReading) -> Folder:
+    """Return a folder with its tensors under our names, and without rows that stand for no token. The
+    config has no problems."""
+    renamed = folder.renamed(reading.renamed)
+    return renamed.without_padding(reading.padded_rows, reading.options["vocab_size"])
+
+
 def find_problems(folder: Folder, reading: ConfigReading) -> list[str]:
     """Return every fault that keeps a folder from being loaded here."""
     config = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return config
-    return config + tensor_problems(folder.renamed(reading.renamed), shapes(reading), reading.unused, (*FLOATS, CODED))
+    renamed = as_read(folder, reading)
+    if len(renamed.tensors) < len(folder.tensors):
+        twice = [name for name, ours in reading.renamed.items() if name != ours and ours in folder.tensors]
+        config = [*config, f"tensors stored twice, under two names: {', '.join(sorted(twice))}"]
+    return config + tensor_problems(renamed, shapes(reading), reading.unused, (*FLOATS, CODED))

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from infer.attention.kv_cache import zeros
 from infer.attention.masks import additive
 from infer.targets.checks import check_finite
+from infer.targets.ends import end_tokens
 from infer.targets.loading import (
     explain_load_errors,
     load_checked,
@@ -35,7 +36,7 @@ from infer.targets.loading import (
     resolve_path,
     weight_files,
 )
-from infer.targets.support import end_tokens, head_size
+from infer.targets.support import head_size
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
@@ -92,8 +93,9 @@ class MaskedModel:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text: the generation config's, else the config's."""
-        return end_tokens(getattr(self.model, "generation_config", None), self.config)
+        """Tokens that end an output (`infer.targets.ends`)."""
+        configs = (getattr(self.model, "generation_config", None), self.config)
+        return end_tokens(configs, self.tokenizer, self.vocabulary)
 
     def logits(
         self,

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from jinja2 import TemplateSyntaxError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import logging
 
 from infer.config import TargetConfig
@@ -147,6 +147,14 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_config(path, config)
     return config
+
+
+def load_generation_config(path: str) -> GenerationConfig | None:
+    """Load a target's generation_config.json alone; None where there is none."""
+    try:
+        return GenerationConfig.from_pretrained(resolve_path(path))
+    except OSError:
+        return None
 
 
 @contextmanager

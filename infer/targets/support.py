@@ -13,7 +13,7 @@ from infer.targets.recurrent import unknown_recurrence
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
 CHUNKED = "chunked_attention"  # a query sees its own chunk of positions alone (Llama 4)
 LAYERS = {"full_attention", "sliding_attention", CHUNKED}  # kinds whose attention is a mask over all cached positions
@@ -95,12 +95,6 @@ def attention_layers(config: "PretrainedConfig") -> list[int]:
     """Return the numbers of the layers that attend: all but those with a state."""
     kinds = setting(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind not in STATEFUL]
-
-
-def end_tokens(*configs: "PretrainedConfig | GenerationConfig") -> frozenset[int]:
-    """Return the tokens that end a text by the first of the configurations that names any."""
-    ids = next((ids for config in configs if (ids := getattr(config, "eos_token_id", None)) is not None), [])
-    return frozenset([ids] if type(ids) is int else ids)
 
 
 def norm_eps(config: "PretrainedConfig") -> float:

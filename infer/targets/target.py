@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
 from infer.targets import loops
+from infer.targets.ends import end_tokens
 from infer.targets.int8 import Int8Linear
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
@@ -29,7 +30,6 @@ from infer.targets.support import (
     CHUNKED,
     STATEFUL,
     decoder_of,
-    end_tokens,
     key_heads,
     logit_scale,
     longest,
@@ -119,8 +119,9 @@ class Target:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text, from the generation config."""
-        return end_tokens(self.model.generation_config or self.config)
+        """Tokens that end an output (`infer.targets.ends`)."""
+        configs = (self.model.generation_config, self.model.config, self.config)
+        return end_tokens(configs, self.tokenizer, self.vocabulary)
 
     @cached_property
     def tokenizer_digest(self) -> str | None:

@@ -71,7 +71,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
     imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say)
     and for a module that is not installed, and with exit code 3 for a Stopped and for other errors of
-    files. Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any
+    files (`file_errors`). Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any
     more, the command ends without a word and with exit code 141.
     `--help` explains every key, `--cfg job` prints the configuration.
     """
@@ -88,7 +88,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(str(error))
     except ModuleNotFoundError as error:
         fail_for_missing(error)
-    except (Stopped, OSError) as error:  # of a disk that is full or read-only, say
+    except (Stopped, *file_errors()) as error:  # of a disk that is full or read-only, say
         if isinstance(error, BrokenPipeError) and output_is_unread():
             raise
         fail(str(error), STOPPED)
@@ -118,14 +118,19 @@ def going_on(how: str) -> Iterator[None]:
         raise KeyboardInterrupt(how) from error
 
 
+def file_errors() -> tuple[type[Exception], ...]:
+    """Return the kinds of errors that reading and writing files raises; safetensors has its own."""
+    from safetensors import SafetensorError
+
+    return (OSError, SafetensorError)
+
+
 @contextmanager
 def disk(what: str) -> Iterator[None]:
     """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except file_errors() as error:
         if isinstance(error, BrokenPipeError):  # of the output, not of a file
             raise
         why = getattr(error, "strerror", None) or error

@@ -23,15 +23,17 @@ READABLE = 0o644  # of model files: engines of other users read them, and safete
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the block
-    succeeds."""
+    succeeds. An OSError that names no file, as of a full disk, names `path`."""
     fresh = path.with_name(f".{path.name}")
     try:
         fresh.unlink(missing_ok=True)
         yield fresh
         sync(fresh)
         fresh.replace(path)
-    except BaseException:
+    except BaseException as error:
         fresh.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -58,10 +60,14 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_readable(tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that other users can read."""
+    """Write a safetensors file that other users can read. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, file, metadata=metadata)
+    try:
+        save_file(tensors, file, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from error
     file.chmod(READABLE)
 
 

@@ -160,6 +160,15 @@ def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
         prepare_rows(replace(config, max_invalid=0.1), tokenizer, tokenizer_digest(tokenizer))
 
 
+@pytest.mark.parametrize("size", [2000, 60_000], ids=["rows", "packed rows"])
+def test_a_cache_that_does_not_fit_on_the_disk_is_no_fault_of_the_rows(tokenizer, tmp_path, file_size_limit, size):
+    """The rows that are read fit under the larger limit, and the packed ones, which are padded, do not."""
+    rows = [{"prompt": "", "response": f"x = {i}\n"} for i in range(100)]
+    config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", rows), length=20_000)
+    with file_size_limit(size), pytest.raises(OSError, match="File too large"):
+        packed(config, tokenizer)
+
+
 @pytest.mark.parametrize("mean", [600, 2000])
 def test_rows_are_98_percent_full(mean):
     """Chats whose lengths are log-normal, longer ones split: every piece once, and in rows that hold it."""

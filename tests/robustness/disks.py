@@ -1,7 +1,7 @@
 """What a run does when its disk fails it: a full one, and one that vanishes. Read-only ones, folders that are in use
 and folders that are moved: tests/train/test_faults.py.
 
-    python tests/robustness/disks.py [full log vanishes cache]
+    python tests/robustness/disks.py [full log ngrams vanishes cache]
 
 Each case is a small run of `train/main.py` on a file system of a few megabytes (tmpfs, mounted in a mount namespace of
 this script's own by `unshare`, so that nothing is left on the machine). Printed for each: the exit code, what the run
@@ -23,8 +23,8 @@ from kills import ROOT, SMALL, count_steps, left_by
 OPTIONS = [*SMALL, "data=stdlib", "data.limit=12", "name=run"]
 
 
-def start(runs: Path) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train" / "main.py"), f"runs_dir={runs}", *OPTIONS]
+def start(runs: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train" / "main.py"), f"runs_dir={runs}", *OPTIONS, *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -92,6 +92,18 @@ def full_log(home: Home) -> None:
     tell("disk full while metrics.jsonl is written", 3, said, f"{count} steps are in it; {home.resume(log)}")
 
 
+def full_ngrams(home: Home) -> None:
+    ngrams = home.path / "ngrams"
+    mount(ngrams, 1)
+    room = os.statvfs(ngrams)
+    (ngrams / "filler").write_bytes(bytes((room.f_bavail - 4) * room.f_frsize))  # for config.json and lock
+    said = end(start(ngrams, "ngrams=true"), 3)
+    assert "run/ngrams could not be written: No space left on device" in said[0], said
+    (ngrams / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,size=64m", str(ngrams)], check=True)
+    tell("disk full while n-grams are counted", 3, said, home.resume(ngrams))
+
+
 def vanishing_disk(home: Home) -> None:
     lost = home.path / "lost"
     mount(lost, 64)
@@ -121,7 +133,13 @@ def full_cache(home: Home) -> None:
     tell("disk full while a target is written in int8", 3, said, "nothing of it is left")
 
 
-CASES = {"full": full_disk, "log": full_log, "vanishes": vanishing_disk, "cache": full_cache}
+CASES = {
+    "full": full_disk,
+    "log": full_log,
+    "ngrams": full_ngrams,
+    "vanishes": vanishing_disk,
+    "cache": full_cache,
+}
 
 
 def run_cases(path: Path, names: list[str]) -> None:

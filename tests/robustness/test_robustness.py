@@ -98,7 +98,7 @@ def test_disks_that_fail(run_program):
     command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no mount namespace here (unshare --user --mount): no disk can be taken away")
-    assert "disk full at the second checkpoint" in run_program("disks", "full", "vanishes", "cache")
+    assert "disk full at the second checkpoint" in run_program("disks", "full", "ngrams", "vanishes", "cache")
 
 
 def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, monkeypatch, tmp_path):

@@ -154,6 +154,22 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rolling-00000001"]
 
 
+def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path, monkeypatch):
+    start_processes(torch.device("cpu"))
+    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    run = tmp_path / "run"
+    run.mkdir()
+    folder = run / "checkpoints"
+    strange = ["step-abc", "step-", "step-00000009-old", "step-00000009 (copy)", "rolling-abc", "step-1e3", "steps-4"]
+    for name in strange:
+        (folder / name / "state").mkdir(parents=True)
+    (folder / "step-00000099").touch()  # a file
+    newer = [state.save(run, step, None) for step in (1, 2)][-1]
+    assert newest(run) == (newer, []) and rolling(run) == [newer] and checkpoints(run) == []
+    for name in strange:
+        assert (folder / name / "state").is_dir()
+
+
 def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, run_here, tmp_path, monkeypatch):
     after_steps(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "small"))
     with pytest.raises(Stopped, match=r"metrics\.jsonl could not be written: No such file or directory"):

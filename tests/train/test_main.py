@@ -1,10 +1,13 @@
 """The way into training: which GPUs it takes, what it says first."""
 
+import errno
 import json
 import re
 
 import pytest
 
+import train.main
+from train.config import TrainConfig
 from train.processes import own_device
 
 
@@ -27,3 +30,24 @@ def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys
     said = r"run        1 steps of 2 rows, 4 blocks a row, at most 3 a document, products in (bfloat16|float32)"
     assert re.fullmatch(said, takes)  # the sooner of the two, where the processor multiplies both
     assert re.match(r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with recompute=true", memory)
+
+
+class Exited(Exception):
+    """Takes the place of the end of the process."""
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_a_disk_that_fails_anywhere_in_a_run_is_a_sentence(monkeypatch, capsys, code):
+    """Not only where a file of the run is written: data sets, caches and reports write too."""
+
+    def train_onto_it(config) -> None:
+        raise OSError(code, "a reason", "runs/a/report")
+
+    def end_process(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr("train.loop.train", train_onto_it)
+    monkeypatch.setattr(train.main.os, "_exit", end_process)
+    with pytest.raises(Exited, match="^3$"):
+        train.main.run(TrainConfig())
+    assert capsys.readouterr().err == f"error: [Errno {code}] a reason: 'runs/a/report'\n"

@@ -19,6 +19,7 @@ seed and step.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -42,16 +43,24 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def checkpoints(run: Path) -> list[Path]:
     """Return the run's checkpoint folders, oldest first, damaged ones included."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    return numbered_folders(run / "checkpoints", "step")
 
 
 def rolling(run: Path) -> list[Path]:
     """Return the rolling training states, oldest first, damaged ones included."""
-    return sorted((run / "checkpoints").glob("rolling-*"))
+    return numbered_folders(run / "checkpoints", "rolling")
+
+
+def numbered_folders(parent: Path, name: str) -> list[Path]:
+    """Return the folders called `name`-<step>, by step. Whatever else lies there, such as a copy with a
+    name of the user's, belongs to nobody and is left alone."""
+    folders = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{name}-[0-9]+", path.name)]
+    return sorted((path for path in folders if path.is_dir()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.name.split("-")[-1])
+    """Return the step in the name of a folder of `checkpoints` or `rolling`."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def _digest(path: Path) -> dict:

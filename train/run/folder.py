@@ -22,7 +22,7 @@ from infer.ngrams.count import count_ngrams, usual_order
 from infer.targets.identity import target_identity
 from infer.targets.target import Target
 from infer.utils.entry import disk
-from infer.utils.files import locked, refuse_other_settings, write_json
+from infer.utils.files import locked, refuse_other_settings, replacing, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.features import StoredRows
@@ -194,12 +194,16 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
 
 def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
     """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some
-    along keeps those: few answers alone would make poor trees."""
-    if (run / NGRAMS).exists():
+    along keeps those: few answers alone would make poor trees. Raises Stopped where the file cannot be
+    written."""
+    out = run / NGRAMS
+    if out.exists():
         return
-    if earlier is not None:
-        shutil.copyfile(earlier, run / NGRAMS)
-    else:
-        vocabulary = target.vocabulary
-        order, digest = usual_order(vocabulary), target.tokenizer_digest
-        count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, threshold=THRESHOLD)
+    with disk(str(out)):
+        if earlier is not None:
+            with replacing(out) as fresh:
+                shutil.copyfile(earlier, fresh)
+        else:
+            order = usual_order(target.vocabulary)
+            digest = target.tokenizer_digest
+            count_ngrams(documents(rows), target.vocabulary, order, out, digest, threshold=THRESHOLD)

@@ -41,6 +41,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
         keys["block_size"] = keys["draft_length"] + 2
     reading.unused |= {"t2d", "embed_tokens.weight"}  # the target's, whatever is stored
     reading.unused |= set() if "draft_vocab_size" in options else {"d2t"}
+    reading.padded_rows = keys.padded_rows
     sizes = {"block_size": keys["block_size"], "num_target_layers": layers}
     reading.options = options | family.config_part(own) | sizes
     return reading

@@ -161,6 +161,7 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
         )
     part = "draft_vocab_size" in options
     reading.unused |= {"t2d"} if part else {"t2d", "d2t"}  # t2d follows from d2t
+    reading.padded_rows = keys.padded_rows
     if row.name == "speculators":
         reading.unused |= {"verifier_lm_head.weight", "verifier_norm.weight"}
     ends = {"has_embed_tokens": "embed_tokens.weight" in tensors, "has_lm_head": "lm_head.weight" in tensors}

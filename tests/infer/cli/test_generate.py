@@ -1,5 +1,7 @@
 """`./launch.sh generate`: a chat model is asked through its template, any other model continues the text."""
 
+import logging
+import sys
 from copy import copy
 
 import pytest
@@ -24,6 +26,22 @@ def test_a_chat_model_is_asked_and_others_continue(shallow_target, monkeypatch, 
     prompt = "<user>import os<assistant>" if asked else "import os"
     expected = generate(target, None, prompt, options).text
     assert capsys.readouterr().out == (expected if asked else prompt + expected) + "\n"
+
+
+def test_standard_output_has_the_answer_alone(shallow_target, monkeypatch, capsys):
+    """What libraries print while a target is loaded, as DeepSpeed does when its accelerator is looked for, goes to
+    standard error."""
+
+    def load_and_warn(*_):
+        logging.StreamHandler(stream=sys.stdout).emit(logging.makeLogRecord({"msg": "Setting accelerator to CPU"}))
+        return shallow_target, None
+
+    monkeypatch.setattr(module, "load", load_and_warn)
+    options = DecodeOptions(method="plain", max_new_tokens=6)
+    module.run(GenerateCommand(prompt="import os", chat=False, decoding=options))
+    said = capsys.readouterr()
+    assert said.out == "import os" + generate(shallow_target, None, "import os", options).text + "\n"
+    assert said.err.startswith("Setting accelerator to CPU\n")
 
 
 @pytest.mark.parametrize("options", [{"checkpoint": "lookup"}, {"decoding": DecodeOptions(method="plain")}])

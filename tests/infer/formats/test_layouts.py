@@ -6,6 +6,7 @@ import os
 import re
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -491,6 +492,54 @@ def test_a_folder_written_by_hand_has_the_logits_of_a_plain_forward_and_decodes_
         assert all(answer.stats.rounds > 0 for answer in done)
 
 
+def padded(folder: Path, rows: int) -> Path:
+    """The folder with a draft vocabulary of so many rows, those behind the vocabulary's large in all tensors: a draft
+    among them would have the highest score."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": rows}))
+    weights = load_file(folder / "model.safetensors")
+    names = [name for name, tensor in weights.items() if tensor.shape[:1] == (V,)]
+    assert names
+    for name in names:
+        weights[name] = torch.cat([weights[name], torch.full((rows - V, *weights[name].shape[1:]), 50.0).double()])
+    weights |= {"d2t": torch.zeros(rows, dtype=torch.long), "t2d": torch.ones(rows, dtype=torch.bool)}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["own ends", "deepspec", "speculators"])
+def test_a_padded_draft_vocabulary_drafts_no_token_that_the_target_lacks(kind, target, tmp_path):
+    folder, expected = by_hand(kind, tmp_path / "drafter", target)
+    drafter = load_drafter(padded(folder, V + 7), target_layers=LAYERS)
+    drafter.check_target(target)
+    assert torch.allclose(drafted(target, drafter), expected, atol=1e-5)
+    assert not [name for name, tensor in drafter.state_dict().items() if len(tensor) == V + 7]
+    for method, budget, temperature in (("chain", 4, 0.0), ("ddtree", 30, 1.0)):
+        options = {"max_new_tokens": 12, "temperature": temperature, "seed": 3}
+        plain = generate(target, None, IDS.tolist(), method="plain", **options)
+        done = generate(target, drafter, IDS.tolist(), method=method, budget=budget, compile=False, **options)
+        assert done.ids == plain.ids and done.stats.rounds > 0
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "again")
+    assert torch.allclose(drafted(target, load_drafter(tmp_path / "again")), expected, atol=1e-5)
+
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"d2t": torch.ones(V + 7, dtype=torch.long)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="draft_vocab_size is more than vocab_size, and d2t"):
+        load_drafter(folder)
+
+
+def test_a_head_of_a_padded_draft_vocabulary_drafts_no_token_that_the_target_lacks(target, tmp_path):
+    """Its matrices have a row for each token, padded as the target's head is."""
+    folder, _ = with_head("DeepSpec vanilla", tmp_path / "drafter", target)
+    whole = load_drafter(folder, target_layers=LAYERS)
+    drafter = load_drafter(padded(folder, V + 7), target_layers=LAYERS)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, drafter.state_dict()[name]), name
+    plain = generate(target, None, IDS.tolist(), method="plain", max_new_tokens=10)
+    done = generate(target, drafter, IDS.tolist(), budget=12, max_new_tokens=10, compile=False)
+    assert done.ids == plain.ids and done.stats.rounds > 0
+
+
 @pytest.mark.parametrize("kind", ["sliding", "causal", "deepspec"])
 def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     """Many blocks of a packed row under shared masks have the logits of the block that decoding drafts."""
@@ -657,7 +706,7 @@ WRONG = [
         speculators(aux_hidden_state_layer_ids=None, mask_token_id=None),
         ["aux_hidden_state_layer_ids is", "mask_token_id"],
     ),
-    (speculators(draft_vocab_size=V + 1), ["more than vocab_size"]),
+    (speculators(draft_vocab_size=V + 1) | {"vocab_size": V + 1}, ["vocab_size is 97, and 98 outside"]),
 ]
 
 
@@ -703,29 +752,95 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unknown_key_is_a_doubt_that_names_it(layout):
+def test_an_unknown_key_is_a_fault_unless_it_asks_for_nothing_or_is_bookkeeping(layout):
     """At the top, and in every object whose keys count: nothing else changes."""
     config = LAYOUTS[layout]
     found = read(Folder(Path(), config, TENSORS, []))
     assert found.problems == found.doubts == [] and found.options
     objects = ("dflash_config", "dart_config", "treeflash_config", "transformer_layer_config")
     for place in (None, *(key for key in objects if key in config)):
-        for value in (True, 0, 2.5, "word", [1], {"inner": 1}, None):
+        for name, value in product(("of_another_kind", "train_steps"), (True, 0, 2.5, "word", [1], {"inner": 1}, None)):
             changed = deepcopy(config)
-            (changed if place is None else changed[place])["of_another_kind"] = value
+            (changed if place is None else changed[place])[name] = value
             again = read(Folder(Path(), changed, TENSORS, []))
-            assert again.problems == [] and again.options == found.options
-            assert [" of_another_kind" in doubt for doubt in again.doubts] == [True] * (value is not None), place
+            if value and name == "of_another_kind":
+                assert len(again.problems) == 1 and "of_another_kind is" in again.problems[0], place
+            else:
+                assert again.problems == [] and again.options == found.options
+                assert [f" {name}" in doubt for doubt in again.doubts] == [True] * (value is not None), place
 
 
-def test_keys_that_change_what_is_computed_are_faults_and_unknown_ones_are_said(tmp_path):
-    assert {
-        layout
-        for layout in LAYOUTS
-        if read(Folder(Path(), LAYOUTS[layout] | {"logit_scale": 2.0}, TENSORS, [])).problems
-    } == {*LAYOUTS}
-    with pytest.warns(UserWarning, match="nobody here knows the key new_idea"):
+COMPUTED = {  # a value that changes what a drafter computes, and the one that does not
+    "logit_scale": (2.0, 1.0),
+    "rope_interleave": (True, False),
+    "use_rope": (False, True),
+    "residual_multiplier": (0.22, 1),
+    "hidden_activation": ("gelu", "silu"),
+    "attn_logit_softcapping": (50.0, None),
+}
+
+
+@pytest.mark.parametrize("key", COMPUTED)
+def test_keys_that_change_what_is_computed_are_faults_unless_they_are_neutral(key):
+    other, neutral = COMPUTED[key]
+    for layout, config in LAYOUTS.items():
+        problems = read(Folder(Path(), config | {key: other}, TENSORS, [])).problems
+        assert len(problems) == 1 and f"{key} is {other!r}" in problems[0], layout
+        reading = read(Folder(Path(), config | {key: neutral}, TENSORS, []))
+        assert reading.problems == reading.doubts == [], layout
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_keys_within_rotary_parameters_are_judged_too(kind):
+    """LiquidAI's drafters rotate neighbouring entries, and say so in one place or the other."""
+    rope = {"rope_type": kind} | SCALED[kind]
+
+    def problems(**more: object) -> list[str]:
+        return read(Folder(Path(), public(rope_parameters=rope | more), TENSORS, [])).problems
+
+    assert problems() == problems(rope_interleave=False) == problems(mrope_section=[1, 1, 2]) == []
+    assert "rope_interleave is True" in problems(rope_interleave=True)[0]
+    assert "partial_rotary_factor is 0.5" in problems(partial_rotary_factor=0.5)[0]
+    assert "turned_twice is True, and nobody here knows" in problems(turned_twice=True)[0]
+
+
+def test_an_unknown_key_stops_the_loading_and_bookkeeping_is_said(tmp_path):
+    with pytest.raises(ValueError, match="config.json: new_idea is 1, and nobody here knows .* remove the key if"):
         load_drafter(written(tmp_path, public(new_idea=1), dflash_weights()))
+    with pytest.warns(UserWarning, match="nobody here knows the key training_tokens"):
+        load_drafter(written(tmp_path, public(training_tokens=10**9), dflash_weights()))
+
+
+MORE = {  # tensors beside DFlash's, of drafters with DFlash's keys
+    "DSpine": {"readouts.0.weight": (R, D), "writes.0.weight": (D, R), "writes.1.weight": (D, R)},
+    "UBTree": {"bigram.predecessor.weight": (V, R), "bigram.successor.weight": (V, R)},
+    "a norm behind fc": {"layers.0.self_attn.rope.freqs": (E,), "fc.bias": (D,)},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("kind", ["full", "deepspec", "speculators"])
+def test_a_drafter_with_more_tensors_is_never_loaded_without_them(name, kind, target, tmp_path):
+    folder, _ = by_hand(kind, tmp_path / "drafter", target)
+    weights = load_file(folder / "model.safetensors")
+    load_drafter(folder)
+    save_file(weights | {key: torch.zeros(shape) for key, shape in MORE[name].items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"unknown tensors: {', '.join(sorted(MORE[name]))}"):
+        load_drafter(folder)
+    # nor where they lie in another file, or under a name that is read as another's
+    save_file(weights, folder / "model.safetensors")
+    (folder / "adapter").mkdir()
+    save_file({"x": torch.zeros(1)}, folder / "adapter" / "adapter.safetensors")
+    with pytest.raises(ValueError, match="adapter/adapter.safetensors: tensors that would be left out"):
+        load_drafter(folder)
+
+
+def test_tensors_under_two_names_are_refused(tmp_path):
+    weights = dflash_weights() | {"model.norm.weight": torch.ones(D)}
+    tree = {"ar_approximation": "swiglu"}
+    config = public(architectures=["TreeFlashDraftModel"], treeflash_config=tree)
+    with pytest.raises(ValueError, match="tensors stored twice, under two names: model.norm.weight"):
+        load_drafter(written(tmp_path, config, weights))
 
 
 def test_what_transformers_writes_into_every_config_is_harmless(tmp_path):

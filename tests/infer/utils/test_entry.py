@@ -2,11 +2,16 @@
 
 import errno
 import json
+import re
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from infer.cli.chat import ChatCommand
+from infer.ngrams.count import count_ngrams
 from infer.utils.entry import entry
+from infer.utils.files import atomic_write, save_readable
 
 INTERRUPTED = """
 import os, signal, threading, time
@@ -49,14 +54,21 @@ def test_a_silent_hub_is_asked_once_and_only_for_names(monkeypatch, tmp_path):
     assert asked == [1] and constants.is_offline_mode()
 
 
-def test_a_full_disk_is_a_sentence(capsys):
+FULL = [
+    (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
+    (SafetensorError("I/O error: No space left on device"), "I/O error: No space left on device"),
+]
+
+
+@pytest.mark.parametrize(("error", "sentence"), FULL, ids=["file", "safetensors"])
+def test_a_full_disk_is_a_sentence(capsys, error, sentence):
     def run(config) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
+        raise error
 
     with pytest.raises(SystemExit) as end:
         entry("chat", ChatCommand, run, [])
     assert end.value.code == 3
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'runs/a'\n"
+    assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
 UNREAD = """
@@ -120,3 +132,18 @@ def test_a_broken_pipe_that_is_not_the_output_is_a_sentence(capsys):
     with pytest.raises(SystemExit) as end:
         entry("chat", ChatCommand, run, [])
     assert end.value.code == 3 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+WRITERS = {
+    "ngrams": lambda out: count_ngrams([[*range(97)] * 20], 97, 4, out, "0" * 64),
+    "text": lambda out: atomic_write(out, "x" * 5000),
+    "tensors": lambda out: save_readable({"weight": torch.ones(2000)}, out),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_does_not_fit_is_named_and_nothing_is_left_of_it(file_size_limit, tmp_path, name):
+    out = tmp_path / "file"
+    with file_size_limit(1000), pytest.raises(OSError, match=re.escape(str(out))):
+        WRITERS[name](out)
+    assert not [path for path in tmp_path.iterdir() if path != out]

@@ -11,6 +11,7 @@ from infer.config import DecodeOptions
 from infer.formats.checkpoint import NGRAMS, load_drafter, save_drafter
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
+from infer.utils.entry import Stopped
 from train.run.folder import count_rows, documents
 
 
@@ -61,6 +62,20 @@ def test_ngrams_that_a_drafter_brings_along_stay(rows, make_tiny, shallow_target
         count_rows(rows, target, tmp_path / folder, came_along)
         assert NGram.open(tmp_path / folder / NGRAMS).tokens == tokens
         assert [path.name for path in (tmp_path / folder).iterdir()] == [NGRAMS]
+
+
+@pytest.mark.parametrize("brought", [False, True], ids=["counted", "copied"])
+def test_ngrams_that_do_not_fit_on_the_disk_are_a_sentence_and_leave_nothing(
+    rows, make_tiny, shallow_target, tmp_path, monkeypatch, file_size_limit, brought
+):
+    target, _ = make_tiny()
+    monkeypatch.setattr(target, "tokenizer", shallow_target.tokenizer)
+    earlier = count_ngrams([[9, 8, 7]], 97, 4, tmp_path / "earlier", "0" * 64).path if brought else None
+    run = tmp_path / "run"
+    run.mkdir()
+    with file_size_limit(500), pytest.raises(Stopped, match="run/ngrams could not be written: File too large; what"):
+        count_rows(rows, target, run, earlier)
+    assert not [*run.iterdir()]
 
 
 def load_saved(drafter, folder: Path):

@@ -1,0 +1,132 @@
+"""Which tokens end an output: each of the four places that may name one, alone and with the others."""
+
+from itertools import product
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from infer import generate
+from infer.masked.model import MaskedModel
+from infer.targets.ends import end_tokens
+from infer.targets.target import Target
+
+V = 97
+SPECIAL = [f"<{name}>" for name in ("s", "gen", "config", "eos", "im_start", "im_end", "user", "assistant")]
+SPECIAL += ["<start>", "<end>", "<return>", "<eot>"]
+IDS = {name: id for id, name in enumerate(SPECIAL)}
+CHATML = (
+    "{{ '<s>' }}{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content + '<im_end>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<im_start>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of V words, the first of them special."""
+    words = {name: id for id, name in enumerate([*SPECIAL, *(f"w{i}" for i in range(V - len(SPECIAL)))])}
+    plain = Tokenizer(WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["target", "masked"])
+@pytest.mark.parametrize("named", [*product([False, True], repeat=4)])
+def test_the_end_tokens_are_those_of_all_places(random_qwen3, masked, named):
+    in_generation, in_config, in_tokenizer, in_template = named
+    model = random_qwen3(vocab_size=V)
+    model.generation_config.eos_token_id = [IDS["<gen>"], V - 1] if in_generation else None
+    model.config.eos_token_id = IDS["<config>"] if in_config else None
+    special = {"eos_token": "<eos>"} if in_tokenizer else {}
+    tokenizer = make_tokenizer(CHATML if in_template else None, **special)
+    target = MaskedModel(model, tokenizer, V - 2, False) if masked else Target(model, tokenizer)
+
+    expected = {IDS["<gen>"], V - 1} if in_generation else set()
+    expected |= {IDS["<config>"]} if in_config else set()
+    expected |= {IDS["<eos>"]} if in_tokenizer else set()
+    expected |= {IDS["<im_end>"]} if in_template else set()
+    assert target.end_ids == expected
+
+
+def test_an_output_ends_where_any_place_says(random_qwen3):
+    model = random_qwen3(vocab_size=V)
+    target = Target(model, make_tokenizer())
+    going_on = generate(target, None, [5, 6], max_new_tokens=8, method="plain")
+    assert going_on.finish_reason == "length"
+    end = going_on.ids[3]
+    model.config.eos_token_id = end
+    model.generation_config.eos_token_id = IDS["<gen>"]
+    first = going_on.ids.index(end)
+    ended = generate(target, None, [5, 6], max_new_tokens=8, method="plain")
+    assert ended.ids == going_on.ids[: first + 1] and ended.finish_reason == "stop"
+    # an end token is no text, whether or not the tokenizer calls it special
+    assert ended.text == target.tokenizer.decode(going_on.ids[:first], skip_special_tokens=True)
+
+
+def turns(assistant_end: str, last_end: str, user: str = "<user>", prompt: str = "<assistant>") -> str:
+    """A template of role tokens with these ends of an answer, inside a chat and as its last message."""
+    return (
+        f"{{{{ '<s>' }}}}{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ '{user}' + m.content }}}}"
+        f"{{% else %}}{{{{ '{prompt}' + m.content | trim }}}}"
+        f"{{% if loop.last %}}{{{{ '{last_end}' }}}}{{% else %}}{{{{ '{assistant_end}' }}}}{{% endif %}}{{% endif %}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+
+
+OPEN_LAST = (  # of older ChatML models: the last turn is open unless a prompt is asked for
+    "{% for m in messages %}{{ '<im_start>' + m.role + '\n' + m.content }}"
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<im_end>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'assistant' %}{{ '<im_start>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": (CHATML, "<im_end>"),
+    "default system prompt": ("{{ '<im_start>system\nBe kind.<im_end>\n' }}" + CHATML, "<im_end>"),
+    "always asks": (CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"), "<im_end>"),
+    "last turn open": (OPEN_LAST, "<im_end>"),
+    "space before the end": (turns(" <eos><s>", " <eos>", "[INST] ", " [/INST] "), "<eos>"),
+    "end, then end of text": (turns("<end>\\n", "<end>\\n<eos>"), "<end>"),
+    "two tokens close a turn": (turns("<end><eot>", "<end><eot>"), "<eot>"),
+    "blank lines": (turns("\\n\\n<eot>\\n", "\\n\\n<eot>\\n"), "<eot>"),
+    "no end (GLM)": (turns("", ""), None),
+    "no end, and one token begins every turn": (turns("", "", "<start>user\\n", "<start>assistant\\n"), None),
+    "the same turn may go on (gpt-oss)": (turns("<end>", "<return>", "<start>user", "<start>assistant"), None),
+    "end in ordinary text": (turns(" END ", " END "), None),
+    "white space alone": (turns("\\n", "\\n"), None),
+    "no answers": ("{% for m in messages if m.role == 'user' %}{{ m.content }}<im_end>{% endfor %}", None),
+    "refuses": ("{{ raise_exception('roles must be user and model') }}", None),
+    "refuses a second question": (
+        "{% if messages | length > 2 %}{{ 1 / 0 }}{% endif %}" + CHATML,
+        None,
+    ),
+    "is no template": ("{% for %}", None),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_token_that_ends_a_turn_is_found_by_rendering(name):
+    template, end = TEMPLATES[name]
+    expected = set() if end is None else {IDS[end]}
+    assert end_tokens((), make_tokenizer(template), V) == expected
+    # as one of several templates, and added without being called special
+    several = make_tokenizer()
+    several.chat_template = {"default": template, "tool_use": CHATML}
+    assert end_tokens((), several, V) == expected
+
+
+def test_ends_that_the_model_cannot_generate_and_class_defaults_are_left_out():
+    outside = GenerationConfig(eos_token_id=[1, V, 10**6])
+    assert end_tokens((outside, None), None, V) == {1}
+    tokenizer = make_tokenizer(pad_token="<s>", eos_token="<eos>")
+    assert end_tokens((), tokenizer, V) == {IDS["<eos>"]}  # padding ends nothing
+    assert end_tokens((), tokenizer, 2) == set()
+    # Llama's class says 2, which is ordinary text in Llama 3's vocabulary
+    assert LlamaConfig().eos_token_id == 2
+    without_added = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"#": 2})))
+    assert end_tokens((LlamaConfig(),), without_added, V) == set()
+    assert end_tokens((LlamaConfig(),), tokenizer, V) == {2, IDS["<eos>"]}
+    assert end_tokens((LlamaConfig(),), None, V) == {2}
+    assert end_tokens((Qwen3Config(),), None, V) == set()
