@@ -194,7 +194,7 @@ def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
 
 
 def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("infer.utils.progress.EVERY", 0.0)
+    monkeypatch.setattr("infer.utils.progress.SECONDS_BETWEEN_LINES", 0.0)
 
     def answers(rows, finished):
         rows = list(rows)

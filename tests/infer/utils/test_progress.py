@@ -38,11 +38,11 @@ def test_without_a_terminal_a_line_every_minute(clock):
 
 def test_a_limit_of_time_bounds_what_is_left(clock):
     out = io.StringIO()
-    progress = Progress("evaluating", "prompts", stream=out, minutes=2)
+    progress = Progress("evaluating", "prompts", stream=out, minutes=3)
     for done in (1, 2, 3):
-        clock[0] += 50
+        clock[0] += 60
         progress(done, 100)
-    assert [line.split(", ")[2] for line in out.getvalue().splitlines()] == ["1 min left", "20 s left", "0 s left"]
+    assert [line.split(", ")[2] for line in out.getvalue().splitlines()] == ["2 min left", "1 min left", "0 s left"]
 
 
 def test_on_a_terminal_one_line(clock, monkeypatch):
