@@ -19,7 +19,9 @@ from infer.targets import loops
 from infer.targets.int8 import Int8Product, by_loops, delete_handles, matrix_handle, product_entry, turned_rows
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
-KEPT, MOST = 32, 128  # tapes of a decoder that are kept, and the positions of each
+MAX_TAPES = 32  # of a decoder that are kept
+MAX_TAPE_BYTES = 2**26  # of the memory that all of them work in
+MAX_TAPE_POSITIONS = 128  # of a tape that is kept
 WORDS = 20  # of a loop, most of all: its counter and arguments
 
 
@@ -52,6 +54,8 @@ class Tape:
             then = (following[0].products[0], following[0].before[0]) if following else (None, norm)
             self.add(layer, before, stream, *then)
         self.list = np.array(self.calls, np.int64)
+        buffers = (self.codes, self.sums, self.turned, self.states, self.queries, self.mixed, *self.outs.values())
+        self.bytes = sum(buffer.nbytes for buffer in buffers)
         self.held_addresses = list(map(torch.Tensor.data_ptr, self.held.values()))
 
     def address(self, tensor: torch.Tensor | None) -> int:
@@ -190,8 +194,16 @@ class TapedDecoder(LeanDecoder):
             with torch.inference_mode(False):  # whose tensors could not be written to outside of it
                 tape = Tape(self.layers, self.norm, *key[:2], size, tapped)
         outputs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
-        if len(states) <= MOST:
+        if len(states) <= MAX_TAPE_POSITIONS:
             self.tapes[key] = tape
-        for old in list(self.tapes)[:-KEPT]:
-            self.tapes.pop(old, None)
+            self.drop_old_tapes()
         return outputs
+
+    def drop_old_tapes(self) -> None:
+        """Keep the tapes used last, within the bounds of their number and memory. Other threads may take
+        tapes meanwhile."""
+        kept_bytes = 0
+        for number, (key, tape) in enumerate(reversed(list(self.tapes.items()))):
+            kept_bytes += tape.bytes
+            if number >= MAX_TAPES or kept_bytes > MAX_TAPE_BYTES:
+                self.tapes.pop(key, None)

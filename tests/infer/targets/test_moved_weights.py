@@ -179,3 +179,23 @@ def test_tapes_hold_what_they_address_and_free_their_handles(monkeypatch):
     target.lean.tapes.clear()
     gc.collect()
     assert not any(reference() for reference in alive) and len(deleted) == count
+
+
+def test_tapes_are_bounded_in_number_and_memory(monkeypatch):
+    """The tapes used last are kept."""
+    monkeypatch.setattr(tape, "MAX_TAPES", 4)
+    target = Target(random_model("llama", True))
+
+    def run_passes(lengths: list[int]) -> list[int]:
+        for length in lengths:
+            cache = target.cache(1, 64)
+            with cache.add(1):
+                pass
+            target.extend([list(range(length))], cache, ())
+        return [key[1] for key in target.lean.tapes]
+
+    assert run_passes([1, 2, 3, 4, 5, 6, 4]) == [3, 5, 6, 4]
+    sizes = {key[1]: found.bytes for key, found in target.lean.tapes.items()}
+    assert sizes[3] < sizes[6]
+    monkeypatch.setattr(tape, "MAX_TAPE_BYTES", sizes[6] + sizes[4] + sizes[5])
+    assert run_passes([6]) == [5, 4, 6]
