@@ -8,6 +8,7 @@ these tensors, and is made anew once one of them has moved (`Tape.moved`).
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, E head size.
 """
 
+import math
 import weakref
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 MAX_TAPES = 32  # of a decoder that are kept
 MAX_TAPE_BYTES = 2**26  # of the memory that all of them work in
 MAX_TAPE_POSITIONS = 128  # of a tape that is kept
+ALIGNMENT_BYTES = 64  # of a buffer: a cache line, and the widest register
 WORDS = 20  # of a loop, most of all: its counter and arguments
 
 
@@ -29,9 +31,17 @@ class Tape:
     """The calls of a pass over N positions of B rows, and the memory that they work in."""
 
     def __init__(
-        self, layers: list[Layer], norm: Norm, rows: int, count: int, size: int, tapped: tuple[int, ...]
+        self,
+        layers: list[Layer],
+        norm: Norm,
+        rows: int,
+        count: int,
+        size: int,
+        tapped: tuple[int, ...],
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept."""
+        """`norm`: the last one; `size`: E; `tapped`: layers whose outputs are kept; `memory`: bytes (uint8)
+        to work in if they are enough, of a tape that is not there any more."""
         self.held: dict[int, torch.Tensor] = {}  # one of every storage whose addresses are in the words
         self.handles: list[int] = []
         weakref.finalize(self, delete_handles, self.handles)
@@ -39,11 +49,22 @@ class Tape:
         self.layers, self.rows, self.size, self.count = layers, rows, size, count
         sizes = [(*p.codes.shape, p.digits * self.count) for p in products]
         sizes = [(outputs, inputs, turned_rows(rows, outputs) or rows) for outputs, inputs, rows in sizes]
-        self.codes = torch.empty(max(inputs * rows for _, inputs, rows in sizes), dtype=torch.int8)
-        self.sums, self.turned = torch.empty(2, max(outputs * rows for outputs, _, rows in sizes), dtype=torch.int32)
-        self.states, self.steps = torch.empty(self.count, len(norm.wide)), torch.empty(self.count)
-        self.outs = {index: torch.empty_like(self.states) for index in (*tapped, len(layers))}
-        self.queries, self.mixed = torch.empty(2, self.count, layers[0].heads * size)
+        most_sums = max(outputs * rows for outputs, _, rows in sizes)
+        kept_layers = (*tapped, len(layers))
+        hidden = (self.count, len(norm.wide))
+        heads = (self.count, layers[0].heads * size)
+        shapes = [
+            ((max(inputs * rows for _, inputs, rows in sizes),), torch.int8),
+            ((most_sums,), torch.int32),
+            ((most_sums,), torch.int32),
+            ((self.count,), torch.float32),
+            (heads, torch.float32),
+            (heads, torch.float32),
+            *[(hidden, torch.float32)] * (1 + len(kept_layers)),
+        ]
+        self.memory, buffers = place_buffers(shapes, memory)
+        self.codes, self.sums, self.turned, self.steps, self.queries, self.mixed, self.states, *outs = buffers
+        self.outs = dict(zip(kept_layers, outs, strict=True))
         self.words, self.calls = np.zeros((10 * len(layers) + 1, WORDS), np.int64), []
         self.used, self.placing, self.attending = 0, [], []  # rows of words: all, of the loops that use a cache
         self.encode(self.states, products[0], layers[0].before[0])
@@ -54,8 +75,6 @@ class Tape:
             then = (following[0].products[0], following[0].before[0]) if following else (None, norm)
             self.add(layer, before, stream, *then)
         self.list = np.array(self.calls, np.int64)
-        buffers = (self.codes, self.sums, self.turned, self.states, self.queries, self.mixed, *self.outs.values())
-        self.bytes = sum(buffer.nbytes for buffer in buffers)
         self.held_addresses = list(map(torch.Tensor.data_ptr, self.held.values()))
 
     def address(self, tensor: torch.Tensor | None) -> int:
@@ -178,11 +197,29 @@ class Tape:
         return self.outs
 
 
+def place_buffers(
+    shapes: list[tuple[tuple[int, ...], torch.dtype]], memory: torch.Tensor | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return memory (uint8) and tensors of these shapes and dtypes in it, one behind the other. It is the
+    given memory if that is large enough."""
+    counts = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+    aligned = [-(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for count in counts]
+    if memory is None or len(memory) < sum(aligned):
+        memory = torch.empty(sum(aligned), dtype=torch.uint8)
+    buffers = []
+    parts = memory[: sum(aligned)].split(aligned)
+    for part, count, (shape, dtype) in zip(parts, counts, shapes, strict=True):
+        buffers.append(part[:count].view(dtype).view(shape))
+    return memory, buffers
+
+
 @dataclass(frozen=True)
 class TapedDecoder(LeanDecoder):
     """A lean pass all of whose layers can be on a tape (`Layer.products`)."""
 
     tapes: dict[tuple, Tape] = field(default_factory=dict)
+    # of the last tape that was not kept: passes over prompts, of many lengths, work in the same memory
+    spare_memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self, states, rotations, masks, window, tapped) -> dict[int, torch.Tensor]:
         if type(window) is not Window or window.flat.numel() != len(states) or not loops.serve(states):
@@ -191,12 +228,16 @@ class TapedDecoder(LeanDecoder):
         tape = self.tapes.pop(key, None)  # meanwhile it is no other thread's
         if tape is None or tape.moved():
             size = window.cache.buffer.shape[2] // self.layers[0].key_heads
+            # meanwhile it is no other thread's
+            memory = None if len(states) <= MAX_TAPE_POSITIONS else self.spare_memory.pop("prompts", None)
             with torch.inference_mode(False):  # whose tensors could not be written to outside of it
-                tape = Tape(self.layers, self.norm, *key[:2], size, tapped)
+                tape = Tape(self.layers, self.norm, *key[:2], size, tapped, memory)
         outputs = {index: out.clone() for index, out in tape.run(states, rotations, masks, window).items()}
         if len(states) <= MAX_TAPE_POSITIONS:
             self.tapes[key] = tape
             self.drop_old_tapes()
+        else:
+            self.spare_memory["prompts"] = tape.memory
         return outputs
 
     def drop_old_tapes(self) -> None:
@@ -204,6 +245,6 @@ class TapedDecoder(LeanDecoder):
         tapes meanwhile."""
         kept_bytes = 0
         for number, (key, tape) in enumerate(reversed(list(self.tapes.items()))):
-            kept_bytes += tape.bytes
+            kept_bytes += len(tape.memory)
             if number >= MAX_TAPES or kept_bytes > MAX_TAPE_BYTES:
                 self.tapes.pop(key, None)

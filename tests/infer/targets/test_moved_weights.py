@@ -195,7 +195,22 @@ def test_tapes_are_bounded_in_number_and_memory(monkeypatch):
         return [key[1] for key in target.lean.tapes]
 
     assert run_passes([1, 2, 3, 4, 5, 6, 4]) == [3, 5, 6, 4]
-    sizes = {key[1]: found.bytes for key, found in target.lean.tapes.items()}
+    sizes = {key[1]: len(found.memory) for key, found in target.lean.tapes.items()}
     assert sizes[3] < sizes[6]
     monkeypatch.setattr(tape, "MAX_TAPE_BYTES", sizes[6] + sizes[4] + sizes[5])
     assert run_passes([6]) == [5, 4, 6]
+
+
+def test_passes_over_prompts_work_in_the_same_memory(monkeypatch):
+    monkeypatch.setattr(tape, "MAX_TAPE_POSITIONS", 8)
+    target = Target(random_model("llama", True))
+    states, addresses = [], set()
+    for length in (30, 12, 25, 30):
+        cache = target.cache(1, 64)
+        with cache.add(1):
+            pass
+        states.append(target.extend([PROMPT[:12] + list(range(length - 12))], cache, ()).last)
+        addresses.add(target.lean.spare_memory["prompts"].data_ptr())
+    assert len(addresses) == 1 and not target.lean.tapes
+    assert torch.equal(states[0], states[3]) and torch.equal(states[0][:, :25], states[2])
+    assert torch.equal(states[0][:, :12], states[1])
