@@ -101,8 +101,8 @@ def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
         answers = Client(url, OPTIONS, 4).answers
         for stop in (20, 35):
 
-            def stopped(rows, stop=stop):
-                yield from islice(answers(rows), stop)
+            def stopped(rows, finished, stop=stop):
+                yield from islice(answers(rows, finished), stop)
                 raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):
