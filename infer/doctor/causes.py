@@ -12,10 +12,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
+
 from infer.api import encode, positions_of
 from infer.doctor.replay import Material, Tap, chains, compute, next_norm
 from infer.drafters.base import Drafter, narrow
 from infer.evaluation.results import Acceptance, KnownText, Reference
+from infer.targets.int8 import quantise_drafter
 from infer.targets.support import rope
 from infer.targets.target import Target
 
@@ -119,6 +122,9 @@ def altered(drafter: Drafter, own: dict | None = None, **keys: object) -> Drafte
     config = deepcopy(drafter.config)
     config.update({drafter.family.config_key: drafter.own | (own or {})} | keys)
     other = type(drafter)(config)
+    if drafter.quantised:
+        other.init_weights(torch.Generator())  # replaced below; codes are made of finite numbers
+        quantise_drafter(other)
     other.load_state_dict(drafter.state_dict())
     return other.to(drafter.norm.weight.device, drafter.norm.weight.dtype).eval().requires_grad_(False)
 

@@ -13,7 +13,7 @@ from data.prompts import outside_prompts
 from infer import Engine, Target, load_drafter, save_drafter
 from infer.api import decode
 from infer.cli.doctor import DoctorCommand, run as run_doctor
-from infer.config import DecodeOptions, EngineConfig
+from infer.config import DecodeOptions, EngineConfig, HeadConfig
 from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
 from infer.doctor.engines import examine_engine, open_client, tokens_of
 from infer.doctor.examine import examine, report
@@ -21,6 +21,7 @@ from infer.doctor.replay import chains, compute, next_norm
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
 from infer.evaluation.card import write_card
 from infer.evaluation.results import Acceptance, KnownText, Reference, write_result
+from infer.targets.int8 import quantise_drafter
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +245,14 @@ def test_an_engine_without_counters_is_named():
     off = httpx.MockTransport(lambda request: httpx.Response(200, text="up 1\n"))
     with pytest.raises(ValueError, match="no drafts"):
         examine_engine(httpx.Client(transport=off, base_url="http://here"), SHORT)
+
+
+@pytest.mark.parametrize("head", ["none", "markov"])
+def test_a_drafter_in_int8_can_be_read_otherwise(make_tiny, head):
+    """As `target=smollm2` loads it: what is tried has its codes, and drafts as it does where nothing is changed."""
+    target, drafter = make_tiny(seed=4, head=HeadConfig(name=head))
+    quantise_drafter(drafter)
+    same = altered(drafter)
+    texts = [decode(target, each, [list(range(9))], DecodeOptions(12, budget=6)) for each in (drafter, same)]
+    assert same.quantised and texts[0][0].commits == texts[1][0].commits
+    assert [next(one_key_norm(target, each)).label for each in (drafter, same)]
