@@ -55,7 +55,7 @@ class Graphs:
             return function()
         if self.graphs[key] is None:
             try:
-                references = [part for model in self.models for part in model.graph_references()]
+                references = [held for model in self.models for held in model.graph_references()]
                 self.graphs[key] = *self._capture(function), references
             except RuntimeError as error:
                 warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
