@@ -6,6 +6,7 @@ trial explains a difference by as much as it brings our decoding from what we me
 measured elsewhere: that of a card, behind which a folder falls short, or that of an engine.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -23,6 +24,7 @@ from infer.targets.support import rope
 from infer.targets.target import Target
 
 LOW = 0.95  # of the drafts accepted a round: what rounding does not explain
+STANDARD_ERRORS = 2  # of a difference: what chance does not explain
 SAME_TARGET = 0.98  # share of a text's tokens that the target itself would choose: rounding leaves more
 MORE = 1.25  # times the drafts accepted, from which on another reading is better than the folder's, where no card tells
 LAST, NEAR = 512, 256  # tokens drafted at a long text's end, and those that a drafter sees there instead of all
@@ -69,7 +71,7 @@ class Case:
         if not self.comparable:
             return False
         found, expected = (self.ours, self.goal) if self.served is None else (self.goal, self.ours)
-        return Acceptance.of_all(found).mean < LOW * Acceptance.of_all(expected).mean
+        return falls_short(Acceptance.of_all(found), Acceptance.of_all(expected))
 
     @property
     def apart(self) -> float:
@@ -85,6 +87,12 @@ class Case:
         if self.served is None:
             return self.material.agreement
         return compute(self.target, [text.prompt for text in self.reference.texts], self.served.ids).agreement
+
+
+def falls_short(found: Acceptance, expected: Acceptance) -> bool:
+    """Return whether fewer drafts are accepted than rounding and chance explain."""
+    chance = STANDARD_ERRORS * math.hypot(found.standard_error, expected.standard_error)
+    return found.mean < min(LOW * expected.mean, expected.mean - chance)
 
 
 def difference(a: Sequence[Acceptance], b: Sequence[Acceptance]) -> float:
@@ -243,10 +251,10 @@ def show_hidden(case: Case) -> str | None:
     it restores never went through the target again, whose features are the drafter's context."""
     if case.served is None or not case.comparable:
         return None
-    first, again = (Acceptance.of_all(parts).mean for parts in (case.served.by_text, case.served.again))
-    if again >= LOW * first:
+    first, again = Acceptance.of_all(case.served.by_text), Acceptance.of_all(case.served.again)
+    if not falls_short(again, first):
         return None
-    return f"{1 + again:.2f} tokens a round where a prompt is asked a second time, {1 + first:.2f} the first time"
+    return f"{1 + again.mean:.2f} tokens a round where a prompt is asked a second time, {1 + first.mean:.2f} the first"
 
 
 def show_short(case: Case) -> str | None:

@@ -4,6 +4,7 @@ A field that is None is left out of the JSON, and a key that no field has is ign
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from itertools import zip_longest
@@ -76,6 +77,13 @@ class Acceptance:
     def mean(self) -> float:
         """Drafts accepted a round; one more is the acceptance length."""
         return sum(self.accepted) / max(1, self.rounds)
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of the mean, were the rounds drawn at random."""
+        squares = sum((2 * k + 1) * count for k, count in enumerate(self.accepted))  # of the drafts accepted a round
+        variance = squares / max(1, self.rounds) - self.mean**2
+        return math.sqrt(max(0.0, variance) / max(1, self.rounds))
 
     @classmethod
     def of_all(cls, parts: Sequence["Acceptance"]) -> "Acceptance":

@@ -21,7 +21,7 @@ from infer.targets.int8 import Int8Product, by_loops, delete_handles, matrix_han
 from infer.targets.lean import Layer, LeanDecoder, Masks, Norm, Rotations
 
 MAX_TAPES = 32  # of a decoder that are kept
-MAX_TAPE_BYTES = 2**26  # of the memory that all of them work in
+MAX_TAPE_BYTES = 2**25  # of the memory that all of them work in
 MAX_TAPE_POSITIONS = 128  # of a tape that is kept
 ALIGNMENT_BYTES = 64  # of a buffer: a cache line, and the widest register
 WORDS = 20  # of a loop, most of all: its counter and arguments

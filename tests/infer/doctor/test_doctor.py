@@ -6,6 +6,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from infer import Engine, Target, load_drafter, save_drafter
 from infer.api import decode
 from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import DecodeOptions, EngineConfig, HeadConfig
-from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
+from infer.doctor.causes import Served, altered, difference, falls_short, one_key_norm, taps_of
 from infer.doctor.engines import examine_engine, open_client, tokens_of
 from infer.doctor.examine import examine, report
 from infer.doctor.replay import Tap, chains, compute, next_norm
@@ -184,6 +185,27 @@ def test_texts_are_compared_one_by_one():
     assert difference([Acceptance.of_all(noise)], right) == 0
     known = replace(SHORT, texts=[replace(SHORT.texts[0], acceptance=SHORT.acceptance)])
     assert SHORT.by_text == known.by_text == [SHORT.acceptance]
+
+
+SHORT_OF = [  # found, expected, whether what is found falls short
+    (Acceptance(1021, [92, 5]), Acceptance(1015, [95, 6, 1]), False),  # 5.5 % fewer, of drafts that chance gives
+    (Acceptance(1000, [70]), Acceptance(1000, [100]), True),
+    (Acceptance(10_210, [920, 50]), Acceptance(10_150, [950, 60, 10]), False),
+    (Acceptance(102_100, [9_200, 500]), Acceptance(101_500, [9_500, 600, 100]), True),
+    (Acceptance(100_000, [96_000]), Acceptance(100_000, [100_000]), False),  # 4 %: rounding
+]
+
+
+@pytest.mark.parametrize(("found", "expected", "short"), SHORT_OF)
+def test_fewer_drafts_than_rounding_and_chance_explain_are_too_few(found, expected, short):
+    assert falls_short(found, expected) == short
+
+
+def test_the_standard_error_is_that_of_the_rounds():
+    drafts = np.random.default_rng(0).integers(0, 8, 50)
+    acceptance = Acceptance(len(drafts), [int((drafts > k).sum()) for k in range(7)])
+    assert acceptance.mean == drafts.mean()
+    assert acceptance.standard_error == pytest.approx(drafts.std() / len(drafts) ** 0.5)
 
 
 def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, reference, tmp_path, capsys):
