@@ -315,7 +315,7 @@ class EngineConfig:
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
-            raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
+            raise ValueError(f"budget=auto: for method={ranked} only; give method={self.method} a number of nodes")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
 

@@ -267,10 +267,11 @@ def show_short(case: Case) -> str | None:
     before = len(ids) - LAST
     material, other = compute(target, [ids[:before]], [ids[before:]], taps_of(drafter)), altered(drafter)
     narrow(other, NEAR)
-    whole, near = (chains(target, one, material, taps_of(one), one.block_size - 1)[0].mean for one in (drafter, other))
-    if near < MORE * whole:
+    all_seen, near = (chains(target, one, material, taps_of(one), one.block_size - 1)[0] for one in (drafter, other))
+    if near.mean < MORE * all_seen.mean or not falls_short(all_seen, near):
         return None
-    return f"{1 + whole:.2f} tokens a round behind {before} others, {1 + near:.2f} where it sees the last {NEAR}"
+    lengths = f"{1 + all_seen.mean:.2f} tokens a round behind {before} others, {1 + near.mean:.2f}"
+    return f"{lengths} where it sees the last {NEAR}"
 
 
 ADAPT = (

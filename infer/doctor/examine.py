@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from infer.doctor.causes import CAUSES, MORE, SHORT, Case, Cause, Served, Variation, difference, taps_of
+from infer.doctor.causes import CAUSES, MORE, SHORT, Case, Cause, Served, Variation, difference, falls_short, taps_of
 from infer.doctor.replay import chains, compute
 from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, Reference
@@ -73,9 +73,9 @@ def examine(
             return found
     if not carded:
         best = max(tried(), key=lambda one: Acceptance.of_all(one.found).mean)
-        most = Acceptance.of_all(best.found).mean
-        if most > MORE * here.mean:
-            verdict = f"{best.trial.label} gives {1 + most:.2f} tokens a round, {1 + here.mean:.2f} as it is"
+        most = Acceptance.of_all(best.found)
+        if most.mean > MORE * here.mean and falls_short(here, most):
+            verdict = f"{best.trial.label} gives {1 + most.mean:.2f} tokens a round, {1 + here.mean:.2f} as it is"
             return named(best.cause, verdict, rows + rows_of(tried()), best.cause.mend[0].format(best.trial.label))
     others = " and ".join(cases) or "no card, and no engine"
     healthy = f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}."
