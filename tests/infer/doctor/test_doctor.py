@@ -37,6 +37,12 @@ def reference(embedded, drafter):
         return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]])
 
 
+def window_of(drafter):
+    """How many positions the drafter sees, None for all."""
+    [window] = {window for _, window in drafter.attention_patterns}
+    return window
+
+
 @pytest.mark.robustness
 def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running, monkeypatch):
     material = compute(
@@ -57,7 +63,8 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     assert cut.cause.name == "another number of drafts a round" and "num_speculative_tokens" in cut.mend
     monkeypatch.setattr("infer.doctor.causes.LAST", 32)
     assert examine(embedded, drafter, reference, served).cause is None  # as long a text as a window
-    monkeypatch.setattr("infer.doctor.causes.MORE", 1)
+    by_window = {None: Acceptance(100, [20, 5]), 256: Acceptance(100, [50, 30])}
+    monkeypatch.setattr("infer.doctor.causes.chains", lambda _, one, *rest: [by_window[window_of(one)]])
     short = examine(embedded, drafter, reference, served)
     assert short.healthy and short.cause.name == "trained on shorter texts" and "drafter.window=256" in report(short)
     hidden = examine(embedded, drafter, reference, replace(served, again=few))
