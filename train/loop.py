@@ -22,7 +22,7 @@ from infer.drafters.base import Drafter, head_weight, packed_states, rows_of
 from infer.drafters.heads.draft import teach
 from infer.targets.loading import spread
 from infer.targets.target import Features, Target
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
@@ -33,7 +33,16 @@ from train.features import StoredRows, dependencies, stored_features
 from train.objective import Batch, Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import set_rate
 from train.plan import length_of
-from train.processes import StallWatch, agreed, catch_signals, first_only, own_device, start_processes, stopped_at_once
+from train.processes import (
+    StallWatch,
+    agreed,
+    catch_signals,
+    first_only,
+    own_device,
+    release_signals,
+    start_processes,
+    stopped_at_once,
+)
 from train.run.checkpoints import checkpoint_folder, load, newest, save, step_of, tidy
 from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.folder import begin_run, count_rows, frequent_tokens, open_run, sources
@@ -182,6 +191,7 @@ def train(config: TrainConfig) -> Path:
         folder = first_only(lambda: held.enter_context(open_run(config)))
         run = prepare_run(config, device, folder)
         held.callback(StallWatch(config.stall_minutes).over.set)
+        held.callback(release_signals)
         return run_steps(run)
 
 
@@ -251,6 +261,7 @@ def run_steps(run: RunState) -> Path:
     ahead = Prefetch(run.dataset, run.config, steps, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
+    stop = False
     with closing(ahead) as prefetch:
         while not course.over:
             metrics = take_one(run, prefetch, log)
@@ -272,8 +283,8 @@ def run_steps(run: RunState) -> Path:
                 log.say(f"stopped by {stopping.name} after step {step}; {how}")
                 break
     finish(run, log)
-    if stopping.number == signal.SIGINT:
-        raise SystemExit(INTERRUPTED)
+    if stop:  # a sweep ends with it
+        raise SystemExit(INTERRUPTED if stopping.number == signal.SIGINT else 0)
     return run.folder
 
 

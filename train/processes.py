@@ -1,7 +1,7 @@
 """The processes of a run: how they start, agree, wait for each other, and notice that one of them has
 stopped.
 
-A run that has begun and cannot go on raises `infer.utils.entry.Stopped`, one sentence, and leaves with
+A run that has begun and cannot go on raises `infer.utils.errors.Stopped`, one sentence, and leaves with
 exit code 3.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infer.targets.loading import resolve_device
-from infer.utils.entry import STOPPED, Stopped, going_on
+from infer.utils.errors import STOPPED, Stopped, going_on
 from infer.utils.interrupts import INTERRUPTS
 from infer.utils.progress import HEARTBEAT
 
@@ -115,6 +115,13 @@ def catch_signals() -> StopFlag:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, handler)
     return flag
+
+
+def release_signals() -> None:
+    """Give signals back the meaning that they have outside of a training run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def agreed(values: Sequence[float], device: torch.device) -> list[float]:
