@@ -36,7 +36,8 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   test       check the style and run the tests; arguments go to pytest
   help       print this text; --version: the version
 
-KEY=VALUE are Hydra overrides (+model=qwen3-4b, optim.lr=1e-3); "--cfg job" prints the whole configuration.
+KEY=VALUE are Hydra overrides (+model=qwen3-4b, optim.lr=1e-3); "--cfg job" prints the whole configuration, -m sweeps over
+several values (docs/training.md).
 Relative paths count from the folder you stand in.
 
 Environment:
@@ -99,7 +100,7 @@ set_up() {
     "${pip[@]}" --editable "$repo[gguf]" >&2 || stopped
     # a first text has Python compile what it imports, and numba its loops for this processor: whoever waits for theirs
     # should not wait for that. It goes on beside what is left to install, and beside the command.
-    "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 </dev/null &
+    "$python" "$repo/infer/main.py" generate --prompt "import os" decoding.max_new_tokens=40 >/dev/null 2>&1 </dev/null &
     echo "launch.sh: 3 of 3: what training, the server and the tests need" >&2
     "${pip[@]}" --editable "$repo[gguf,train,serve,test]" >&2 || stopped
     echo "$pins" >"$venv/.installed"
@@ -119,7 +120,7 @@ alone() {
     local argument
     for argument; do
         case $argument in
-        --cfg* | -c | --help | -h) return 0 ;;
+        --cfg* | -c | --help | -h | --info* | -i | --hydra-help) return 0 ;;
         esac
     done
     return 1

@@ -69,7 +69,7 @@ class DataConfig:
     parts: list[DataPart] = field(default_factory=list)
     length: int = 512
     limit: int | None = None
-    max_invalid: float = field(default=0.05, metadata={"renamed_from": "bad_rows"})
+    max_invalid: float = 0.05
 
     def __post_init__(self) -> None:
         self.source = resolve_source(self.source, self.path)

@@ -9,19 +9,19 @@ import sys
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from infer.utils.entry import entry, fail, fail_for_missing, quiet_where_unread
+from infer.utils.errors import fail, fail_for_missing, quiet_where_unread
+from infer.utils.hydra_app import run_command
 from infer.utils.installation import package_version
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, in a line; its options and its function as "module:name"; and its file in
-    conf/, without the ending, where that is not the command's name."""
+    """What a command does, in a line; its options and its function as "module:name". Its file in conf/ has
+    the command's name."""
 
     help: str
     options: str
     run: str
-    conf: str | None = None
 
     def options_class(self) -> type:
         """Import the dataclass of the options."""
@@ -53,9 +53,7 @@ COMMANDS = {
     "features": Command(
         "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
     ),
-    "plan": Command(
-        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan", conf="train"
-    ),
+    "plan": Command("estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan"),
     "study": Command("train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"),
     "pretrain": Command(
         "make the embedded target anew",
@@ -88,7 +86,9 @@ def main(arguments: list[str] | None = None) -> None:
         options_class = command.options_class()
     except ModuleNotFoundError as error:
         fail_for_missing(error)
-    entry(command.conf or name, options_class, command.start, overrides)
+    if name == "train":  # it leaves the process in its own way
+        return resolve_name("train.main:main")(overrides)
+    run_command(name, options_class, command.start, overrides)
 
 
 if __name__ == "__main__":

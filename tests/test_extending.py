@@ -12,7 +12,7 @@ SECTIONS = {
     "A tree": 2,
     "A drafter family": 3,
     "A conditional head": 3,
-    "A target family": 1,
+    "A target family": 2,
     "An evaluation set": 1,
 }
 BLOCK = re.compile(r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -97,10 +97,10 @@ def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
 def test_training_names_the_extra_that_is_missing(repo, tmp_path, module, code):
     """Also where launch.sh, torchrun or a study starts train/main.py; a missing part of ours is a defect."""
     script = (
-        "import sys, infer.utils.entry as entry\n"
+        "from infer.utils.hydra_app import run_command\n"
         f"def run(config): raise ModuleNotFoundError('x', name={module!r})\n"
         "from train.config import TrainConfig\n"
-        "entry.entry('train', TrainConfig, run, [])"
+        "run_command('train', TrainConfig, run, ['hydra=print'])"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=repo, capture_output=True, text=True)
     assert done.returncode == code and ("[train]'" in done.stderr) == (code == 2)
@@ -301,7 +301,7 @@ esac
     def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
         folder, run = fresh
         started = f"{folder}/infer/main.py pretrain steps=3"
-        text = f"{folder}/infer/main.py generate prompt=import os decoding.max_new_tokens=40"  # beside the rest
+        text = f"{folder}/infer/main.py generate --prompt import os decoding.max_new_tokens=40"  # beside the rest
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout and done.stderr.count("\n") == 3
         assert calls[0] == "-m pip install -qq --upgrade pip"

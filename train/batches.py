@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from data.packing import CountedRows, batch, prepare_rows, refuse_no_rows
 from infer.targets.target import Target
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from infer.utils.progress import Progress
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig

@@ -29,7 +29,7 @@ from data.packing import prepare_rows, refuse_no_rows
 from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
-from infer.utils.entry import disk, going_on
+from infer.utils.errors import disk, going_on
 from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig

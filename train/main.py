@@ -1,38 +1,55 @@
 """`python train/main.py [overrides]`, alone or under torchrun: Hydra in, dataclass out, one call."""
 
+import gc
 import os
 import sys
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
 
 from data.rows import refuse_unwritten
-from infer.utils.entry import STOPPED, Stopped, entry, file_errors
-from infer.utils.redact import redact_text
+from infer.utils.errors import quiet_where_unread
+from infer.utils.hydra_app import run_command
 from train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> None:
-    refuse_unwritten(config.data)
-    from train.loop import train  # torch and friends load only once the configuration is known to be good
+    """Train in the folder that Hydra gives the job: runs_dir/name, or one of a sweep."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if folder != Path(config.runs_dir, config.name).absolute():
+        config.runs_dir = str(folder.parent)
+        config.name = folder.name
+    try:
+        refuse_unwritten(config.data)
+        from train.loop import train  # torch and friends load only once the configuration is known to be good
 
+        train(config)
+    finally:
+        gc.collect()  # a sweep's next job needs the memory
+
+
+@contextmanager
+def leave() -> Iterator[None]:
+    """Leave the process after the block without its exit handlers: a finished gloo process sometimes aborts
+    there, and one that failed may wait there for a hanging thread."""
     code = 0
     try:
-        train(config)
-    except SystemExit as error:  # saved after Ctrl-C
-        code = error.code
-    except (ValueError, FileNotFoundError, ModuleNotFoundError, BrokenPipeError):
-        raise  # the caller reports it in one sentence
-    except (Stopped, *file_errors()) as error:
-        print(f"error: {redact_text(str(error))}", file=sys.stderr)
-        code = STOPPED
-    except Exception:  # noqa: BLE001
-        print(redact_text(traceback.format_exc()), file=sys.stderr)
-        code = 1
-    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there
-    # for a hanging thread; all is written, so it leaves without them.
+        yield
+    except SystemExit as error:
+        code = error.code or 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
+@quiet_where_unread()
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command, and leave the process."""
+    with leave():
+        run_command("train", TrainConfig, run, arguments)
+
+
 if __name__ == "__main__":
-    entry("train", TrainConfig, run)
+    main()

@@ -20,7 +20,7 @@ from infer.drafters.base import Drafter, head_weight
 from infer.drafters.heads.base import Conditioned
 from infer.drafters.heads.draft import teach
 from infer.targets.target import Features, Target
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from train.batches import draw_blocks, first_draw
 from train.config import TrainConfig
 from train.divergences import DIVERGENCES

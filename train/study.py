@@ -14,8 +14,9 @@ from itertools import product
 from pathlib import Path
 
 from infer.utils.checks import at_least
-from infer.utils.entry import Stopped, composed, fail, fail_for_missing, going_on
+from infer.utils.errors import Stopped, errors_in_one_sentence, going_on
 from infer.utils.files import atomic_write, write_json
+from infer.utils.hydra_app import compose_options
 from infer.utils.progress import HEARTBEAT
 from train.config import TrainConfig
 
@@ -58,7 +59,7 @@ class StudyCommand:
         own = [f"seed={seed}", f"name={name}-{seed}", f"runs_dir={self.out}", "checkpoints=1", "evaluation.prompts=0"]
         own.append("optim.clock=processor")  # other programs take nothing from any variant
         try:
-            return composed("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
+            return compose_options("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
         except ValueError as error:
             raise ValueError(f"variants: {variant or 'the base'}: {error}") from error
 
@@ -82,14 +83,12 @@ def study(config: StudyCommand) -> None:
 
 def train_alone(run: TrainConfig) -> None:
     """Train in this process, and end it."""
-    from train.main import run as train
+    from train.main import leave
 
-    try:
+    with leave(), errors_in_one_sentence():
+        from train.loop import train
+
         train(run)
-    except (ValueError, FileNotFoundError) as error:
-        fail(str(error))
-    except ModuleNotFoundError as error:
-        fail_for_missing(error)
 
 
 def train_apart(run: TrainConfig) -> None:
@@ -120,7 +119,7 @@ class Ruler:
         from infer.config import DecodeOptions
         from infer.engine.loops import LONGEST_PERIOD
 
-        base, file = composed("train", TrainConfig, config.base), Path(config.out, TEXTS)
+        base, file = compose_options("train", TrainConfig, config.base), Path(config.out, TEXTS)
         options, length = base.evaluation, base.evaluation.max_new_tokens
         self.quantization, (self.target, _) = base.target.quantization, load(base.target, None)
         self.plain = DecodeOptions(max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None)

@@ -38,12 +38,15 @@ class ChatCommand(ServeCommand):
     server: where it listens, see ServerConfig in infer/serving/config.py
     url: address of a server that runs; None: the target is served here
     system: what the model is told before anything else; @file: what the file holds
+    prompt: a first question, before what is typed (--prompt TEXT takes it as it is); @file: what the file
+        holds; -: standard input
     temperature: 0 is greedy
     max_tokens: most tokens of an answer; None: as many as the server has room for
     """
 
     url: str | None = None
     system: str = field(default="", metadata={FREE_TEXT: True})
+    prompt: str = field(default="", metadata={FREE_TEXT: True})
     temperature: float = 0.0
     max_tokens: int | None = 256
 
@@ -160,10 +163,19 @@ def talk(config: ChatCommand, url: str, console: Console) -> None:
         legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
         console.print(Text.assemble(f"{model} at {url}; an empty line ends the chat. ", legend))
         with suppress(EOFError, KeyboardInterrupt):
-            while said := console.input("[bold]> [/bold]"):
-                messages.append({"role": "user", "content": said})
+            while question := next_question(messages, config, console):
+                messages.append({"role": "user", "content": question})
                 try:
                     messages.append(answer(client, messages, config, console))
                 except (KeyboardInterrupt, ValueError, httpx.HTTPError) as wrong:  # nobody listens: it stops writing
                     messages.pop()
+                    config.prompt = ""  # it is not asked again
                     console.print(Text(f"\n{str(wrong) or 'stopped'}", "red"))
+
+
+def next_question(messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
+    """Return the prompt that the chat begins with, if there is one; else what the user types."""
+    if config.prompt and not any(message["role"] == "user" for message in messages):
+        console.print(Text.assemble(("> ", "bold"), config.prompt))
+        return config.prompt
+    return console.input("[bold]> [/bold]")

@@ -60,7 +60,7 @@ def run(config: EvalCommand) -> None:
     from infer.evaluation.tables import headline, table
     from infer.masked.evaluation import evaluate_masked, evaluation_options
     from infer.masked.model import is_masked
-    from infer.utils.entry import command_line
+    from infer.utils.errors import command_line
     from infer.utils.redact import redact
 
     options, out = config.evaluation, Path(config.out)

@@ -16,8 +16,8 @@ class GenerateCommand(OfDrafter):
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
         smollm2); by default what lies in the target's folder
-    prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -:
-        standard input
+    prompt: the question, or the text to continue (--prompt TEXT takes it as it is typed); @file: what the
+        file holds; -: standard input
     chat: ask through the target's chat template; false: continue the text; None: ask where there is a
         template that writes more than the messages
     target: see TargetConfig in infer/config.py

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.serving.dialogue import Answering, Dialogue, Row, Turn, of_row, with_opening
-from infer.utils.entry import disk, going_on
+from infer.utils.errors import disk, going_on
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text

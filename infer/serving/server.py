@@ -52,7 +52,7 @@ from infer.serving.protocol import (
     event,
     failed,
 )
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 
 log = logging.getLogger(__name__)
 

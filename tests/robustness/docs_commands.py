@@ -8,16 +8,18 @@ commands, and those of the toys of docs/extending.md, which tests/test_extending
 Fails (exit code 1) if a command is refused.
 """
 
+import io
 import os
 import re
 import shlex
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.suites import SUITES
 from infer.main import COMMANDS
-from infer.utils.overrides import composed
+from infer.utils.hydra_app import run_command
 
 REPO = Path(__file__).resolve().parent.parent.parent
 FILES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))))
@@ -118,14 +120,19 @@ def commands() -> list[Found]:
 
 
 def compose(found: Found) -> str | None:
-    """Compose a command's configuration; return what is refused."""
-    words = [argument for argument in found.arguments if argument not in ("--cfg", "job")]
+    """Compose and check a command's configuration by its own entry point; return what is refused. A cluster's
+    launcher is left out."""
+    arguments = [
+        argument for argument in found.arguments if not argument.startswith(("hydra/launcher", "hydra.launcher"))
+    ]
     command = COMMANDS[found.name]
-    overrides = [argument for argument in words if not argument.startswith("--")]
+    printed = io.StringIO()
     try:
-        composed(command.conf or found.name, command.options_class(), overrides)
-    except ValueError as error:
-        return str(error)
+        with redirect_stdout(printed), redirect_stderr(printed):
+            run_command(found.name, command.options_class(), lambda options: None, arguments)
+    except SystemExit as end:
+        if end.code:
+            return printed.getvalue()
     return None
 
 
@@ -140,6 +147,17 @@ def readers_files(folder: Path) -> None:
         (folder / name).write_text("{}")
     for name in ("chats.jsonl", "corpus.jsonl", "texts.jsonl", "question.jsonl"):
         (folder / name).write_text('{"text": "x"}\n')
+    groups = "  - override /target: support-7b\n  - override /data: tickets\n"
+    own = {
+        "experiment/support": f"# @package _global_\ndefaults:\n{groups}",
+        "target/support-7b": "path: /models/support-7b\n",
+        "data/tickets": "source: jsonl\npath: answers.jsonl\n",
+    }
+    for name, text in own.items():
+        (folder / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "mine" / f"{name}.yaml").write_text(text)
+    (folder / "runs" / "mine").mkdir(parents=True)
+    (folder / "runs" / "mine" / "config.yaml").write_text("defaults: [train, _self_]\nname: mine\n")
     for name in ("data",):
         (folder / name).symlink_to(REPO / name)
 

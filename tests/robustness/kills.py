@@ -33,7 +33,7 @@ import torch
 import train.loop as loop
 from infer.evaluation.evaluate import describe_device
 from infer.evaluation.results import Evaluation, read_result
-from infer.utils.entry import composed
+from infer.utils.hydra_app import compose_options as composed
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints
 

@@ -31,16 +31,16 @@ def run_program(repo):
 
 
 def test_hostile_command_lines(run_program):
-    assert "\n0 faults" in run_program("fuzz_configs", "--lines", "500")
+    assert "\n0 faults" in run_program("fuzz_configs", "--lines", "300")
 
 
 def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
-    """With a check that lets everything pass, and an environment that is read, it says so."""
-    from infer.utils import overrides
+    """With a check that lets everything pass, it says so."""
+    from infer.utils import hydra_app
 
     fuzzer = load_program("fuzz_configs")
     assert fuzzer.judge("chat", ["temperature=inf"], [False]) == (False, [])
-    monkeypatch.setattr(overrides, "asdict", lambda config: {})
+    monkeypatch.setattr(hydra_app, "check_numbers", lambda options: None)
     taken, faults = fuzzer.judge("chat", ["temperature=inf"], [False])
     assert taken and faults == ["temperature=inf passes", "a mistake passes"]
 

@@ -38,7 +38,7 @@ def small_options(shallow) -> list[str]:
 @pytest.fixture
 def small(tmp_path, small_options):
     """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""
-    from infer.utils.entry import composed
+    from infer.utils.hydra_app import compose_options as composed
     from train.config import TrainConfig
 
     own = [*small_options, "ngrams=false", "name=small", f"runs_dir={tmp_path}"]
@@ -47,10 +47,12 @@ def small(tmp_path, small_options):
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
-    DeepSpeed can found none anew. Held-out prompts are read once."""
+    """`train.loop.train`, which returns the run's folder also where a signal ended it, and leaves environment and
+    signals to the next test as they were; the process group stays, DeepSpeed can found none anew. Held-out prompts
+    are read once."""
     import train.run.evaluation as hooks
     from train.loop import train
+    from train.run.folder import run_folder
 
     plain = hooks.evaluation_prompts
 
@@ -64,7 +66,16 @@ def run_here(monkeypatch):
 
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    yield train
+
+    def train_and_return(config):
+        try:
+            return train(config)
+        except SystemExit as end:  # stopped by a signal, and saved
+            if end.code:
+                raise
+            return run_folder(config)
+
+    yield train_and_return
     for number, handler in handlers.items():
         signal.signal(number, handler)
     os.environ.clear()

@@ -22,7 +22,7 @@ import train.run.folder as run_folder
 from data.packing import packed_rows
 from infer import load_drafter, load_target
 from infer.drafters.dflash.model import DFlash
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from infer.utils.files import locked
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
@@ -415,13 +415,12 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_co
     script.write_text(
         "import os, sys, time\n"
         "import train.batches as batches, train.main as main\n"
-        "from infer.utils.entry import composed\nfrom train.config import TrainConfig\n"
         "plain = batches.batch\n"
         "def batch(rows, first, count, seed):\n"
         "    if os.environ['RANK'] == '1' and first >= 6: time.sleep(600)\n"
         "    return plain(rows, first, count, seed)\n"
         "batches.batch = batch\n"
-        "main.run(composed('train', TrainConfig, sys.argv[1:]))\n"
+        "main.main()\n"
     )
     options = [*small_options, f"runs_dir={tmp_path}", "name=sleepy"]
     options += ["self_check=false", "stall_minutes=0.1"]

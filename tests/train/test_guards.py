@@ -13,7 +13,7 @@ from data.packing import packed_rows
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.drafters import base
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
 from train.engine import build_engine, training_state

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from infer.ngrams.model import NGram
 from infer.targets.loading import load_target
-from infer.utils.entry import composed
+from infer.utils.hydra_app import compose_options as composed
 from train import loop
 from train.config import OptimConfig, TrainConfig
 from train.optim import learning_rate
@@ -112,9 +112,7 @@ def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps
     """Stopped four times, each time gone on with by another number of processes and another ZeRO stage."""
     script = tmp_path / "all_states.py"
     script.write_text(
-        "import sys\nimport train.main as main, train.run.checkpoints as checkpoints\n"
-        "from infer.utils.entry import composed\nfrom train.config import TrainConfig\n"
-        "checkpoints.KEPT = 5\nmain.run(composed('train', TrainConfig, sys.argv[1:]))\n"
+        "import train.main as main, train.run.checkpoints as checkpoints\ncheckpoints.KEPT = 5\nmain.main()\n"
     )
     options = [f"runs_dir={tmp_path}", *small, "name=moved", "optim.name=adamw", "optim.steps=8", "checkpoints=5"]
     run, done = tmp_path / "moved", 0

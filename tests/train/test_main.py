@@ -7,7 +7,6 @@ import re
 import pytest
 
 import train.main
-from train.config import TrainConfig
 from train.processes import own_device
 
 
@@ -37,7 +36,7 @@ class Exited(Exception):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
-def test_a_disk_that_fails_anywhere_in_a_run_is_a_sentence(monkeypatch, capsys, code):
+def test_a_disk_that_fails_anywhere_in_a_run_is_a_sentence(monkeypatch, capsys, tmp_path, code):
     """Not only where a file of the run is written: data sets, caches and reports write too."""
 
     def train_onto_it(config) -> None:
@@ -49,5 +48,5 @@ def test_a_disk_that_fails_anywhere_in_a_run_is_a_sentence(monkeypatch, capsys, 
     monkeypatch.setattr("train.loop.train", train_onto_it)
     monkeypatch.setattr(train.main.os, "_exit", end_process)
     with pytest.raises(Exited, match="^3$"):
-        train.main.run(TrainConfig())
+        train.main.main([f"runs_dir={tmp_path}"])
     assert capsys.readouterr().err == f"error: [Errno {code}] a reason: 'runs/a/report'\n"

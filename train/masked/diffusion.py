@@ -29,7 +29,7 @@ from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.entry import disk, going_on
+from infer.utils.errors import disk, going_on
 from infer.utils.files import READABLE, replacing_folder, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from data.corpus import stdlib_documents, stdlib_prose
 from infer.targets.loading import load_checked, load_config, load_tokenizer
-from infer.utils.entry import going_on
+from infer.utils.errors import going_on
 from infer.utils.files import write_json
 from train.pretraining.config import PretrainConfig
 from train.pretraining.single import take_steps

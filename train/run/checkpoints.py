@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.formats.checkpoint import NGRAMS, save_drafter
-from infer.utils.entry import disk
+from infer.utils.errors import disk
 from infer.utils.files import file_digest, replacing, replacing_folder, sync, write_json
 from train.engine import training_state
 from train.processes import first_only

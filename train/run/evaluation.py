@@ -25,7 +25,7 @@ from infer.evaluation.ruler import best_of, too_few
 from infer.evaluation.tables import headline, method_table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
-from infer.utils.entry import Stopped, command_line, disk
+from infer.utils.errors import Stopped, command_line, disk
 from infer.utils.files import atomic_write
 from infer.utils.progress import HEARTBEAT, Progress
 from infer.utils.redact import redact_text

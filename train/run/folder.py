@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 from infer.formats.checkpoint import NGRAMS
 from infer.ngrams.count import count_ngrams, usual_order
 from infer.targets.identity import target_identity
 from infer.targets.target import Target
-from infer.utils.entry import disk
-from infer.utils.files import locked, refuse_other_settings, replacing, write_json
+from infer.utils.errors import disk
+from infer.utils.files import atomic_write, locked, refuse_other_settings, replacing, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.features import StoredRows
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 CONFIG, SOURCES = "config.json", "sources.json"
+HYDRA_CONFIG = "config.yaml"  # the same for Hydra: --config-dir <run> --config-name config
 THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
@@ -110,7 +112,7 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
             yield run
         finally:
             if not begun(run):
-                for name in (CONFIG, SOURCES, "lock"):
+                for name in (CONFIG, HYDRA_CONFIG, SOURCES, "lock"):
                     (run / name).unlink(missing_ok=True)
                 with suppress(OSError):  # something else lies there
                     run.rmdir()
@@ -132,6 +134,8 @@ def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
             write_json(run / SOURCES, learnt_from)
         if not begun(run):
             write_json(run / CONFIG, plain(config))
+            defaults = {"defaults": ["train", "_self_"]}
+            atomic_write(run / HYDRA_CONFIG, OmegaConf.to_yaml(OmegaConf.create(defaults | plain(config))))
         remove_partial(run)
 
 

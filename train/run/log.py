@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from infer.evaluation.results import Evaluation
-from infer.utils.entry import disk
+from infer.utils.errors import disk
 from infer.utils.files import atomic_write
 from infer.utils.progress import Progress
 from infer.utils.redact import redact, redact_text

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from infer.cli.chat import ChatCommand, answer
+from infer.cli.chat import ChatCommand, answer, next_question
 
 ROUND = {"drafted": 3, "committed": 2, "bonus": "", "rejected": "no"}
 
@@ -39,3 +39,14 @@ def test_a_thought_is_printed_apart_from_the_answer(deltas, printed, colours):
         assert out.getvalue().startswith(f"{printed}\n[")
     else:
         assert ("\x1b[2" in out.getvalue().partition("Yes")[0]) == bool(thought)
+
+
+def test_a_prompt_is_the_first_question(monkeypatch):
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "input", lambda _: "typed")
+    config = ChatCommand(prompt="[a] first")
+    system = {"role": "system", "content": "x"}
+    assert next_question([system], config, console) == "[a] first"
+    assert console.file.getvalue() == "> [a] first\n"
+    assert next_question([system, {"role": "user", "content": "[a] first"}], config, console) == "typed"
+    assert next_question([system], ChatCommand(), console) == "typed"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from infer.cli.data import DataCommand, run
-from infer.utils.overrides import composed
+from infer.utils.hydra_app import compose_options as composed
 
 
 def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
@@ -23,4 +23,4 @@ def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
     assert "answers    268, of which 90 were cut by a limit" in said and "template   told nothing" in said
     assert "What?\n⟦That" in said and "⟧" in said.split("And 1?")[1] and "(median)" in said
     with pytest.raises(ValueError, match=r"enable_thinking: this model's chat template has"):
-        run(composed("data", DataCommand, ["target.chat_template_kwargs.enable_thinking=false"]))
+        run(composed("data", DataCommand, ["+target.chat_template_kwargs.enable_thinking=false"]))

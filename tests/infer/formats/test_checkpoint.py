@@ -117,7 +117,7 @@ def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(make_tiny, 
 
 
 def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
-    from infer.utils.overrides import run_of
+    from infer.utils.checkpoint_run import run_of
 
     (tmp_path / "config.json").write_text('{"target": 1}')
     with pytest.raises(FileNotFoundError, match="safetensors is missing.*neither drafter nor checkpoints/best/drafter"):

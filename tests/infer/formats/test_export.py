@@ -18,7 +18,7 @@ from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import Verdict, check_folder, describe_export
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
-from infer.utils.entry import entry
+from infer.utils.hydra_app import run_command
 
 VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, ANGELSLIM, OURS = range(7)
 
@@ -326,7 +326,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
         ExportCommand(checkpoint, "dflash", str(out)).check()
     (out / "model.safetensors").unlink()
     with pytest.raises(SystemExit) as end:
-        entry("check", CheckCommand, run_check, [f"path={out}"])
+        run_command("check", CheckCommand, run_check, [f"path={out}"])
     assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 7
 
 

@@ -16,7 +16,7 @@ from infer import Engine, generate
 from infer.config import EngineConfig
 from infer.serving import server as server_module
 from infer.serving.config import ServerConfig
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 
 BODY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 

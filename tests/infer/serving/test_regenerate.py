@@ -18,7 +18,7 @@ from infer.config import DecodeOptions, EngineConfig
 from infer.serving.clients import Client
 from infer.serving.dialogue import Row
 from infer.serving.regenerate import by_engine, regenerate
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from infer.utils.files import locked
 
 PROMPTS = [f"def f{i}(x" * (1 + i % 3) for i in range(30)]
@@ -80,7 +80,7 @@ def lengths(rows, finished):
 def command(shallow, tmp_path):
     """(further options) -> the command's outcome, for a target and a data file of the test's own."""
     from infer.cli.regenerate import RegenerateCommand, run
-    from infer.utils.entry import composed
+    from infer.utils.hydra_app import compose_options as composed
 
     target, data = tmp_path / "target", tmp_path / "rows.jsonl"
     shutil.copytree(shallow, target)
@@ -292,7 +292,7 @@ def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch
     """All that `regenerate` writes where a server refuses and repeats what it was sent, with a password and tokens in
     every option that can hold them; settings of an earlier version, which had them, are gone on with."""
     from infer.cli.regenerate import RegenerateCommand, run
-    from infer.utils.entry import composed
+    from infer.utils.hydra_app import compose_options as composed
 
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-of-mine")
     url = "http://me:hunter2hunter2@here/v1?token=hunter2hunter2"

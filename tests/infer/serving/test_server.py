@@ -17,7 +17,7 @@ from infer.drafters.base import new_drafter
 from infer.engine.sampling import derived_seed
 from infer.serving.config import ServerConfig
 from infer.serving.server import Service
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 
 CAPACITY = 256
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from data.packing import lay_out
 from infer.masked.model import load_masked
 from infer.targets.loading import EMBEDDED
-from infer.utils.entry import entry
+from infer.utils.hydra_app import run_command
 from train.masked import diffusion
 from train.masked.diffusion import DiffusionConfig, begin, train
 from train.masked.objective import Dice, bound, learnable, noise, throw
@@ -240,7 +240,7 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_p
 )
 def test_what_cannot_work_is_one_sentence(arguments, sentence, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        entry("diffusion", DiffusionConfig, train, [f"out={tmp_path / 'run'}", *arguments])
+        run_command("diffusion", DiffusionConfig, train, [f"out={tmp_path / 'run'}", *arguments])
     said = capsys.readouterr().err.strip()
     assert ended.value.code == 2
     assert sentence in said and said.startswith("error: ") and "\n" not in said

@@ -11,7 +11,7 @@ from infer.config import DecodeOptions
 from infer.formats.checkpoint import NGRAMS, load_drafter, save_drafter
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
-from infer.utils.entry import Stopped
+from infer.utils.errors import Stopped
 from train.run.folder import count_rows, documents
 
 

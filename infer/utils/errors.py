@@ -1,23 +1,18 @@
-"""From the command line to a command's end: its options, its errors in one sentence, Ctrl-C, and lines
-while it works.
-
-Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
-"""
+"""How a command ends: errors in one sentence and their exit codes, Ctrl-C, full disks, and output that
+nobody reads any more."""
 
 import os
 import select
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from infer.utils.hub import refrain_from_silent_hub
 from infer.utils.installation import describe_missing
-from infer.utils.interrupts import INTERRUPTS, interrupted
-from infer.utils.overrides import composed, help_text, in_one_sentence, merged, values
+from infer.utils.interrupts import interrupted
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
@@ -63,50 +58,32 @@ def quiet_where_unread() -> Iterator[None]:
         raise
 
 
-@quiet_where_unread()
-def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
-    """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call
-    `run(config)`.
+@contextmanager
+def errors_in_one_sentence() -> Iterator[None]:
+    """End the process for an error within the block.
 
-    Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
-    imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say)
-    and for a module that is not installed, and with exit code 3 for a Stopped and for other errors of
-    files (`file_errors`). Ctrl-C is one sentence and exit code 130, see `going_on`. Where nobody reads the output any
-    more, the command ends without a word and with exit code 141.
-    `--help` explains every key, `--cfg job` prints the configuration.
+    What the user got wrong (ValueError, FileNotFoundError, a module that is not installed) is one
+    sentence on stderr and exit code 2. Stopped and errors of files are one sentence and exit code 3.
+    Ctrl-C is one sentence and exit code 130, see `going_on`. Anything else is a traceback without
+    secrets, and exit code 1.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if asked := {argument.split("=")[0] for argument in arguments} & {"--help", "-h", "--cfg", "-c"}:
-            return show(name, schema, [a for a in arguments if "=" in a and not a.startswith("-")], asked)
-        config = composed(name, schema, arguments)
-        HEARTBEAT.begin()
-        INTERRUPTS.begin()
-        refrain_from_silent_hub(values(asdict(config)))
-        run(config)
+        yield
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
     except ModuleNotFoundError as error:
         fail_for_missing(error)
     except (Stopped, *file_errors()) as error:  # of a disk that is full or read-only, say
         if isinstance(error, BrokenPipeError) and output_is_unread():
-            raise
+            os._exit(UNREAD)
         fail(str(error), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
+    except Exception:  # noqa: BLE001
+        print(redact_text(traceback.format_exc()), file=sys.stderr)
+        raise SystemExit(1) from None
     finally:
         HEARTBEAT.at(None)
-
-
-def show(name: str, schema: type, arguments: list[str], asked: set[str]) -> None:
-    """Print the help of a command, with the defaults that the arguments, a bundle of settings say,
-    give; or the configuration that they stand for."""
-    from omegaconf import OmegaConf
-
-    with in_one_sentence():
-        config = merged(name, schema, arguments)
-        text = OmegaConf.to_yaml(config) if asked & {"--cfg", "-c"} else help_text(name, OmegaConf.to_object(config))
-    print(text)
 
 
 @contextmanager

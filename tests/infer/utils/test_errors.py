@@ -10,13 +10,14 @@ from safetensors import SafetensorError
 
 from infer.cli.chat import ChatCommand
 from infer.ngrams.count import count_ngrams
-from infer.utils.entry import entry
 from infer.utils.files import atomic_write, save_readable
+from infer.utils.hydra_app import run_command
 
 INTERRUPTED = """
 import os, signal, threading, time
 from infer.cli.eval import EvalCommand
-from infer.utils.entry import entry, going_on
+from infer.utils.errors import going_on
+from infer.utils.hydra_app import run_command
 
 def run(config):
     threading.Thread(target=time.sleep, args=(600,)).start()  # as of a request under way
@@ -24,7 +25,7 @@ def run(config):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(600)
 
-entry("eval", EvalCommand, run, ["checkpoint=runs/mine"])
+run_command("eval", EvalCommand, run, ["checkpoint=runs/mine"])
 """
 
 
@@ -66,7 +67,7 @@ def test_a_full_disk_is_a_sentence(capsys, error, sentence):
         raise error
 
     with pytest.raises(SystemExit) as end:
-        entry("chat", ChatCommand, run, [])
+        run_command("chat", ChatCommand, run, [])
     assert end.value.code == 3
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
@@ -74,7 +75,8 @@ def test_a_full_disk_is_a_sentence(capsys, error, sentence):
 UNREAD = """
 import io, json, os, sys
 from infer.cli.chat import ChatCommand
-from infer.utils.entry import disk, entry
+from infer.utils.errors import disk
+from infer.utils.hydra_app import run_command
 
 def run_case(letters, stream, flush, ending, arguments, buffered):
     streams = [io.TextIOWrapper(open(fd, "wb", -1 if buffered else 0), write_through=not buffered) for fd in (1, 2)]
@@ -86,7 +88,7 @@ def run_case(letters, stream, flush, ending, arguments, buffered):
         exec(ending)
 
     try:
-        entry("chat", ChatCommand, run, arguments)
+        run_command("chat", ChatCommand, run, arguments)
         sys.stdout.flush()
     except SystemExit as end:
         os._exit(end.code)
@@ -130,7 +132,7 @@ def test_a_broken_pipe_that_is_not_the_output_is_a_sentence(capsys):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with pytest.raises(SystemExit) as end:
-        entry("chat", ChatCommand, run, [])
+        run_command("chat", ChatCommand, run, [])
     assert end.value.code == 3 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
