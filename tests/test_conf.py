@@ -100,6 +100,18 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
         assert json.loads(json.dumps(asdict(composed("train", overrides)))) == options, name
 
 
+def test_every_experiment_composes_alone_and_over_a_model(tmp_path):
+    """What it says counts more than the model's preset, and less than what is typed, wherever it is typed."""
+    (tmp_path / "answers.jsonl").write_text('{"text": "x"}\n')
+    own = ["target=./model", f"data={tmp_path}/answers.jsonl", "drafter.init=embedded"]
+    assert options_of("experiment") == ["fine-tune", "objectives"]
+    for experiment in options_of("experiment"):
+        composed("train", [f"+experiment={experiment}"])
+        config = composed("train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *own])
+        assert (config.name, config.document_anchors) == (f"{experiment}-dflash", 512)
+        assert config.optim.epochs == 3 and config.target.path == "./model"
+
+
 def test_the_preset_of_any_model_asks_for_its_target():
     assert composed("train", ["+model=hf", "target.path=/some/folder"]).document_anchors == 512
     with pytest.raises(ValueError, match=r"target\.path"):
