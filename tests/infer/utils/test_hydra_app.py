@@ -213,6 +213,12 @@ def a_run(tmp_path):
     return run
 
 
+def test_a_runs_configuration_reads_nothing_of_this_machine(a_run):
+    (a_run / "config.json").write_text(json.dumps({"target": {"path": "${oc.env:HOME}/x"}}))
+    config = compose_options("generate", GenerateCommand, [f"checkpoint={a_run}/checkpoints/best"])
+    assert config.target.path == "${oc.env:HOME}/x"
+
+
 def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
     best = f"{a_run}/checkpoints/best"
     config = compose_options("eval", EvalCommand, [f"checkpoint={best}"])
