@@ -31,7 +31,7 @@ def run(config: TrainConfig) -> None:
 
 
 @contextmanager
-def leave() -> Iterator[None]:
+def leave_process() -> Iterator[None]:
     """Leave the process after the block without its exit handlers: a finished gloo process sometimes aborts
     there, and one that failed may wait there for a hanging thread."""
     code = 0
@@ -47,7 +47,7 @@ def leave() -> Iterator[None]:
 @quiet_where_unread()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command, and leave the process."""
-    with leave():
+    with leave_process():
         run_command("train", TrainConfig, run, arguments)
 
 

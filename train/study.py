@@ -83,9 +83,9 @@ def study(config: StudyCommand) -> None:
 
 def train_alone(run: TrainConfig) -> None:
     """Train in this process, and end it."""
-    from train.main import leave
+    from train.main import leave_process
 
-    with leave(), errors_in_one_sentence():
+    with leave_process(), errors_in_one_sentence():
         from train.loop import train
 
         train(run)

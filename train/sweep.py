@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from hydra.experimental.callback import Callback
 
-COLUMNS = ("run", "step", "chain: τ", "speedup", "best tree", "τ", "speedup")
-DASH = "-"
+SWEEP_COLUMNS = ("run", "step", "chain: τ", "speedup", "best tree", "τ", "speedup")
 
 if TYPE_CHECKING:  # Hydra imports this file before a command is known to be right
-    from infer.evaluation.results import Evaluation
+    from infer.evaluation.results import MethodResult
 
 
 class SweepTable(Callback):
@@ -23,39 +22,32 @@ class SweepTable(Callback):
 
 def sweep_table(folder: Path) -> str:
     """Return a Markdown table with a row for each run below a sweep's folder, the longest τ of a chain
-    first."""
+    first; a run without an evaluation comes last."""
     from infer.evaluation.results import Evaluation, read_result
-    from infer.evaluation.tables import markdown
+    from infer.evaluation.tables import DASH, markdown
 
-    rows = {}
-    for checkpoints in sorted(folder.rglob("checkpoints")):
-        name = str(checkpoints.parent.relative_to(folder))
+    rows = []
+    for checkpoints in folder.rglob("checkpoints"):
+        run = str(checkpoints.parent.relative_to(folder))
         result = checkpoints / "best" / "evaluation" / "evaluation.json"
-        if not result.is_file():
-            rows[name, 0.0] = [name, *[DASH] * (len(COLUMNS) - 1)]
-            continue
-        evaluation = read_result(result, Evaluation)
-        rows[name, tau_of_chain(evaluation)] = [name, str(evaluation.step), *drafting_cells(evaluation)]
-    by_tau = sorted(rows, key=lambda row: (-row[1], row[0]))
-    return markdown(COLUMNS, [rows[row] for row in by_tau])
+        if result.is_file():
+            evaluation = read_result(result, Evaluation)
+            chain = next((method for method in evaluation.of_drafter if method.name == "chain"), None)
+            trees = [method for method in evaluation.of_drafter if method.name != "chain"]
+            fastest_tree = max(trees, key=lambda method: method.speedup, default=None)
+            cells = [run, str(evaluation.step), *method_columns(chain)[1:], *method_columns(fastest_tree)]
+            rows.append((chain.tau if chain else 0.0, cells))
+        else:
+            rows.append((0.0, [run, *[DASH] * (len(SWEEP_COLUMNS) - 1)]))
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    return markdown(SWEEP_COLUMNS, [cells for _, cells in rows])
 
 
-def tau_of_chain(evaluation: "Evaluation") -> float:
-    return max((method.tau for method in evaluation.of_drafter if method.name == "chain"), default=0.0)
+def method_columns(method: "MethodResult | None") -> list[str]:
+    """Return a method's label, τ and speedup; dashes for None."""
+    from infer.evaluation.tables import DASH, method_cells
 
-
-def drafting_cells(evaluation: "Evaluation") -> list[str]:
-    """Return τ and speedup of the chain, and label, τ and speedup of the fastest tree."""
-    from infer.evaluation.tables import method_cells
-
-    chains = [method for method in evaluation.of_drafter if method.name == "chain"]
-    trees = [method for method in evaluation.of_drafter if method.name != "chain"]
-    cells = []
-    for method in chains[:1]:
-        _, tau, _, speedup, _ = method_cells(method)
-        cells += [tau, speedup]
-    cells = cells or [DASH, DASH]
-    if not trees:
-        return [*cells, DASH, DASH, DASH]
-    label, tau, _, speedup, _ = method_cells(max(trees, key=lambda method: method.speedup))
-    return [*cells, label, tau, speedup]
+    if method is None:
+        return [DASH] * 3
+    label, tau, _, speedup, _ = method_cells(method)
+    return [label, tau, speedup]

@@ -163,19 +163,20 @@ def talk(config: ChatCommand, url: str, console: Console) -> None:
         legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
         console.print(Text.assemble(f"{model} at {url}; an empty line ends the chat. ", legend))
         with suppress(EOFError, KeyboardInterrupt):
-            while question := next_question(messages, config, console):
+            for question in questions(config.prompt, console):
                 messages.append({"role": "user", "content": question})
                 try:
                     messages.append(answer(client, messages, config, console))
                 except (KeyboardInterrupt, ValueError, httpx.HTTPError) as wrong:  # nobody listens: it stops writing
                     messages.pop()
-                    config.prompt = ""  # it is not asked again
                     console.print(Text(f"\n{str(wrong) or 'stopped'}", "red"))
 
 
-def next_question(messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
-    """Return the prompt that the chat begins with, if there is one; else what the user types."""
-    if config.prompt and not any(message["role"] == "user" for message in messages):
-        console.print(Text.assemble(("> ", "bold"), config.prompt))
-        return config.prompt
-    return console.input("[bold]> [/bold]")
+def questions(first: str, console: Console) -> Iterator[str]:
+    """Yield the question that the chat begins with, unless it is empty, and then what the user types, up to
+    an empty line."""
+    if first:
+        console.print(Text.assemble(("> ", "bold"), first))
+        yield first
+    while question := console.input("[bold]> [/bold]"):
+        yield question

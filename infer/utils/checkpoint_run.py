@@ -38,6 +38,6 @@ def run_of(checkpoint: str) -> dict:
     place = Path(checkpoint).resolve()  # best is a link to a step
     for folder in (place, *place.parents[:3]) if place.exists() else ():
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            # whoever wrote it reads nothing of this machine: ${oc.env:HOME} is a text
+            # the file may come from someone else: ${oc.env:HOME} stays a text
             return json.loads(read_text(folder / "config.json", 1 << 20).replace("${", r"\\${"))
     return {}

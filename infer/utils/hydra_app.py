@@ -76,7 +76,7 @@ def run_command(
         arguments, prompt = take_prompt(arguments)
     job = Job(options_class, function, prompt, command_line)
     register_options(options_class)
-    with errors_in_one_sentence(), raised_by_hydra():
+    with errors_in_one_sentence(), translate_hydra_errors():
         flags = {argument for argument in arguments if argument.startswith("-")}
         if flags and flags <= {"--help", "-h"}:  # Hydra's own help takes longer, and knows no meanings
             overrides = [argument for argument in arguments if argument not in flags]
@@ -90,9 +90,9 @@ def run_command(
 
 
 @contextmanager
-def raised_by_hydra() -> Iterator[None]:
-    """Let Hydra raise its errors within the block instead of printing them, and raise ValueError with its
-    message; with HYDRA_FULL_ERROR=1 raise the error itself."""
+def translate_hydra_errors() -> Iterator[None]:
+    """Raise Hydra's errors within the block, which it would print, as ValueError with Hydra's message; with
+    HYDRA_FULL_ERROR=1 in the environment raise the error itself."""
     from hydra.errors import HydraException
 
     asks_for_tracebacks = "HYDRA_FULL_ERROR" in os.environ
@@ -126,8 +126,8 @@ def compose(config_name: str, options_class: type, overrides: Iterable[str]):
     from hydra.core.global_hydra import GlobalHydra
 
     register_options(options_class)
-    GlobalHydra.instance().clear()  # of the command that asks
-    with hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE), raised_by_hydra():
+    GlobalHydra.instance().clear()  # Hydra allows one application at a time, and a command may ask this one
+    with hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE), translate_hydra_errors():
         return hydra.compose(config_name, rewrite_groups(overrides), return_hydra_config=True)
 
 

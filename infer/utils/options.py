@@ -82,8 +82,7 @@ def rewrite_groups(arguments: Iterable[str]) -> list[str]:
 
 
 def read_text_files(options: Any) -> None:
-    """Replace `@FILE` by what the file holds, `-` by standard input and `@@` by `@`, in options that are
-    free text. Raises ValueError where a file cannot be read."""
+    """Read the files that options of free text name (`read_text_file`). Raises ValueError."""
     for field in fields(options):
         value = getattr(options, field.name)
         if is_dataclass(value):
@@ -95,7 +94,9 @@ def read_text_files(options: Any) -> None:
 
 
 def read_text_file(key: str, text: str) -> str:
-    if text == "-":
+    """Return what the file of `@FILE` holds, standard input for a prompt that is `-`, and any other text as
+    it is; one that begins with `@` is written with `@@`. Raises ValueError where a file cannot be read."""
+    if key == "prompt" and text == "-":
         return sys.stdin.read()
     if text.startswith("@@"):
         return text[1:]

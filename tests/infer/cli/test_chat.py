@@ -7,7 +7,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from infer.cli.chat import ChatCommand, answer, next_question
+from infer.cli.chat import ChatCommand, answer, questions
 
 ROUND = {"drafted": 3, "committed": 2, "bonus": "", "rejected": "no"}
 
@@ -42,11 +42,9 @@ def test_a_thought_is_printed_apart_from_the_answer(deltas, printed, colours):
 
 
 def test_a_prompt_is_the_first_question(monkeypatch):
-    console = Console(file=io.StringIO())
-    monkeypatch.setattr(console, "input", lambda _: "typed")
-    config = ChatCommand(prompt="[a] first")
-    system = {"role": "system", "content": "x"}
-    assert next_question([system], config, console) == "[a] first"
-    assert console.file.getvalue() == "> [a] first\n"
-    assert next_question([system, {"role": "user", "content": "[a] first"}], config, console) == "typed"
-    assert next_question([system], ChatCommand(), console) == "typed"
+    for prompt, asked in (("[a] first", ["[a] first", "typed"]), ("", ["typed"])):
+        console = Console(file=io.StringIO())
+        typed = iter(["typed", ""])
+        monkeypatch.setattr(console, "input", lambda _, typed=typed: next(typed))
+        assert list(questions(prompt, console)) == asked
+        assert console.file.getvalue() == (f"> {prompt}\n" if prompt else "")

@@ -58,10 +58,10 @@ def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     run_command("generate", GenerateCommand, taken.append, ["--prompt", "@@property"])
     assert [options.prompt for options in taken] == ["def f():\n    '''ä'''\n", "import os\n", "@property"]
     options = GenerateCommand()
-    options.decoding.stop = [f"@{file}", "x"]
+    options.decoding.stop = [f"@{file}", "x", "-"]
     options.decoding.regex = f"@{file}"
     read_text_files(options)
-    assert options.decoding.stop == [options.decoding.regex, "x"] == ["def f():\n    '''ä'''\n", "x"]
+    assert options.decoding.stop == [options.decoding.regex, "x", "-"] == ["def f():\n    '''ä'''\n", "x", "-"]
     (tmp_path / "system.txt").write_text("Be brief.")
     assert compose_options("chat", ChatCommand, [f"system=@{tmp_path}/system.txt"]).system == "Be brief."
 
