@@ -47,7 +47,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
     drafter = start_drafter(config, target, dataset)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
-    few_prompts = first_only(lambda: note_few_prompts(config, target))
+    prompts_note = first_only(lambda: note_few_prompts(config, target))
 
     # from here on the folder is this run's
     first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
@@ -75,7 +75,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
 
     if config.anchors < asked.anchors:
         notes.append(f"anchors={asked.anchors}: no row has room for more than {config.anchors}")
-    notes += [line for line in (check_line, summary, few_prompts) if line]
+    notes += [line for line in (check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, course, notes)
 
 
