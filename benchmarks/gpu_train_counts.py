@@ -21,14 +21,14 @@ from gpu import Seen, finish, need_cuda, watch
 from transformers import PretrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from infer.config import DrafterConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.base import Drafter, new_drafter
 from infer.targets.target import Target
 from train.batches import Prefetch
 from train.config import ObjectiveConfig, TrainConfig
 from train.engine import build_engine
-from train.loop import train_step
 from train.plan import StepShape, step_memory
 from train.processes import start_processes
+from train.step import train_step
 
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 FIELDS += ("vocab_size", "drafter", "length", "anchors", "block", "hybrid")
@@ -85,14 +85,14 @@ def run_config(sizes: dict, passes: int, recompute: bool = False, rows: int = 1)
     return train
 
 
-def build(sizes: dict, train: TrainConfig) -> tuple[Target, object]:
-    """Return a target and an engine around a drafter, both random."""
+def build(sizes: dict, train: TrainConfig) -> tuple[Target, Drafter]:
+    """Return a target and a drafter, both random."""
     config = target_config(sizes)
     with torch.device("cuda"):
         model = (Qwen3_5ForCausalLM if sizes["hybrid"] else Qwen3ForCausalLM)(config)
         target = Target(model.to(torch.bfloat16))
         drafter = new_drafter(train.drafter, target)
-    return target, build_engine(drafter, train, torch.device("cuda"))
+    return target, drafter
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,18 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
     """Return what the third step of a shape asks of the device."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    target, engine = build(sizes, config)
+    target, drafter = build(sizes, config)
+    engine = build_engine(drafter, config, torch.device("cuda"))
     rows = RandomRows(4 * config.optim.batch, sizes["length"], sizes["vocab_size"], documents=3)
     prefetch = Prefetch(rows, config, range(3), pinned=True)
     for step in range(3):
         drawn = prefetch()
         if step < 2:
-            train_step(engine, target, drawn, config)
+            train_step(drafter, engine, target, drawn, config)
             continue
         torch.cuda.reset_peak_memory_stats()
         with watch() as seen:
-            train_step(engine, target, drawn, config)
+            train_step(drafter, engine, target, drawn, config)
     planned = step_memory(StepShape(config, target.model.config, config.optim.micro), config, 1, 2, 2, True)
     passes = config.optim.batch // config.optim.micro
     return Asked(seen, passes, torch.cuda.max_memory_allocated() / 1e9, planned)

@@ -37,9 +37,9 @@ from infer.targets.target import Features
 from train.batches import draw_blocks, seeded
 from train.blocks import Blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
-from train.loop import draft_states, score
 from train.optim import learning_rate, make_optimizer, set_rate
 from train.run.initial import initial_drafter, resolve_init
+from train.step import draft_states, score
 
 HEADS = {
     "none": HeadConfig(),

@@ -4,7 +4,7 @@
     python benchmarks/train_step.py --qwen3-4b                        Qwen3-4B's shapes, random weights (a GPU)
 
 "reference": the target's full logits, a dense mask, the drafter's full logits, autograd through log-softmax and KL.
-"ours": what `train.loop.block_loss` does. Same modules, rows, blocks and optimiser; every line has a process of its
+"ours": what `train.step.block_loss` does. Same modules, rows, blocks and optimiser; every line has a process of its
 own. Memory: the most in use above what there was before the models, in one more process of each, which gives freed
 memory back at once. Parts: the target's pass; the drafter, forward and backward; the objective, forward and backward;
 the optimiser.
@@ -32,10 +32,10 @@ from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.engine import compute_dtype, target_dtype
-from train.loop import block_loss, draft_states, score
 from train.objective import position_weights
 from train.optim import make_optimizer
 from train.plan import StepShape, step_memory
+from train.step import block_loss, draft_states, score
 
 PARTS = ("target", "drafter", "objective", "optimiser")
 

@@ -58,9 +58,12 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     import deepspeed
 
     rows, passes = micro_batch(config, dist.get_world_size())
+    drafter.to(device)
     drafter.recompute = bool(config.recompute)
+    model = drafter
     if compiles(config, device.type == "cuda"):
-        drafter.forward = torch.compile(drafter.forward, dynamic=False)  # DeepSpeed's hooks cannot be compiled
+        # a module around the drafter: DeepSpeed adds its hooks to that one, and they cannot be compiled
+        model = torch.compile(drafter, dynamic=False)
     kind = compute_dtype(config, device)
     if kind != torch.float32:  # the norms' weights are float32 on purpose
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
@@ -68,7 +71,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     if config.deepspeed.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(
-        model=drafter.to(device),
+        model=model,
         optimizer=make_optimizer(drafter, config.optim),
         config={
             "train_micro_batch_size_per_gpu": rows,
@@ -87,20 +90,25 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 def take_step(engine) -> torch.Tensor:
     """Take the optimiser's step after a backward pass, if that was the step's last. Return the
     gradient's norm before clipping, () (NaN where there was no step). Where the norm is not finite,
-    weights and moments stay as they were, in all processes: with sharded states DeepSpeed sees to
-    it."""
-    sharded, last = engine.zero_optimization_stage() > 0, engine.is_gradient_accumulation_boundary()
-    norm, optimizer = None, engine.basic_optimizer
-    if last and not sharded:
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)  # DeepSpeed knows it of sharded gradients only
-        if not torch.isfinite(norm):
-            optimizer.step = lambda: None  # the engine counts the step and drops the gradients as always
-    engine.step()
-    vars(optimizer).pop("step", None)
-    if norm is None and not (sharded and last and engine.optimizer.overflow):
+    weights and moments stay as they were, in all processes."""
+    no_step = torch.tensor(float("nan"))
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return no_step
+
+    if engine.zero_optimization_stage() > 0:
+        engine.step()  # with sharded states DeepSpeed itself skips a step
         norm = engine.get_global_grad_norm()
-    return torch.as_tensor(float("nan") if norm is None else norm)
+        return no_step if engine.optimizer.overflow or norm is None else torch.as_tensor(norm)
+
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if not torch.isfinite(norm):
+        engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(False)  # the engine counts the pass, and that is all
+    engine.step()
+    engine.set_gradient_accumulation_boundary(None)  # by the number of passes, as before
+    return norm
 
 
 def _flats(engine) -> list[torch.Tensor]:
@@ -148,18 +156,19 @@ def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tens
             moments[named[owner]][key] = (value if value.ndim == 0 else value.to(named[owner].device)).clone()
 
 
-def training_state(engine) -> dict[str, torch.Tensor]:
+def training_state(drafter: Drafter, engine) -> dict[str, torch.Tensor]:
     """Return the state of `plain_state`, whole whatever the ZeRO stage: in the first process, nothing
-    in the others. All processes call it together."""
+    in the others. All processes call it together; engine: the one around the drafter."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    first, moments = dist.get_rank() == 0, engine.basic_optimizer.state
+    first = dist.get_rank() == 0
+    moments = engine.basic_optimizer.state
     if engine.zero_optimization_stage() == 0:
-        return plain_state(engine.module, moments) if first else {}
+        return plain_state(drafter, moments) if first else {}
     _link(engine)
     common = moments[_flats(engine)[0]]  # every process's share has the same keys, and is in the same step
-    state = copied(dict(engine.module.named_buffers())) if first else {}
-    for name, parameter in engine.module.named_parameters():
+    state = copied(dict(drafter.named_buffers())) if first else {}
+    for name, parameter in drafter.named_parameters():
         whole = {name: safe_get_full_fp32_param(parameter)}
         for key, value in common.items():
             whole[f"{name}/{key}"] = value if value.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
@@ -168,16 +177,16 @@ def training_state(engine) -> dict[str, torch.Tensor]:
     return state
 
 
-def restore(engine, state: dict[str, torch.Tensor]) -> None:
-    """Give a fresh engine around the same weights what `training_state` took from another one, sharded
-    or not."""
+def restore(drafter: Drafter, engine, state: dict[str, torch.Tensor]) -> None:
+    """Give a fresh engine around a drafter of the same weights what `training_state` took from another
+    one, sharded or not."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
     moments = engine.basic_optimizer.state
     if engine.zero_optimization_stage() == 0:
-        restore_moments(engine.module, moments, state)
+        restore_moments(drafter, moments, state)
         return
-    named = dict(engine.module.named_parameters())
+    named = dict(drafter.named_parameters())
     known = {name: value for name, value in state.items() if "/" in name}
     of_first = f"{next(iter(named))}/"
     some = {name.removeprefix(of_first): value for name, value in known.items() if name.startswith(of_first)}

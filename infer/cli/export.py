@@ -14,8 +14,8 @@ class ExportCommand(OfTarget):
 
     checkpoint: anything that load_drafter reads
     format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a
-        selector, a Markov head, a Markov head or a GRU; speculators: vLLM; angelslim: AngelSlim;
-        transformers: its own `generate`, from 5.23 on; gguf: llama.cpp
+        selector, a Markov head, a Markov head or a GRU; speculators: vLLM; transformers: its own
+        `generate`, from 5.23 on; gguf: llama.cpp
     converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
     out: a folder that is not there yet, or empty
     license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was

@@ -63,7 +63,6 @@ _ROWS = (
         config_key="dflash_config",
         formats={
             "dflash": ExportFormat(refuses=("from anchor", "part", "fusion")),
-            "angelslim": ExportFormat(refuses=("from anchor", "causal", "sliding", "raw", "part")),
             "dflash2": ExportFormat(
                 heads=("selector",),
                 headless=False,

@@ -78,7 +78,8 @@ def describe_export(verdicts: list[Verdict]) -> str:
     and would refuse it, with their reasons, and last, in a line, those of other layouts."""
     loading = [verdict.engine for verdict in verdicts if not verdict.problems]
     refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
-    others = [verdict.engine for verdict in verdicts if not verdict.reads_layout]
+    # AngelSlim's layout is read but no format= writes it
+    others = [verdict.engine for verdict in verdicts if not verdict.reads_layout and verdict.engine != ANGELSLIM]
     lines = [f"loads in    {'; '.join(loading) or 'no engine'}", *map(str, refusing)]
     if others:
         lines.append(f"others      read other layouts (format=): {'; '.join(others)}")

@@ -20,7 +20,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -114,10 +113,10 @@ def make_checkpoint(folder: Path) -> Reader:
     drafter = tiny_drafter()
     weights = dict(drafter.state_dict())
     moments = {f"exp_avg/{name}": torch.rand_like(tensor) for name, tensor in weights.items()}
-    state.training_state = lambda engine: weights | moments  # as the engine of a run would give it
+    state.training_state = lambda drafter, engine: weights | moments  # as the engine of a run would give it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (folder / "run").mkdir()
-    saved = state.save(folder / "run", 1, SimpleNamespace(module=drafter), torch.bfloat16)
+    saved = state.save(folder / "run", 1, drafter, None, torch.bfloat16)
     dist.destroy_process_group()
     for part in saved.iterdir():
         part.rename(folder / part.name)

@@ -18,8 +18,8 @@ from train.batches import draw_blocks
 from train.blocks import anchor_room, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCES
-from train.loop import block_loss, draft_states
 from train.run.state import most_anchors
+from train.step import block_loss, draft_states
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(

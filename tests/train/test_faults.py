@@ -19,6 +19,7 @@ import train.loop as loop
 import train.run.checkpoints as state
 import train.run.evaluation as hooks
 import train.run.folder as run_folder
+import train.run.prepare as prepare
 from data.packing import packed_rows
 from infer import load_drafter, load_target
 from infer.drafters.dflash.model import DFlash
@@ -33,6 +34,7 @@ from train.run.checkpoints import checkpoints, newest, rolling, step_of
 from train.run.folder import plain, refuse_another
 from train.run.initial import take_weights
 from train.run.log import read_log
+from train.run.state import load_frozen
 
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 
@@ -120,7 +122,7 @@ def test_a_run_that_was_copied_with_links_followed_says_what_to_delete(small, ru
     copy = shutil.copytree(run_here(small(*options)), tmp_path / "copies" / "small")  # follows links
     options += [f"runs_dir={tmp_path}/copies"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "load_frozen", lambda *arguments: pytest.fail("loaded"))
+        patch.setattr(prepare, "load_frozen", lambda *arguments: pytest.fail("loaded"))
         with pytest.raises(ValueError, match="checkpoints/best is a folder where .* delete it"):
             run_here(small(*options))
     shutil.rmtree(copy / "checkpoints" / "best")
@@ -138,9 +140,9 @@ def full(number: int):
 )
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path, monkeypatch, error):
     start_processes(torch.device("cpu"))
-    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
     (tmp_path / "run").mkdir()
-    before = state.save(tmp_path / "run", 1, None)
+    before = state.save(tmp_path / "run", 1, None, None)
 
     def save_file(tensors, path):
         Path(path).write_bytes(b"half")
@@ -148,7 +150,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
 
     monkeypatch.setattr(state, "save_file", save_file)
     with pytest.raises(Stopped, match=r"^rolling-00000002 of .* could not be written: .*same command goes on") as found:
-        state.save(tmp_path / "run", 2, None)
+        state.save(tmp_path / "run", 2, None, None)
     assert "\n" not in str(found.value)
     assert newest(tmp_path / "run") == (before, [])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rolling-00000001"]
@@ -156,7 +158,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
 
 def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path, monkeypatch):
     start_processes(torch.device("cpu"))
-    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
     run = tmp_path / "run"
     run.mkdir()
     folder = run / "checkpoints"
@@ -164,7 +166,7 @@ def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path
     for name in strange:
         (folder / name / "state").mkdir(parents=True)
     (folder / "step-00000099").touch()  # a file
-    newer = [state.save(run, step, None) for step in (1, 2)][-1]
+    newer = [state.save(run, step, None, None) for step in (1, 2)][-1]
     assert newest(run) == (newer, []) and rolling(run) == [newer] and checkpoints(run) == []
     for name in strange:
         assert (folder / name / "state").is_dir()
@@ -175,14 +177,14 @@ def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, ru
     with pytest.raises(Stopped, match=r"metrics\.jsonl could not be written: No such file or directory"):
         run_here(small("optim.steps=4"))
     assert not (tmp_path / "small").exists()
-    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
     with pytest.raises(Stopped, match="could not be written: No such file"):
-        state.save(tmp_path / "small", 2, None)
+        state.save(tmp_path / "small", 2, None, None)
     assert not (tmp_path / "small").exists()
 
 
 def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_load(small, run_here, monkeypatch):
-    monkeypatch.setattr(loop, "load_frozen", lambda *arguments: pytest.fail("loaded"))
+    monkeypatch.setattr(prepare, "load_frozen", lambda *arguments: pytest.fail("loaded"))
     config = small()
     run = run_folder.run_folder(config)
     run.mkdir()
@@ -281,7 +283,7 @@ def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_p
 
     options = features(tmp_path, small())
     config = small(*options)
-    target = loop.load_frozen(config, torch.device("cpu"), torch.float32)
+    target = load_frozen(config, torch.device("cpu"), torch.float32)
     rows = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
     assert rows_digest(rows) == rows_digest(StoredRows(config.features))
 
@@ -299,7 +301,9 @@ def test_a_run_that_is_refused_leaves_nothing(small, run_here, tmp_path):
 def test_what_fails_before_the_first_step_leaves_nothing(small, run_here, tmp_path, monkeypatch):
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text('{"name": "of a run that was killed while it loaded"}')
-    monkeypatch.setattr(loop, "build_engine", lambda *arguments: (tmp_path / "small/sources.json").read_text()[:0] / 0)
+    monkeypatch.setattr(
+        prepare, "build_engine", lambda *arguments: (tmp_path / "small/sources.json").read_text()[:0] / 0
+    )
     with pytest.raises(TypeError):
         run_here(small("optim.steps=1"))
     assert not (tmp_path / "small").exists()

@@ -15,7 +15,7 @@ from infer.drafters.dflash.model import DFlash
 from train.batches import draw_blocks, seeded
 from train.config import FeaturesConfig, TrainConfig
 from train.features import SHARD, StoredRows, dependencies, quantise, stored_features, write_features
-from train.loop import block_loss
+from train.step import block_loss
 
 LAYERS = (1, 2)
 DATA = DataConfig(length=64, limit=12)

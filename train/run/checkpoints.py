@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from infer.drafters.base import Drafter
 from infer.formats.checkpoint import NGRAMS, save_drafter
 from infer.utils.errors import disk
 from infer.utils.files import file_digest, replacing, replacing_folder, sync, write_json
@@ -67,15 +68,16 @@ def _digest(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def save(run: Path, step: int, engine, dtype: torch.dtype | None = None) -> Path:
+def save(run: Path, step: int, drafter: Drafter, engine, dtype: torch.dtype | None = None) -> Path:
     """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a rolling
-    state in place of the one before; return the finished folder. Called by every process. Raises
-    Stopped in all of them if it cannot be written; nothing half-written is left then."""
-    state = training_state(engine)
+    state in place of the one before; return the finished folder. Called by every process; engine: the
+    one around the drafter. Raises Stopped in all processes if the checkpoint cannot be written; nothing
+    half-written is left then."""
+    state = training_state(drafter, engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}" if dtype is None else checkpoint_folder(run, step)
 
     def write() -> Path:
-        _write(folder, step, state, dtype and (engine.module.config, dtype))
+        _write(folder, step, state, dtype and (drafter.config, dtype))
         tidy(run, step)
         return folder
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig
-from infer.drafters.base import config_for, default_mask_token, fixed_options, tapped_layers
+from infer.drafters.base import Drafter, config_for, default_mask_token, fixed_options, tapped_layers
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
@@ -83,6 +83,7 @@ class RunState:
     device: torch.device
     target: Target
     dataset: "StoredRows | Dataset"
+    drafter: Drafter  # that is trained
     engine: object  # DeepSpeed's, around the drafter
     course: Course
     notes: list[str]  # lines for the user

@@ -135,7 +135,6 @@ class DFlash(Drafter):
 
     family = FAMILIES["dflash"]
     writers = {
-        "angelslim": writers.write_angelslim,
         "dflash": writers.write_public,
         "dflash2": writers.write_dflash2,
         "dspark": writers.write_dspark,

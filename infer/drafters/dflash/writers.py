@@ -48,12 +48,6 @@ def convolved(drafter: Drafter) -> tuple[dict, Weights]:
     return own | {"conv_kernel_size": 2, "conv_group_size": channels}, weights
 
 
-def write_angelslim(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
-    """AngelSlim's layout of DFlash and DFlare."""
-    fusion = config["dflash_config"].pop("layer_fusion", False)
-    return config | {"architectures": ["QwenDFlareDraftModel" if fusion else "QwenDFlashDraftModel"]}, weights
-
-
 def write_dspark(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
     """DeepSpec's flat form: DSpark, or DeepSpec's DFlash where it has no conditional head."""
     own = config.pop("dflash_config")

@@ -111,7 +111,7 @@ def test_a_round_of_greedy_texts_waits_once(pair):
 def test_a_training_step_lowers_the_loss(pair):
     from train.batches import draw_blocks
     from train.config import ObjectiveConfig, TrainConfig
-    from train.loop import block_loss
+    from train.step import block_loss
 
     target, drafter = pair(torch.bfloat16)
     drafter = drafter.float()

@@ -20,10 +20,10 @@ from infer.formats.export import export_drafter
 from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import TrainConfig
-from train.loop import block_loss
 from train.objective import position_weights
 from train.run.initial import initial_drafter, named_mask, resolve_init
 from train.run.state import with_mask_token
+from train.step import block_loss
 
 EMBEDDED = TargetConfig()
 
