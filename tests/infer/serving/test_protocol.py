@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine import grammar
-from infer.serving.calls import place_thoughts
 from infer.serving.config import ServerConfig
 from infer.serving.protocol import ChatRequest, PromptRequest
 from infer.serving.server import create_app
 from infer.targets.loading import load_tokenizer
+from infer.utils.chat_template import place_thoughts
 
 SAID = [{"role": "user", "content": "def read(path):"}]
 TEMPLATE = (
