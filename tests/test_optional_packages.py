@@ -1,0 +1,64 @@
+"""Every optional package is deleted once, in a copy of the repository: the core decodes, trains and serves there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = tomllib.loads((ROOT / "tests" / "optional_packages.toml").read_text())
+COPIED = ("conf", "data", "infer", "train", "tests", "launch.sh", "pyproject.toml", "README.md")
+
+QUICK = ["tests/infer/engine/test_decode.py", "tests/infer/serving/test_server.py", "tests/train/test_main.py"]
+FULL = ["tests/infer/engine", "tests/infer/serving", "tests/train"]
+MIN_TESTS = {"quick": 20, "full": 200}
+
+
+@pytest.fixture
+def copy_without(tmp_path) -> Callable[[str], Path]:
+    """(optional package) -> the folder of a copy of the repository without it, its tests and its configurations."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / "copy"
+        folder.mkdir()
+        unfinished = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # compiled code that other processes are writing
+        for path in COPIED:
+            if (ROOT / path).is_dir():
+                shutil.copytree(ROOT / path, folder / path, ignore=unfinished)
+            else:
+                shutil.copy2(ROOT / path, folder / path)
+        for path in [*PACKAGES[name]["code"], *PACKAGES[name]["own"]]:
+            if (folder / path).is_dir():
+                shutil.rmtree(folder / path)
+            elif Path(path).parts[0] in COPIED:
+                (folder / path).unlink()
+        return folder
+
+    return copy
+
+
+def run_tests(folder: Path, tests: list[str]) -> int:
+    """Run tests of a copy of the repository; return how many passed. None may fail."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_core_works_without(name, copy_without):
+    assert run_tests(copy_without(name), QUICK) >= MIN_TESTS["quick"]
+
+
+@pytest.mark.robustness
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_of_the_core_works_without(name, copy_without):
+    assert run_tests(copy_without(name), FULL) >= MIN_TESTS["full"]
