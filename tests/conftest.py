@@ -50,8 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, package in packages.items():
         missing = [path for path in package["code"] if not (tests.parent / path).exists()]
         for item in items if missing else ():
-            named = not {*re.split(r"[\W_]+", item.name)}.isdisjoint(package["words"])
-            if named or any(name in marker.args for marker in item.iter_markers("needs")):
+            parameters = item.callspec.params if hasattr(item, "callspec") else ""
+            named = {*re.split(r"[\W_]+", f"{item.name} {parameters}")}
+            marked = {needed for marker in item.iter_markers("needs") for needed in marker.args}
+            if name in marked or not named.isdisjoint(package["words"]):
                 item.add_marker(pytest.mark.skip(reason=f"needs {missing[0]}, which is missing"))
 
 
