@@ -33,7 +33,7 @@ FORBIDDEN_IMPORTS = {"data": {"infer", "train"}, "infer": {"train", "data"}, "tr
 # What data may import all the same: how a chat template takes tool calls is one function for training and decoding.
 SHARED_MODULES = {"infer.utils.chat_template"}
 
-# Package of infer/ -> what it may import of infer/ besides itself and infer.config (docs: DESIGN.md, "Layout").
+# Package of infer/ -> what it may import of infer/ besides itself and infer.config.
 _BELOW_ENGINE = {"utils", "ngrams", "attention", "trees", "targets", "drafters"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "utils": set(),
