@@ -8,7 +8,7 @@ that `infer.config` loads without torch. infer/main.py is the entry point of the
 from importlib import import_module
 from typing import Any
 
-from infer.utils.optional import find_missing, is_installed
+from infer.utils.optional import explain_missing, is_installed
 
 _NAMES = {  # by the module that defines them
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
@@ -33,8 +33,9 @@ def __getattr__(name: str) -> Any:
         return import_module("infer.utils.installation").package_version()
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")
-    if (missing := find_missing(_HOME[name])) is not None:
-        raise ImportError(f"infer.{name} is not in this installation: {missing} is missing")
+    sentence = explain_missing(_HOME[name], f"infer.{name}")
+    if sentence is not None:
+        raise ImportError(sentence)
     return getattr(import_module(_HOME[name]), name)
 
 

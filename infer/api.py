@@ -31,7 +31,7 @@ class OtherTarget(Protocol):
 
 
 AnyTarget = Target | OtherTarget
-Options = DecodeOptions | TextOptions  # of a causal target, and of another one
+Options = TextOptions  # DecodeOptions; of another target than a causal one, its `options_class`
 Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 
@@ -112,12 +112,12 @@ def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:
 def open_engine(
     target: AnyTarget,
     drafter: Drafter | None,
-    options: EngineConfig | TextOptions,
+    options: EngineConfig | object,
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do
-    not fit it."""
+    """Return the engine that decodes this kind of model. `options`: an EngineConfig, or what the model's
+    `engine_class` takes. Raises ValueError where options or drafter do not fit it."""
     if not has_own_engine(target):
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:

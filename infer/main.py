@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from infer.utils.errors import fail, fail_for_missing, quiet_where_unread
 from infer.utils.hydra_app import run_command
 from infer.utils.installation import package_version
-from infer.utils.optional import is_installed, require_installed
+from infer.utils.optional import explain_missing, is_installed
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
     if name not in _ROWS:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
     command = _ROWS[name]
+    sentence = explain_missing(command.options, f"command {name}")
+    if sentence is not None:
+        fail(sentence)
     try:
-        require_installed(command.options, f"command {name}")
         options_class = command.options_class()
-    except ValueError as error:
-        fail(str(error))
     except ModuleNotFoundError as error:
         fail_for_missing(error)
     if name == "train":  # it leaves the process in its own way

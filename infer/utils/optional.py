@@ -22,9 +22,15 @@ def is_installed(entry_point: str) -> bool:
     return find_missing(entry_point) is None
 
 
-def require_installed(entry_point: str, feature: str) -> None:
-    """Raise ValueError where the module of "module:name" is not in this installation. `feature`: what the user
-    asked for, the sentence's subject."""
+def explain_missing(entry_point: str, feature: str) -> str | None:
+    """Return a sentence that says which file of "module:name" is missing; None where there are all. `feature`: what
+    the user asked for, the sentence's subject."""
     missing = find_missing(entry_point)
-    if missing is not None:
-        raise ValueError(f"{feature} is not in this installation: {missing} is missing")
+    return None if missing is None else f"{feature} is not in this installation: {missing} is missing"
+
+
+def require_installed(entry_point: str, feature: str) -> None:
+    """Raise ValueError with the sentence of `explain_missing` where there is one."""
+    sentence = explain_missing(entry_point, feature)
+    if sentence is not None:
+        raise ValueError(sentence)

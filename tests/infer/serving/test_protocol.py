@@ -109,6 +109,16 @@ def test_a_thought_is_placed_where_the_template_reads_it(template, placed):
     assert place_thoughts([message], template) == [{"role": "assistant"} | placed]
 
 
+def test_tools_are_refused_where_nothing_reads_calls(client, monkeypatch):
+    """`infer.serving.calls` is an optional package."""
+    monkeypatch.setattr("infer.serving.server.ANSWER_READING", "infer.serving.gone:reading_of")
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    sentence = "tools: what reads tool calls is not in this installation: infer/serving/gone.py is missing"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        write(client, tools=tools)
+    assert write(client, tools=tools, tool_choice="none").choices[0].message.content is not None
+
+
 STREAMED = {"stream": True}
 
 
