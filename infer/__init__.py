@@ -2,11 +2,13 @@
 masked diffusion models that draft for themselves: `load_masked`, `generate`.
 
 Needs torch, transformers, safetensors, numpy and numba. Names are imported on first use, so
-that `infer.config` loads without torch. infer/main.py is the door to the commands.
+that `infer.config` loads without torch. infer/main.py is the entry point of the commands.
 """
 
 from importlib import import_module
 from typing import Any
+
+from infer.utils.optional import explain_missing, is_installed
 
 _NAMES = {  # by the module that defines them
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
@@ -22,7 +24,7 @@ _NAMES = {  # by the module that defines them
     "infer.targets.target": ("Target",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = [*_HOME]
+__all__ = [name for name, module in _HOME.items() if is_installed(module)]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +33,9 @@ def __getattr__(name: str) -> Any:
         return import_module("infer.utils.installation").package_version()
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")
+    sentence = explain_missing(_HOME[name], f"infer.{name}")
+    if sentence is not None:
+        raise ImportError(sentence)
     return getattr(import_module(_HOME[name]), name)
 
 

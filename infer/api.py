@@ -6,6 +6,8 @@ import re
 import time
 from collections import abc
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import Protocol
 
 from jinja2 import TemplateError
 
@@ -15,14 +17,21 @@ from infer.engine.engine import Engine
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
 from infer.engine.words import firm_length, words_of
-from infer.masked.config import MaskedConfig, MaskedOptions
-from infer.masked.engine import MaskedEngine
-from infer.masked.model import MaskedModel
 from infer.targets.target import Target
 from infer.utils.chat_template import readable_messages
 
-AnyTarget = Target | MaskedModel
-Options = DecodeOptions | MaskedOptions
+
+class OtherTarget(Protocol):
+    """A model that is no causal language model (`infer.targets.kinds`), whose optional package decodes it."""
+
+    name: str
+    tokenizer: object | None
+    options_class: str  # "module:class" of what `generate` takes for it
+    engine_class: str  # "module:class": (model, options, capacity, clock) -> an `Engine`
+
+
+AnyTarget = Target | OtherTarget
+Options = TextOptions  # DecodeOptions; of another target than a causal one, its `options_class`
 Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 
@@ -103,17 +112,17 @@ def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:
 def open_engine(
     target: AnyTarget,
     drafter: Drafter | None,
-    options: EngineConfig | MaskedConfig,
+    options: EngineConfig | object,
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do
-    not fit it."""
-    if not isinstance(target, MaskedModel):
+    """Return the engine that decodes this kind of model. `options`: an EngineConfig, or what the model's
+    `engine_class` takes. Raises ValueError where options or drafter do not fit it."""
+    if not has_own_engine(target):
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
-        raise ValueError(f"{target.name} is a masked diffusion model and drafts for itself: give None as its drafter")
-    return MaskedEngine(target, options, capacity, clock)
+        raise ValueError(f"{target.name} is no causal language model and drafts for itself: give None as its drafter")
+    return resolve_name(target.engine_class)(target, options, capacity, clock)
 
 
 def decode(
@@ -184,10 +193,15 @@ class TextStream:
         return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0)
 
 
+def has_own_engine(target: AnyTarget) -> bool:
+    """Return whether a model is no causal language model and brings engine and options of its own."""
+    return not isinstance(target, Target)
+
+
 def settings(target: AnyTarget, options: Options | None, overrides: dict[str, object]) -> Options:
     """Return checked options for this kind of model. Raises TypeError for unknown names."""
-    kind = MaskedOptions if isinstance(target, MaskedModel) else DecodeOptions
-    options = replace(options or kind(), **overrides)
+    options_class = resolve_name(target.options_class) if has_own_engine(target) else DecodeOptions
+    options = replace(options or options_class(), **overrides)
     options.check()
     return options
 
@@ -199,7 +213,7 @@ def positions_of(target: AnyTarget) -> int:
 
 def check_length(target: AnyTarget, options: Options, prompts: list[list[int]]) -> None:
     """Raise ValueError when the target has fewer positions than a prompt and its answer may take."""
-    answer = options.room(options.max_new_tokens) if isinstance(target, MaskedModel) else options.max_new_tokens
+    answer = options.room(options.max_new_tokens)
     positions, limit = max(map(len, prompts), default=0) + answer, positions_of(target)
     if positions > limit:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")

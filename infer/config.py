@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from infer.drafters.families import check_blocks, check_options
 from infer.drafters.heads.table import check_head
-from infer.trees.methods import TREES, TreeMethod
+from infer.trees.methods import TREES, TreeMethod, require_method
 from infer.utils.checks import FREE_TEXT, above_zero, at_least, one_of, temperature
 
 # in place of a file's name: no n-grams, and those of the text itself alone
@@ -298,8 +298,13 @@ class EngineConfig:
         """Return whether the method needs a drafter."""
         return self.tree.drafts
 
+    def room(self, tokens: int) -> int:
+        """Return the positions that an answer of so many tokens takes."""
+        return tokens
+
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
+        require_method(self.method)
         one_of(self, method=TREES)
         at_least(self, width=1, rows=1, positions=1, prefix_memory=0)
         if isinstance(self.budget, str) and self.budget != "auto":

@@ -1,4 +1,4 @@
-"""The door to every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the environment and
+"""The entry point of every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the environment and
 hands on to it.
 
 What a command needs is imported when it runs. A command is a row here and a file with its options and
@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from infer.utils.errors import fail, fail_for_missing, quiet_where_unread
 from infer.utils.hydra_app import run_command
 from infer.utils.installation import package_version
+from infer.utils.optional import explain_missing, is_installed
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def own(name: str, help: str) -> Command:
     return Command(help, f"infer.cli.{name}:{name.capitalize()}Command", f"infer.cli.{name}:run")
 
 
-COMMANDS = {
+_ROWS = {
     "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"),
     "eval": own("eval", "decode held-out prompts with a checkpoint"),
     "compare": own("compare", "evaluate several checkpoints with every tree"),
@@ -66,6 +67,7 @@ COMMANDS = {
         "train.masked.diffusion:train",
     ),
 }
+COMMANDS = {name: row for name, row in _ROWS.items() if is_installed(row.options)}
 
 
 @quiet_where_unread()
@@ -79,9 +81,12 @@ def main(arguments: list[str] | None = None) -> None:
         return print(f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\n{options}")
     if name == "--version":
         return print(f"blockdraft {package_version()}")
-    if name not in COMMANDS:
+    if name not in _ROWS:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
-    command = COMMANDS[name]
+    command = _ROWS[name]
+    sentence = explain_missing(command.options, f"command {name}")
+    if sentence is not None:
+        fail(sentence)
     try:
         options_class = command.options_class()
     except ModuleNotFoundError as error:

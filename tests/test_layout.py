@@ -1,4 +1,4 @@
-"""The rules of the code, checked by reading it: imports, rooms, names, sizes, and what must not be written."""
+"""The rules of the code, checked by reading it: imports, packages, names, sizes, and what must not be written."""
 
 import ast
 import pydoc
@@ -18,13 +18,14 @@ import pytest
 import infer
 from infer.utils import installation
 from infer.utils.installation import EXTRA_MODULES, describe_missing
+from infer.utils.optional import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "infer", "data")
 MAX_TOP_FILES = 5  # of infer/
-MAX_ARROWS = 75  # between places of infer/: 187 before there were rooms
+MAX_DEPENDENCIES = 70  # between packages and top files of infer/: 187 before there were packages
 MAX_FUNCTION_LINES = 60
-MAX_ROOM_DOCSTRING_LINES = 4  # what lives here; what it may import; where to start reading
+MAX_PACKAGE_DOCSTRING_LINES = 4  # what lives here; what it may import; where to start reading
 
 # Package -> packages that it may not import. infer/cli may import data and train inside functions, and the modules of
 # OPTION_MODULES, which load no torch, where a command's options have their dataclasses as fields.
@@ -32,9 +33,9 @@ FORBIDDEN_IMPORTS = {"data": {"infer", "train"}, "infer": {"train", "data"}, "tr
 # What data may import all the same: how a chat template takes tool calls is one function for training and decoding.
 SHARED_MODULES = {"infer.utils.chat_template"}
 
-# Room of infer/ -> what it may import of infer/ besides itself and infer.config.
+# Package of infer/ -> what it may import of infer/ besides itself and infer.config.
 _BELOW_ENGINE = {"utils", "ngrams", "attention", "trees", "targets", "drafters"}
-ROOMS: dict[str, set[str]] = {
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "utils": set(),
     "ngrams": {"utils"},
     "attention": {"utils"},
@@ -47,17 +48,31 @@ ROOMS: dict[str, set[str]] = {
     "masked": _BELOW_ENGINE | {"formats", "engine", "evaluation"},
     "doctor": _BELOW_ENGINE | {"api", "evaluation"},
     "serving": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation"},
-    "cli": _BELOW_ENGINE | {"formats", "engine", "masked", "api", "evaluation", "doctor", "serving"},
+    "cli": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation", "serving"},
 }
-# Leaf rooms, and scripts: module or room -> those that may import it besides itself.
-LEAVES = {"train.masked": set(), "train.pretraining": {"train.masked"}}
+# Optional packages: no other module imports one of theirs, and only these tables name them, as "module:name".
+OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+    name: tuple(path.removesuffix(".py").replace("/", ".") for path in package["code"])
+    for name, package in tomllib.loads((ROOT / "tests" / "optional_packages.toml").read_text()).items()
+}
+TABLES = {
+    "infer/__init__.py",
+    "infer/main.py",
+    "infer/drafters/families.py",
+    "infer/serving/server.py",
+    "infer/targets/kinds.py",
+    "infer/trees/methods.py",
+}
+# Module or package -> those that may import it besides itself.
+IMPORTED_ONLY_BY = {module: set(modules) for modules in OPTIONAL_PACKAGES.values() for module in modules}
+IMPORTED_ONLY_BY |= {"train.pretraining": {"train.masked"}}
 CODE_IN_INIT = {"infer/__init__.py", "infer/trees/__init__.py", "infer/drafters/__init__.py"}
 
 OPTION_MODULES = {"data.rows", "data.suites"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 # Nothing that infer/ may do without: with all of these missing, loading and generating are still importable.
-OPTIONAL = ("train", "data", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "llguidance")
+OPTIONAL_LIBRARIES = ("train", "data", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "llguidance")
 
 REGISTRY_HOSTS = rb"(pypi|pythonhosted|download\.pytorch|anaconda|registry\.npmjs)\.org"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -189,33 +204,48 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of infer/: "trees" for infer.trees and infer.trees.ddtree, None for infer, infer.api, ..."""
+def is_within(module: str, packages: Iterable[str]) -> bool:
+    """Return whether a module is one of these, or in one of them."""
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def package_of(module: str) -> str | None:
+    """The package of a module of infer/: "trees" for infer.trees.ddtree, None for infer, infer.api, ..."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "infer" and len(parts) > 1 and parts[1] in ROOMS else None
+    return parts[1] if parts[0] == "infer" and len(parts) > 1 and parts[1] in ALLOWED_IMPORTS else None
 
 
-def room_faults(graph: dict[str, set[str]]) -> list[str]:
-    """Imports of infer/ that the table ROOMS does not allow."""
+def package_faults(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of infer/ that the table ALLOWED_IMPORTS does not allow. Modules of one optional package import each
+    other."""
     faults = []
     for module, imported in graph.items():
-        room = room_of(module)
-        if room is None:
+        package = package_of(module)
+        if package is None:
             continue
-        allowed = {room, "config", *ROOMS[room]}
-        inside = [name for name in imported if name.split(".")[0] == "infer"]
-        faults += [f"{module} -> {name}" for name in inside if (name + ".api").split(".")[1] not in allowed]
+        allowed = {package, "config", *ALLOWED_IMPORTS[package]}
+        siblings = [name for names in OPTIONAL_PACKAGES.values() if is_within(module, names) for name in names]
+        for name in imported:
+            if name.split(".")[0] == "infer" and not is_within(name, siblings):
+                faults += [f"{module} -> {name}"] * ((name + ".api").split(".")[1] not in allowed)
     return sorted(faults)
 
 
-def leaf_faults(graph: dict[str, set[str]]) -> list[str]:
-    """Imports of leaf rooms by what may not import them."""
+def importer_faults(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of what IMPORTED_ONLY_BY names by others."""
     faults = []
-    for leaf, allowed in LEAVES.items():
-        places = (leaf, *allowed)
-        others = [module for module in graph if not any(f"{module}.".startswith(f"{place}.") for place in places)]
-        faults += [f"{a} -> {b}" for a in others for b in sorted(graph[a]) if f"{b}.".startswith(f"{leaf}.")]
+    for package, importers in IMPORTED_ONLY_BY.items():
+        for module in graph:
+            if not is_within(module, (package, *importers)):
+                faults += [f"{module} -> {name}" for name in sorted(graph[module]) if is_within(name, [package])]
     return faults
+
+
+def names_of_optional_modules(code: str) -> list[str]:
+    """Texts in `code` that name a module of an optional package, as a row of a table does."""
+    modules = [module for modules in OPTIONAL_PACKAGES.values() for module in modules]
+    texts = [node.value for node in nodes(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in texts if is_within(text.partition(":")[0], modules)]
 
 
 def function_faults(code: str) -> list[str]:
@@ -274,38 +304,51 @@ def test_the_import_check_sees_faults():
     assert import_faults(inside, "train") == ["."]
 
 
-def test_rooms_import_only_what_they_may():
-    assert room_faults(module_graph()) == []
+def test_packages_import_only_what_they_may():
+    assert package_faults(module_graph()) == []
 
 
-def test_the_core_imports_no_leaf():
-    assert leaf_faults(module_graph()) == []
-    core = {"train.loop": {"train.masked.config"}, "train.masked.config": {"train.pretraining.config"}}
-    assert leaf_faults(core) == ["train.loop -> train.masked.config"]
+def test_nothing_imports_an_optional_package():
+    assert importer_faults(module_graph()) == []
+    core = {"train.loop": {"train.masked.config"}, "train.masked.config": {"infer.masked.model"}}
+    assert importer_faults(core) == ["train.loop -> train.masked.config"]
+    assert importer_faults({"infer.cli.eval": {"infer.doctor"}}) == ["infer.cli.eval -> infer.doctor"]
+    assert importer_faults({"infer.trees.ddtree": {"infer.trees.continuity"}}) != []
 
 
-def test_the_rooms_check_sees_faults():
+def test_only_tables_name_optional_packages():
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in sources(*PACKAGES)
+        if not is_within(module_name(path), IMPORTED_ONLY_BY) and names_of_optional_modules(path.read_text())
+    }
+    assert naming <= TABLES
+    assert names_of_optional_modules('"infer.masked.x:f", "infer.maskedness:f", "a"') == ["infer.masked.x:f"]
+
+
+def test_the_packages_check_sees_faults():
     code = "if TYPE_CHECKING:\n    from infer.engine.engine import Engine\ndef f():\n    from infer.trees import tree\n"
     modules = {"infer", "infer.api", "infer.engine.engine", "infer.trees", "infer.trees.tree", "infer.config"}
     imported = imports_of(code + "import infer.config\nfrom infer import api, generate\nimport torch", modules)
     assert imported == modules - {"infer.trees"}
-    faults = room_faults({"infer.drafters.base": imported, "infer.main": imported, "train.loop": imported})
+    faults = package_faults({"infer.drafters.base": imported, "infer.main": imported, "train.loop": imported})
     start = "infer.drafters.base -> "
     assert faults == [start + name for name in ("infer", "infer.api", "infer.engine.engine")]
 
 
-def test_every_folder_of_infer_is_a_room_and_its_top_is_small():
+def test_every_folder_of_infer_is_a_package_and_its_top_is_small():
     folders = {path.parent.name for path in (ROOT / "infer").glob("*/__init__.py")}
-    assert folders == set(ROOMS)
+    optional = {module.removeprefix("infer.") for modules in OPTIONAL_PACKAGES.values() for module in modules}
+    assert set(ALLOWED_IMPORTS) - optional <= folders <= set(ALLOWED_IMPORTS)
     top = sorted(path.name for path in (ROOT / "infer").glob("*.py"))
     assert len(top) <= MAX_TOP_FILES, top
 
 
-def test_arrows_between_rooms_are_few():
-    """Rooms and files at the top of infer/ are places; an arrow says that something in one imports from another."""
+def test_dependencies_between_packages_are_few():
+    """Of packages and files at the top of infer/: one depends on another if something in it imports from there."""
     graph = {a: {b for b in names if b.startswith("infer")} for a, names in module_graph().items() if a[:5] == "infer"}
-    arrows = {(room_of(a) or a, room_of(b) or b) for a, names in graph.items() for b in names}
-    assert 40 < len([arrow for arrow in arrows if arrow[0] != arrow[1]]) <= MAX_ARROWS
+    pairs = {(package_of(a) or a, package_of(b) or b) for a, names in graph.items() for b in names}
+    assert 40 < len([pair for pair in pairs if pair[0] != pair[1]]) <= MAX_DEPENDENCIES
 
 
 def test_no_modules_import_each_other():
@@ -318,12 +361,12 @@ def test_the_circle_check_sees_circles():
 
 
 @pytest.mark.parametrize("path", sources("infer", "train", name="*/__init__.py"), ids=module_name)
-def test_rooms_say_what_lives_there(path):
+def test_packages_say_what_lives_there(path):
     """What lives here, what it may import, where to start reading; nothing else but where a table lives."""
     tree = ast.parse(path.read_text())
     said = (ast.get_docstring(tree) or "").strip()
     assert said and "TODO" not in said
-    assert len([line for line in said.splitlines() if line.strip()]) <= MAX_ROOM_DOCSTRING_LINES
+    assert len([line for line in said.splitlines() if line.strip()]) <= MAX_PACKAGE_DOCSTRING_LINES
     assert len(tree.body) == 1 or str(path.relative_to(ROOT)) in CODE_IN_INIT
 
 
@@ -390,10 +433,10 @@ def test_infer_needs_only_torch_transformers_safetensors(start_command, tmp_path
     """None in sys.modules makes a module missing, both for `import` and for find_spec."""
     (tmp_path / "program.py").write_text(f"""
 import sys
-missing = [name for name in sys.modules if name.split('.')[0] in {OPTIONAL!r}]
-sys.modules.update(dict.fromkeys([*missing, *{OPTIONAL!r}]))
+missing = [name for name in sys.modules if name.split('.')[0] in {OPTIONAL_LIBRARIES!r}]
+sys.modules.update(dict.fromkeys([*missing, *{OPTIONAL_LIBRARIES!r}]))
 from infer import generate, load_drafter, load_target
-assert not [name for name in sys.modules if name.split('.')[0] in {OPTIONAL!r} and sys.modules[name]]
+assert not [name for name in sys.modules if name.split('.')[0] in {OPTIONAL_LIBRARIES!r} and sys.modules[name]]
 """)
     start_command(str(tmp_path / "program.py"), [], FRESH="1").finish()
 
@@ -409,14 +452,16 @@ def test_files_name_no_machine_and_no_registry():
 
 def test_the_api_lists_and_explains_itself():
     """What tab completion and help(infer) show, without a type checker's help."""
-    assert set(infer.__all__) <= set(dir(infer)) and set(infer.__all__) == set(infer._HOME)
+    assert set(infer.__all__) <= set(dir(infer))
+    missing = {name for name, module in infer._HOME.items() if not is_installed(module)}
+    assert set(infer.__all__) == set(infer._HOME) - missing
     text = pydoc.render_doc(infer, renderer=pydoc.plaintext)
     for name in ("generate", "load_drafter", "load_target", "stream"):
         assert f"    {name}(" in text
     assert (ROOT / "infer" / "py.typed").is_file()
     stub = ast.parse((ROOT / "infer" / "__init__.pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.asname for node in imports for alias in node.names} == set(infer.__all__)
+    assert {alias.asname for node in imports for alias in node.names} == set(infer._HOME)
 
 
 def test_every_file_of_the_packages_is_installed():

@@ -4,13 +4,14 @@ model."""
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import ClassVar
 
 from data.rows import DataConfig, check_source
 from data.suites import SuiteConfig
-from infer.cli.models import OfDrafter, load
+from infer.cli.models import MaskedConfig, OfDrafter, load
 from infer.config import EvaluationConfig
-from infer.masked.config import MaskedConfig
+from infer.targets.kinds import MASKED, is_masked
 from infer.utils.progress import Progress
 
 
@@ -58,13 +59,13 @@ def run(config: EvalCommand) -> None:
     from infer.evaluation.report import RunFacts, write_report
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
-    from infer.masked.evaluation import evaluate_masked, evaluation_options
-    from infer.masked.model import is_masked
     from infer.utils.errors import command_line
     from infer.utils.redact import redact
 
-    options, out = config.evaluation, Path(config.out)
-    if not (masked := is_masked(config.target.path)):
+    options = config.evaluation
+    out = Path(config.out)
+    masked = is_masked(config.target.path)
+    if not masked:
         check_source(config.data, config.target.path, ", or suite=files with suite.folder=<question sets>")
     target, drafter = load(config.target, config.checkpoint, config.drafter)
     outside = 0 if masked else options.outside
@@ -73,8 +74,8 @@ def run(config: EvalCommand) -> None:
         print(few, file=sys.stderr)
     progress = Progress("evaluating", "prompts", minutes=options.minutes)
     if masked:
-        way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
-        result = evaluate_masked(target, ids, way, progress, options.minutes)
+        prompt_ids = [prompt.ids for prompt in prompts]
+        result = resolve_name(MASKED.evaluate)(target, prompt_ids, options, config.masked, progress)
     else:
         result = evaluate(target, drafter, prompts, options, progress)
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
@@ -91,7 +92,6 @@ def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
     from infer.evaluation.published import suite_table
     from infer.evaluation.suite import drafter_digest, evaluate_suite
-    from infer.masked.model import is_masked
     from infer.utils.files import atomic_write
 
     out, progress = Path(config.out), Progress("asking", "questions")

@@ -4,9 +4,8 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfDrafter, load, text_options
+from infer.cli.models import MaskedConfig, OfDrafter, load, text_options
 from infer.config import DecodeOptions
-from infer.masked.config import MaskedConfig
 from infer.utils.checks import FREE_TEXT, check_parts
 
 

@@ -1,12 +1,15 @@
 """What several commands need: options, and loading target and drafter."""
 
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import ClassVar
 
 from infer.config import LoadedConfig, TargetConfig, TextOptions
 from infer.drafters.families import LOOKUP
-from infer.masked.config import MaskedConfig, masked_options
+from infer.targets.kinds import MASKED, is_masked, masked_options_class
 from infer.utils.checks import check_parts
+
+MaskedConfig = masked_options_class()
 
 
 @dataclass
@@ -38,18 +41,16 @@ class OfDrafter(OfTarget):
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
     """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one
     cannot follow."""
-    from infer.masked.model import is_masked
-
-    return masked_options(decoding, masked) if is_masked(place.path) else decoding
+    if is_masked(place.path):
+        return resolve_name(MASKED.text_options)(decoding, masked)
+    return decoding
 
 
 def load(place: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None):
     """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no
     checkpoint, or a masked diffusion model. `options` of the drafter. Raises ValueError as `load_all`."""
-    from infer import load_masked
-    from infer.masked.model import is_masked
-
     if is_masked(place.path):
+        load_masked = resolve_name(MASKED.load)
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
     target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], options)
     return target, next(iter(drafters), None)
@@ -62,7 +63,6 @@ def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig 
     Raises ValueError for a drafter that does not fit or that this target's dtype or device has no int8
     products for, for options that change nothing, and for a masked diffusion model."""
     from infer.formats.checkpoint import load_drafter
-    from infer.masked.model import is_masked
     from infer.targets.loading import load_config, open_target, resolve_device, resolve_dtype
 
     if is_masked(place.path):

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.cli.models import OfTarget, load, text_options
+from infer.cli.models import MaskedConfig, OfTarget, load, text_options
 from infer.config import DecodeOptions, TextOptions
 from infer.engine.loops import LONGEST_PERIOD
-from infer.masked.config import MaskedConfig
 from infer.utils.checks import above_zero, at_least, check_parts
 
 PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt

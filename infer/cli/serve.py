@@ -5,10 +5,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfDrafter, load
+from infer.cli.models import MaskedConfig, OfDrafter, load
 from infer.config import EngineConfig
-from infer.masked.config import MaskedConfig
 from infer.serving.config import ServerConfig
+from infer.targets.kinds import is_masked
 from infer.utils.progress import HEARTBEAT
 
 
@@ -35,18 +35,16 @@ def opened(config: ServeCommand):
     """Load what is served: the engine, and in words what it does."""
     from infer import open_engine
     from infer.api import positions_of
-    from infer.masked.model import is_masked
 
-    masked, server = is_masked(config.target.path), config.server
+    server = config.server
     if server.memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    decoding = config.masked if masked else config.decoding
+    decoding = config.masked if is_masked(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.drafts else None
     target, drafter = load(config.target, checkpoint, config.drafter)
-    spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
+    spare = decoding.room(1) - 1  # a masked model's answer ends with a whole block
     capacity = min(server.max_length, positions_of(target) - spare)
-    name = decoding.method if masked else decoding.name_with(drafter)
-    said = f"{name}, {decoding.rows} texts at a time, {capacity} tokens each"
+    said = f"{decoding.name_with(drafter)}, {decoding.rows} texts at a time, {capacity} tokens each"
     engine = open_engine(target, drafter, decoding, capacity)
     return engine, f"{server.model_name or target.name} at {server.url}/v1: {said}"
 

@@ -1,12 +1,14 @@
-"""The table of drafter families. No torch here, and nothing of this project: options are checked
-against the table before anything is loaded, and a family's own code is imported when it is first used.
+"""The table of drafter families. No torch here: options are checked against the table before anything is
+loaded, and a family's own code is imported when it is first used.
 
-A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this room, a row
+A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this package, a row
 here, and a file in conf/drafter.
 """
 
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+
+from infer.utils.optional import is_installed, require_installed
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,24 @@ _ROWS = (
         options=("head",),
     ),
 )
-FAMILIES = {row.name: row for row in _ROWS}
+FAMILIES = {row.name: row for row in _ROWS if is_installed(row.drafter)}
 # without a network, and so without a config.json
 LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.lookup:Lookup", on_device=False)
-FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()}
+FORMATS = {name: format for row in FAMILIES.values() for name, format in row.formats.items()}
+MISSING_FAMILIES = [row for row in _ROWS if row.name not in FAMILIES]  # their code is not in this installation
 OWN_OPTIONS = tuple(dict.fromkeys(option for row in _ROWS for option in row.options))  # of any family
+
+
+def require_family(name: str) -> None:
+    """Raise ValueError for a family whose module is not in this installation."""
+    for row in _ROWS:
+        if row.name == name:
+            require_installed(row.drafter, f"drafter.family={name}")
 
 
 def check_options(family: str, layers: int) -> None:
     """Raise ValueError for a family that does not exist, or a number of layers that it cannot have."""
+    require_family(family)
     row = FAMILIES.get(family)
     if row is None:
         raise ValueError(f"drafter.family={family}: use {' or '.join(FAMILIES)}")

@@ -6,8 +6,9 @@ one only.
 """
 
 from infer.drafters.config_keys import ConfigReading
-from infer.drafters.families import FAMILIES
+from infer.drafters.families import FAMILIES, MISSING_FAMILIES
 from infer.formats.folders import CODED, Folder
+from infer.utils.optional import find_missing
 
 REFUSED = {  # by a word of `architectures` or `speculators_model_type`: methods that no family here has
     "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
@@ -31,6 +32,10 @@ def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
         reading = family.load().read(family, raw, folder.tensors, target_layers)
         if reading is not None:
             return reading
+    for family in MISSING_FAMILIES:
+        if family.config_key in raw:
+            sentence = f"this is a {family.title} drafter, and {find_missing(family.drafter)} is missing"
+            return ConfigReading("none", None, {}, [f"config.json: {sentence}"])
     known = ", ".join(f"['{family.architecture}']" for family in FAMILIES.values())
     sentence = f"architectures is {raw.get('architectures')}, expected {known}, or another name of theirs"
     return ConfigReading("none", None, {}, [f"config.json: {sentence}"])

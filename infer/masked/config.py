@@ -38,6 +38,10 @@ class MaskedConfig:
         """Return the positions that an answer of so many tokens takes: whole blocks are written."""
         return tokens + -tokens % self.block_length
 
+    def name_with(self, drafter: None) -> str:
+        """Return what decodes, by name; there is no drafter."""
+        return self.method
+
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
         at_least(self, rows=1, block_length=1, nodes=1)

@@ -33,20 +33,21 @@ def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> Ma
 def evaluate_masked(
     model: MaskedModel,
     prompts: Sequence[Sequence[int]],
-    options: MaskedOptions,
+    evaluation: EvaluationConfig,
+    masked: MaskedConfig,
     progress: Progress = lambda done, total: None,
-    minutes: float | None = None,
 ) -> Evaluation:
     """Decode every prompt step by step and with drafts of every length and order, as many as there is
-    time for. `options` are those that `evaluation_options` makes."""
+    time for."""
+    options = evaluation_options(evaluation, masked)
     drafts = [(method, length, length + 1) for length in LENGTHS for method in ("greedy", "mixed", "guided")]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
     for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
         way = replace(options, method=method, draft_length=length, nodes=states)
         variants.append(Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way))
-    until = time.monotonic() + 60 * (minutes or math.inf)
+    until = time.monotonic() + 60 * (evaluation.minutes or math.inf)
     measured = measure(model, None, variants, prompts, progress, until=until)
-    cut = cut_at(minutes, len(measured[0].texts), len(prompts))
+    cut = cut_at(evaluation.minutes, len(measured[0].texts), len(prompts))
     found = summarise_part(model, None, PromptSet(None, [], [], options, cut), measured)
     methods = [
         replace(  # all tokens are written by rounds, none by a prefill

@@ -14,17 +14,19 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig, __version__
+from transformers import AutoConfig, AutoModel, __version__
 from transformers.utils import logging
 
 from infer.attention.kv_cache import zeros
 from infer.attention.masks import additive
 from infer.targets.checks import check_finite
 from infer.targets.ends import end_tokens
+from infer.targets.kinds import MASKED, read_config
 from infer.targets.loading import (
     explain_load_errors,
     load_checked,
@@ -41,8 +43,8 @@ from infer.targets.support import head_size
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
 
-# kinds that bring their own code -> the mask token, where config.json names none, and whether they are
-# shifted
+# `MASKED.model_types`, which bring their own code -> the mask token, where config.json names none, and
+# whether they are shifted
 FOREIGN = {"llada": (126336, False), "dream": (151666, True)}
 
 
@@ -51,6 +53,8 @@ class MaskedModel:
     """A masked diffusion model. `shifted`: its output at position i - 1 predicts the token at position
     i, as in models converted from autoregressive ones; position 0 then has no prediction."""
 
+    options_class: ClassVar = "infer.masked.config:MaskedOptions"  # see `infer.api.OtherTarget`
+    engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: nn.Module
     tokenizer: object | None
     mask_token_id: int
@@ -209,26 +213,10 @@ def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.M
     return model
 
 
-def read_config(path: str) -> dict:
-    """Read a model's config.json, unchanged. Raises FileNotFoundError where there is none."""
-    with explain_load_errors(path):
-        config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
-        if not config.get("model_type"):
-            raise OSError(f"{path}: no config.json, or one without model_type")
-    return config
-
-
-def is_masked(path: str) -> bool:
-    """Return whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError
-    where there is none."""
-    config = read_config(path)
-    return config["model_type"].lower() in FOREIGN or config.get("masked_diffusion") is not None
-
-
 def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
     """Return the mask token, and whether outputs predict the next position, from a config.json. Raises
     ValueError for a model that is no masked diffusion model, and for one without a mask token."""
-    kind, ours = config["model_type"].lower(), config.get("masked_diffusion")
+    kind, ours = config["model_type"].lower(), config.get(MASKED.config_key)
     if kind not in FOREIGN and (kind not in NATIVE or ours is None):
         raise ValueError(
             f"target.path={path}: a {config['model_type']} model that was not trained to fill masks (no "

@@ -15,28 +15,13 @@ from dataclasses import dataclass, field
 from transformers.utils.chat_parsing import ResponseParser
 
 from infer.serving.dialogue import opens_thought
+from infer.serving.protocol import Tool
+from infer.utils.chat_template import arguments_text
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
-# of a message, under which chat templates read its thought; the first that a template has
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}  # which may be special tokens
 # JSON as models learnt it
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: str
-    parameters: dict
-
-    def call_schema(self, key: str) -> dict:
-        """Return the schema of a call as JSON with a name and, under `key`, arguments; what the
-        parameters refer to stands at its top."""
-        schema = {"type": "object", "properties": {"name": {"const": self.name}, key: self.parameters}}
-        shared = {part: self.parameters[part] for part in ("$defs", "definitions") if part in self.parameters}
-        return schema | {"required": ["name", key], "additionalProperties": False, "x-guidance": SPACED} | shared
 
 
 @dataclass(frozen=True)
@@ -86,6 +71,15 @@ FORMATS = {
 }
 
 
+def call_schema(tool: Tool, arguments_key: str) -> dict:
+    """Return the JSON schema of a call of a tool: its name and, under a key, its arguments. What the parameters
+    refer to stands at the schema's top."""
+    properties = {"name": {"const": tool.name}, arguments_key: tool.parameters}
+    schema = {"type": "object", "properties": properties, "required": ["name", arguments_key]}
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return schema | {"additionalProperties": False, "x-guidance": SPACED} | shared
+
+
 def quoted(text: str, special: Sequence[str] = ()) -> str:
     """Return text in Lark's syntax, special tokens as such."""
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
@@ -101,11 +95,6 @@ def calls_in(body: str) -> list[dict]:
         found.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
         body = body[end:].lstrip("; \n")
     return found
-
-
-def in_json(arguments: object) -> str:
-    """Return a call's arguments as JSON in a text, which they may be already."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -132,6 +121,10 @@ class Reading:
             return self.tokenizer.decode(prompt)
         return "<think>" if self.thinks(prompt) else ""
 
+    def reader(self, tools: Sequence[Tool], prompt: list[int]) -> "AnswerReader":
+        """Return a reader of one answer to a prompt, which may call these tools."""
+        return AnswerReader(self, tools, self.prefix(prompt))
+
     def template(self, calls: bool) -> dict:
         """Return the response template; without `calls` these are words like all others."""
         template = self.own or {"start_anchor_pattern": r"\A", "fields": self.format.fields}
@@ -150,30 +143,13 @@ class Reading:
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         more = ' ("\\n" call)*' if several and form.several else ""
         rules = [f"call: {begin} ({names}) {end}"]
-        rules += [f"call{i}: %json {json.dumps(tool.call_schema(form.key))}" for i, tool in enumerate(tools)]
+        rules += [f"call{i}: %json {json.dumps(call_schema(tool, form.key))}" for i, tool in enumerate(tools)]
         thought = ""
         if thinking or "<think>" in str(self.tokenizer.get_chat_template()):
             thought = "thought " if thinking else "thought? "
             rules.append('thinking[suffix="</think>"]: /(?s:.*)/')
             rules.append(rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/")
         return "\n".join([f"start: {thought}call{more}", *rules])
-
-
-def place_thoughts(messages: Sequence[dict], template: str) -> list[dict]:
-    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them: under
-    its own key; else, where it knows the tag that ends a thought, in front of the content."""
-    keys = (key for key in THOUGHT_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
-    thought_key = next(keys, None)
-    placed = []
-    for message in messages:
-        others = {key: value for key, value in message.items() if key != "reasoning_content"}
-        thought = message.get("reasoning_content")
-        if thought and thought_key:
-            others[thought_key] = thought
-        elif thought and "</think>" in template:
-            others["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
-        placed.append(others)
-    return placed
 
 
 def reading_of(tokenizer: object) -> Reading | None:
@@ -250,7 +226,7 @@ class AnswerReader:
         try:
             value = event["value"]
             called = calls_in(body) if isinstance(value, str) else [value["function"]]
-            found = [{"name": call["name"], "arguments": in_json(call["arguments"])} for call in called]
+            found = [{"name": call["name"], "arguments": arguments_text(call["arguments"])} for call in called]
         except (ValueError, KeyError, TypeError, AttributeError):
             return add(delta, "content", body)
         for call in found:

@@ -5,7 +5,7 @@ import random
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from infer.config import TextOptions
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
-from infer.serving.calls import AnswerReader, Reading, Tool, in_json
 from infer.serving.dialogue import arguments_of
 from infer.targets.target import Target
+from infer.utils.chat_template import arguments_text
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,23 @@ class TextPiece:
     drafted: int = 0  # nodes that the last round verified
     rejected: list[int] | None = None  # the likeliest path that it did not take, if asked for
     refusal: tuple[int, str] | None = None  # where it ended in an error: HTTP status and sentence
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    parameters: dict
+
+
+class AnswerParts(Protocol):
+    """Tells one answer's thoughts, words and tool calls apart (`infer.serving.calls`, an optional package)."""
+
+    calls: int  # that were begun
+
+    def read(self, text: str, final: bool) -> dict:
+        """Return the delta, as OpenAI's, that new text adds; `final`: the answer ends behind it."""
 
 
 def failed(status: int, message: str) -> TextPiece:
@@ -127,7 +144,7 @@ class CompletionRequest(Strict):
     trace: bool = False  # ours: streamed chunks say what was drafted and rejected
     return_token_ids: bool = False  # vLLM's: choices have the ids of their tokens
     # vLLM's: what the answer must look like
-    guided_json: Annotated[str, BeforeValidator(in_json)] | None = None  # a JSON schema
+    guided_json: Annotated[str, BeforeValidator(arguments_text)] | None = None  # a JSON schema
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
     guided_grammar: str | None = None  # in Lark's syntax
@@ -408,15 +425,12 @@ class Form:
     chunk_kind: str
 
     def __init__(
-        self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]], reading: Reading | None
+        self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]], answers: list[AnswerParts]
     ) -> None:
         self.target, self.name, self.logprobs = target, name, body.limits()[1] is not None
         self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.answers: list[AnswerReader] = []
-        if reading is not None and body.chat:
-            tools, prefix = body.callable_tools, reading.prefix(prompts[0])
-            self.answers = [AnswerReader(reading, tools, prefix) for _ in range(body.n)]
+        self.answers = answers  # one for each of the request's answers; none where they are words alone
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind

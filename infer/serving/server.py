@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 
 import prometheus_client
 import torch
@@ -37,7 +38,6 @@ from infer.engine.grammar import (
 )
 from infer.engine.sequence import Sequence, check_prompt
 from infer.engine.trial import Trial
-from infer.serving.calls import place_thoughts, reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, network
 from infer.serving.protocol import (
@@ -52,10 +52,14 @@ from infer.serving.protocol import (
     event,
     failed,
 )
+from infer.utils.chat_template import place_thoughts
 from infer.utils.errors import Stopped
+from infer.utils.optional import is_installed, require_installed
 
 log = logging.getLogger(__name__)
 
+# (tokenizer) -> how a model's answers are told apart into thoughts, words and tool calls: an optional package
+ANSWER_READING = "infer.serving.calls:reading_of"
 ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
 FAILED = failed(500, "the engine failed on this text")
@@ -218,7 +222,9 @@ class Service:
     def __init__(self, engine: Engine, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
-        self.reading = reading_of(self.target.tokenizer)
+        self.reading = None
+        if is_installed(ANSWER_READING):
+            self.reading = resolve_name(ANSWER_READING)(self.target.tokenizer)
         options_of_engine = vars(engine.options)  # a masked model's have no budget
         labels = [name for name in DECODING_LABELS if name in options_of_engine]
         self.metrics = Metrics({name: str(options_of_engine[name]) for name in labels})
@@ -280,6 +286,8 @@ class Service:
 
     def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
         """Return a request's texts, checked. Raises ValueError."""
+        if body.callable_tools:
+            require_installed(ANSWER_READING, "tools: what reads tool calls")
         tickets, pieces = [], asyncio.Queue()
         special = body.chat and self.reading is not None and self.reading.special
         if body.chat and getattr(self.target.tokenizer, "chat_template", None) is not None:
@@ -328,7 +336,10 @@ class Service:
         """Return the response to a request, whole or streamed."""
         tickets = await self.admit(body)
         prompts = [ticket.prompt for ticket in tickets[:: body.n]]
-        form = form(self.target, self.name, body, prompts, self.reading)
+        answers = []
+        if body.chat and self.reading is not None:
+            answers = [self.reading.reader(body.callable_tools, prompts[0]) for _ in range(body.n)]
+        form = form(self.target, self.name, body, prompts, answers)
         if body.stream:
             return Stream(self.events(tickets, form, body), lambda: self.leave(tickets))
         whole = asyncio.ensure_future(gather(tickets))

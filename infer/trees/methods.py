@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
+from infer.utils.optional import is_installed, require_installed
+
 
 @dataclass(frozen=True)
 class TreeMethod:
@@ -68,7 +70,14 @@ _ROWS = (
     TreeMethod("static", "static", "infer.trees.fixed:static", evaluated=False),
 )
 # plain decoding first, wherever a row is added: evaluations compare with the first
-TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts)}
+TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts) if is_installed(row.builder)}
 # in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the
 # drafter's place
 ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)
+
+
+def require_method(name: str) -> None:
+    """Raise ValueError for a method whose module is not in this installation."""
+    for row in _ROWS:
+        if row.name == name:
+            require_installed(row.builder, f"method={name}")

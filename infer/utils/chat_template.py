@@ -1,10 +1,18 @@
-"""Tool calls in the form that a chat template reads: the arguments of a call are an object for most
-templates (Qwen3, Llama 3), and JSON text for those that join them to strings (DeepSeek V3, R1, V3.1)."""
+"""Messages in the form that a chat template reads.
+
+The arguments of a tool call are an object for most templates (Qwen3, Llama 3), and JSON text for those that join
+them to strings (DeepSeek V3, R1, V3.1). A thought has a key of its own in some templates, and stands in the content
+in others.
+"""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
 from jinja2 import TemplateError
+
+# of a message, under which chat templates read its thought; the first that a template has
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def readable_messages(tokenizer, messages: list[dict], **options: object) -> list[dict]:
@@ -57,3 +65,20 @@ def _with_arguments(messages: list[dict], convert: Callable[[object], object]) -
             calls.append(call)
         converted.append(message | {"tool_calls": calls} if calls else message)
     return converted
+
+
+def place_thoughts(messages: Sequence[dict], template: str) -> list[dict]:
+    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them: under
+    its own key; else, where it knows the tag that ends a thought, in front of the content."""
+    keys = (key for key in THOUGHT_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
+    thought_key = next(keys, None)
+    placed = []
+    for message in messages:
+        others = {key: value for key, value in message.items() if key != "reasoning_content"}
+        thought = message.get("reasoning_content")
+        if thought and thought_key:
+            others[thought_key] = thought
+        elif thought and "</think>" in template:
+            others["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+        placed.append(others)
+    return placed

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from infer.cli.data import DataCommand, run as show_data
 from infer.config import DrafterConfig
 from infer.drafters.base import config_for
+from infer.drafters.families import FAMILIES
 from infer.targets.loading import load_tokenizer
 from infer.targets.support import refuse_unsupported
 from train import plan
@@ -164,7 +165,7 @@ def test_every_named_target_is_planned(repo):
     for given in sizes:
         theirs = AutoConfig.for_model(**OmegaConf.to_container(given))
         refuse_unsupported(theirs)
-        for family in ("dflash", "dart"):
+        for family in FAMILIES:
             options = DrafterConfig(family=family, mask_token_id=1, layers=1)
             config = config_for(options, None, theirs)
             assert config.intermediate_size > config.hidden_size / 2

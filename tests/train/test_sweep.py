@@ -52,9 +52,9 @@ def test_a_users_own_configuration_is_found_from_any_folder(repo, own_files):
     assert "experiment: fine-tune, objectives, short" in text
     search = [sys.executable, repo / "train" / "main.py", "hydra.searchpath=[file://mine]", "+experiment=short"]
     assert "  path: answers.jsonl" in run([*search, "--cfg", "job"], own_files, repo)
-    (own_files / "mine" / "first.yaml").write_text("defaults: [train, {override drafter: dart}, _self_]\nseed: 5\n")
+    (own_files / "mine" / "first.yaml").write_text("defaults: [train, {override drafter: dflash}, _self_]\nseed: 5\n")
     text = run([*train, "--config-name", "first", "--cfg", "job"], own_files, repo)
-    assert "seed: 5" in text and "  family: dart" in text
+    assert "seed: 5" in text and "  block_size: 16" in text
     assert sorted(path.name for path in own_files.iterdir()) == ["answers.jsonl", "mine"]
 
 

@@ -19,13 +19,16 @@ def test_a_row_and_its_class_agree(name):
 
 def test_options_are_checked_by_the_table():
     """Before torch is loaded: tests/test_conf.py."""
-    with pytest.raises(ValueError, match="drafter.family=medusa: use dflash or dart"):
+    with pytest.raises(ValueError, match=f"drafter.family=medusa: use {' or '.join(FAMILIES)}"):
         DrafterConfig(family="medusa").check()
+
+
+def test_dart_has_one_layer():
     with pytest.raises(ValueError, match="drafter.layers=2: a DART drafter has 1 layer "):
         DrafterConfig(family="dart").check()
 
 
-def test_a_family_allows_only_its_zero_stages():
+def test_dart_allows_only_its_zero_stages():
     config = TrainConfig(drafter=DrafterConfig(family="dart", layers=1))
     config.deepspeed.stage = 3
     with pytest.raises(

@@ -207,7 +207,7 @@ def test_heads_that_do_not_exist_are_refused(head, word):
         DrafterConfig(head=HeadConfig(**head)).check()
 
 
-def test_a_family_that_has_none_refuses_them():
+def test_dart_refuses_options_that_are_not_its_own():
     for options in ({"causal": True}, {"sample_from_anchor": True}):
         with pytest.raises(ValueError, match="drafter=dart has no such thing"):
             DrafterConfig(family="dart", layers=1, **options).check()

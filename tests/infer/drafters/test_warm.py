@@ -70,8 +70,11 @@ def test_drafters_start_from_the_layers_that_attend(target):
             assert torch.allclose(drafter.norm.weight, 1 + target.body.norm.weight)
         theta = target.config.rope_parameters["rope_theta"]  # of positions in three parts
         assert drafter.config.rope_parameters == {"rope_type": "default", "rope_theta": theta}
-    dart = drafter_of(target, family="dart", layers=1)
-    assert dart.warm_start(target)
+
+
+def test_dart_starts_from_a_layer_that_attends(target):
+    drafter = drafter_of(target, family="dart", layers=1)
+    assert drafter.warm_start(target)
 
 
 def test_gates_are_taken_at_their_average(target):

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer import generate, load_drafter, save_drafter
 from infer.drafters.base import head_weight, packed_states
+from infer.drafters.families import FAMILIES
 from infer.drafters.heads.draft import behind
 from infer.formats.folders import Folder
 from infer.formats.layouts import read
@@ -746,9 +747,11 @@ LAYOUTS = {
     "speculators dspark": speculators(speculators_model_type="dspark"),
     "speculators dflash2": speculators(speculators_model_type="dflash2"),
     "transformers": NATIVE,
-    "dart": dart(20, num_target_layers=LAYERS),
-    "our dart": dart(20, draft_length=None, architectures=["DARTDraftModel"], num_target_layers=LAYERS) | OURS,
 }
+if "dart" in FAMILIES:
+    named = {"architectures": ["DARTDraftModel"], "num_target_layers": LAYERS}
+    LAYOUTS["dart"] = dart(20, num_target_layers=LAYERS)
+    LAYOUTS["our dart"] = dart(20, draft_length=None, **named) | OURS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

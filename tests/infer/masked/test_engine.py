@@ -18,9 +18,10 @@ from infer.cli.models import load_all
 from infer.config import DecodeOptions, EvaluationConfig, TargetConfig, TextOptions
 from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
-from infer.masked.model import MaskedModel, is_masked, load_masked
+from infer.masked.model import FOREIGN, MaskedModel, load_masked
 from infer.serving.dialogue import Row
 from infer.serving.regenerate import by_engine, options_of
+from infer.targets.kinds import MASKED, is_masked
 
 MASK = 60
 PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4], [9, 9, 4]]
@@ -161,9 +162,11 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [1, 2], max_new_tokens=8, processors=[lambda ids, scores: scores])
     with pytest.raises(ValueError, match="every prompt needs at least one token"):
         generate(model, None, [[]], max_new_tokens=8)
+    with pytest.raises(ValueError, match="token 64 does not exist, the model has 0 to 63"):
+        generate(model, None, [64], max_new_tokens=8)
     with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # whole blocks: 16
-    assert is_masked(str(folder)) and not is_masked("embedded")
+    assert is_masked(str(folder)) and not is_masked("embedded") and set(FOREIGN) == set(MASKED.model_types)
     (folder / "model.safetensors").unlink()  # both before weights are looked at
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
         load_all(TargetConfig(str(folder)), ["no/such/drafter"])

@@ -10,7 +10,8 @@ from llguidance.hf import from_tokenizer
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine.grammar import compile_grammar, grammar_tokenizer as guidance_tokenizer
-from infer.serving.calls import FORMATS, AnswerReader, Reading, Tool, reading_of
+from infer.serving.calls import FORMATS, AnswerReader, Reading, reading_of
+from infer.serving.protocol import Tool
 
 WEATHER = {
     "type": "object",

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine import grammar
-from infer.serving.calls import place_thoughts
 from infer.serving.config import ServerConfig
 from infer.serving.protocol import ChatRequest, PromptRequest
 from infer.serving.server import create_app
 from infer.targets.loading import load_tokenizer
+from infer.utils.chat_template import place_thoughts
 
 SAID = [{"role": "user", "content": "def read(path):"}]
 TEMPLATE = (
@@ -107,6 +107,16 @@ def test_an_answer_of_any_server_can_be_fed_back(served, client, fields, shown):
 def test_a_thought_is_placed_where_the_template_reads_it(template, placed):
     message = {"role": "assistant", "content": "on", "reasoning_content": "why"}
     assert place_thoughts([message], template) == [{"role": "assistant"} | placed]
+
+
+def test_tools_are_refused_where_nothing_reads_calls(client, monkeypatch):
+    """`infer.serving.calls` is an optional package."""
+    monkeypatch.setattr("infer.serving.server.ANSWER_READING", "infer.serving.gone:reading_of")
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    sentence = "tools: what reads tool calls is not in this installation: infer/serving/gone.py is missing"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        write(client, tools=tools)
+    assert write(client, tools=tools, tool_choice="none").choices[0].message.content is not None
 
 
 STREAMED = {"stream": True}

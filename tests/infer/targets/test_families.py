@@ -286,6 +286,7 @@ def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_sca
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
+@pytest.mark.needs("dart")  # whose head is its own
 def test_drafts_go_through_the_targets_own_scale(tiny):
     """A state that both heads see gives one distribution: soft-capped."""
     target = tiny("gemma 2")

@@ -11,12 +11,13 @@ from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.trees import guided
 from infer.trees.compiled import search
-from infer.trees.continuity import continuity
 from infer.trees.ddtree import Marginals
 from infer.trees.guided import guided_ddtree
+from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal
 
 EPSILON = 1e-5  # of the guided DDTree
+BUILDERS = [row.load() for row in TREES.values() if row.ngrams]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ MODELS = [(97, 3, 8, ()), (97, 2, 8, (5,)), (60, 4, 8, (7, 11)), (12, 3, 5, (0, 
 @pytest.mark.parametrize("case", range(len(MODELS)))
 def test_continuity_is_algorithm_1(tmp_path, case):
     """25 trees of each model, 150 in all: the same nodes in the same order, and the authors' own choices in theirs."""
+    continuity = TREES["continuity"].load()
     vocabulary, order, length, ends = MODELS[case]
     texts = corpus(vocabulary, case)
     model = count_ngrams(texts, vocabulary, order, tmp_path / "x.ngrams", "0" * 64)
@@ -177,7 +179,7 @@ def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, widened, pro
 
 def test_smaller_budgets_are_beginnings_of_larger_ones(model):
     some, ends, bonus = marginals(2, 6, seed=8), contexts(2), torch.tensor([3, 4])
-    for build in (guided_ddtree, continuity):
+    for build in BUILDERS:
         large = build(Proposal(bonus, some, 120, model, ends))
         for budget in (1, 16, 119):
             small = build(Proposal(bonus, some, budget, model, ends))
@@ -188,7 +190,7 @@ def test_smaller_budgets_are_beginnings_of_larger_ones(model):
 
 def test_a_row_does_not_depend_on_its_batch(model):
     some, ends = marginals(5, 7, seed=6), contexts(5)
-    for build in (guided_ddtree, continuity):
+    for build in BUILDERS:
         together = build(Proposal(torch.arange(5), some, 30, model, ends))
         for row in range(5):
             alone = build(Proposal(torch.tensor([row]), some[row : row + 1], 30, model, ends[row : row + 1]))
