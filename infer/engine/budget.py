@@ -16,10 +16,11 @@ from timeit import timeit
 import numpy as np
 import torch
 
+from infer.config import EngineConfig
 from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import propose
 from infer.engine.choices import likeliest
-from infer.targets.target import Target
+from infer.targets.target import Target, takes_uneven
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
 
@@ -278,3 +279,16 @@ def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repe
     samples = [[timeit(task, timer=clock, number=1) for task in tasks] for _ in range(repeats)]
     other, *passes = map(statistics.median, zip(*samples, strict=True))
     return BudgetRule(tuple(size + 1 for size in sizes), tuple(accumulate(passes, max)), other)
+
+
+def make_budget(target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]) -> Budget:
+    """Make the node budget that options ask for."""
+    if drafter is None:
+        return Budget(0)
+    method, adapts = options.tree, options.budget == "auto"
+    most = SIZES[-1] if adapts else options.budget
+    if method.most_nodes is not None:
+        most = min(most, method.most_nodes(drafter.block_size))
+    if not adapts:
+        return Budget(most)
+    return BudgetController(rule_of(target, drafter, clock), most, method.ranked and takes_uneven(target))

@@ -215,7 +215,7 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
         drafter = scripted_drafter([p + t for p, t in zip(prompts, texts, strict=True)], 4, V)
         options = DecodeOptions(20, method="ddtree", budget=6, **settings)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
-        monkeypatch.setattr("infer.engine.runner.rule_of", lambda *_: BudgetRule((1, 9), (1.0, 2.0), 1.0))
+        monkeypatch.setattr("infer.engine.budget.rule_of", lambda *_: BudgetRule((1, 9), (1.0, 2.0), 1.0))
         monkeypatch.setattr(BudgetController, "most_nodes", lambda pace, rows, most: 6)
         monkeypatch.setattr(BudgetController, "_best", lambda pace, rows, most: 2)
         found = decode(target, drafter, prompts, replace(options, budget="auto"))
