@@ -42,6 +42,7 @@ class GraphKey(NamedTuple):
     rows: int
     nodes: int
     kind: Kind
+    grammar: bool = False  # trees may be built anew behind the draft
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class Runner:
         )
 
         def run(stage: str, function: abc.Callable[[], object]) -> object:
-            return self.graphs.run(GraphKey(stage, rows, nodes, kind), function)
+            return self.graphs.run(GraphKey(stage, rows, nodes, kind, plan.constrain is not None), function)
 
         with self.memory.fixed(rows):
             if judged:

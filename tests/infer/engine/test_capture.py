@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
-from infer.engine import engine as engine_module
+from infer.engine import engine as engine_module, round as round_module
 from infer.engine.capture import Graphs
 from infer.engine.sequence import Sequence
 from infer.targets.lean import LeanDecoder
@@ -175,23 +175,24 @@ def no_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         ("ddtree", 9, "selector", MIXED),
     ],
 )
-def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, method, budget, head, options):
+def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, method, budget, head, options):
     """Texts with a grammar, with logits processors and with neither are written side by side: all by graphs, token for
     token what plain decoding writes alone; the others commit as much in every round as without them, and texts with a
     grammar are drafted by it."""
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head))
     dice = random.Random(1)
-    prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(6)]
+    kinds = ["free", "processor", "processor", "grammar", "free", "grammar", "processor"]
+    prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in kinds]
 
     def write(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
         engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, positions=None), 90)
         engine.runner.captures = captures
         texts = []
         for i in numbers:
-            processors = [no_repeats] if i % 3 == 1 else []
+            processors = [no_repeats] if kinds[i] == "processor" else []
             asked = TextOptions(max_new_tokens=20 + i, ignore_eos=True, **options[i % len(options)])
             texts.append(engine.submit(prompts[i], asked, processors))
-            if i % 3 == 2:
+            if kinds[i] == "grammar":
                 texts[-1].grammar = EveryThird()
         while engine.busy:
             engine.step()
@@ -201,10 +202,22 @@ def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, method, budget
             assert {"draft", "verify", "commit"} <= stages and engine.runner.graphs.replays > 20
         return texts
 
+    followed, choose_on_host = [], round_module.choose_on_host
+
+    def check_trees(target, tree, ancestors, last, asked, texts, chosen) -> None:
+        for row in [row for row, text in texts.items() if text.grammar is not None]:
+            tokens, parents = tree.tokens[row], tree.parents[row]
+            nodes = torch.isfinite(tree.log_probs[row])  # the others are left over
+            assert (tokens[1:] % 3 == tokens[parents[1:]] % 3)[nodes[1:]].all()
+            followed.append(int(nodes.sum()) - 1)
+        choose_on_host(target, tree, ancestors, last, asked, texts, chosen)
+
+    monkeypatch.setattr(round_module, "choose_on_host", check_trees)
     everything = list(range(len(prompts)))
     mixed = write(method, True, 3, everything)
     for i, text in enumerate(mixed):
         assert text.ids == write("plain", False, 1, [i])[0].ids
+    assert method == "plain" or max(followed) > 0
     if budget != "auto":
         apart = write(method, False, 3, everything)
         assert [text.commits for text in apart] == [text.commits for text in mixed]
