@@ -236,7 +236,7 @@ MUTANTS = [
     (
         "old caches stay while new ones come",
         "infer/engine/runner.py",
-        ("self.memory = self.prompts = None\n        megabytes", "megabytes"),
+        ("self.memory = self.prompts = self.graphs = self.columns = self.prefixes = None\n", ""),
         FAILURES + " -k old_caches",
     ),
     (

@@ -217,7 +217,7 @@ def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, m
     mixed = write(method, True, 3, everything)
     for i, text in enumerate(mixed):
         assert text.ids == write("plain", False, 1, [i])[0].ids
-    assert method == "plain" or max(followed) > 0
+    assert method == "plain" or budget == "auto" or max(followed) > 1
     if budget != "auto":
         apart = write(method, False, 3, everything)
         assert [text.commits for text in apart] == [text.commits for text in mixed]
