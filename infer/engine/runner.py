@@ -169,7 +169,7 @@ class Runner:
     def round(self, texts: list[Sequence], most: int) -> None:
         """Run a round with trees of `most` nodes at most."""
         began, memory = self.watch.start(), self.memory
-        nodes = self.budget.most_nodes(len(texts), most)
+        nodes = self.budget.choose_nodes(len(texts), most)
         if nodes:
             memory.tell_drafter()
         result = self._replay(texts, nodes) if self.captures else self._launch(texts, nodes)
@@ -182,7 +182,7 @@ class Runner:
             self._note_row(text, row, drafted[number], result.tree, number)
         self.noted = [(text, len(text.ids)) for text in texts]
         seconds, paths = self.watch.clock() - began, [row.path for row in rows]
-        self.budget.note(seconds, sum(drafted) // len(texts), paths, [row.log_probs for row in rows])
+        self.budget.note(seconds, drafted, paths, [row.log_probs for row in rows])
         self.watch.lap("commit")
 
     def _note_row(self, text: Sequence, row: Told, drafted: int, tree: DraftTree, number: int) -> None:
@@ -202,7 +202,8 @@ class Runner:
         """Run a round kernel by kernel."""
         memory = self.memory
         ask = partial(texts_ask, self.target, texts, memory.cache.ends_of(len(texts)), self.length)
-        plan = self._plan(texts, ask, nodes, self.budget.cut)
+        found = self.budget.nodes_to_find(len(texts), nodes)
+        plan = self._plan(texts, ask, found, self.budget.cut)
         return run_round(memory, plan, self.watch.lap)
 
     def _replay(self, texts: list[Sequence], nodes: int) -> RoundResult:
@@ -210,7 +211,6 @@ class Runner:
         a say."""
         rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
         kind = Kind.of([text.options for text in texts], self.vocabulary)
-        nodes = self.budget.nodes_ahead(len(texts), nodes) if nodes else 0
         if nodes not in (0, self.budget.most):  # graphs have few sizes
             nodes = max(size for size in SIZES if size <= nodes)
         if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
@@ -219,7 +219,7 @@ class Runner:
         plan = self._plan(
             texts if judged else (),
             partial(self._ask_columns, rows, kind),
-            self.budget.grown(nodes) if nodes else 0,
+            self.budget.nodes_to_find(rows, nodes),
             lambda tree: tree.first(nodes),
         )
 
