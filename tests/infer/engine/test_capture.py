@@ -222,3 +222,20 @@ def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, m
         apart = write(method, False, 3, everything)
         assert [text.commits for text in apart] == [text.commits for text in mixed]
         assert [text.drafted for text in apart] == [text.drafted for text in mixed]
+
+
+def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
+    """A text that fills its row verifies fewer nodes than a block has: nothing is written into the row behind it."""
+    target, drafter = make_tiny(seed=3, block_size=6)
+    written = {}
+    for method in ("plain", "ddtree"):
+        engine = Engine(target, drafter, EngineConfig(method, 1, rows=2, positions=None), 40)
+        engine.runner.captures = True
+        texts = [
+            engine.submit(list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True))
+            for length in (28, 5)
+        ]
+        while engine.busy:
+            engine.step()
+        written[method] = [text.ids for text in texts]
+    assert written["plain"] == written["ddtree"]
