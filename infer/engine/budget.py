@@ -66,7 +66,7 @@ PRIOR_TOKENS = 4  # expected tokens that count as accepted, before any are known
 class Budget:
     """The same number of nodes in every round."""
 
-    adapts = False  # whether `note` needs the log-probabilities of nodes
+    adapts = False  # whether it needs the log-probabilities of nodes
 
     def __init__(self, most: int) -> None:
         self.most = most  # nodes of a row, at most
@@ -85,9 +85,12 @@ class Budget:
         """Return what is verified of trees, where the host can look at them."""
         return tree
 
-    def note(self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]]) -> None:
+    def note(
+        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+    ) -> None:
         """Take note of a round: its seconds, and by row the number of verified nodes, the accepted path
-        without the root, and the log-probabilities of all nodes that were found, root included."""
+        without the root, and the log-probabilities of all nodes that were found, root included; these
+        are None where `cut` has seen the trees."""
 
 
 class CostTable:
@@ -145,13 +148,11 @@ class AcceptanceTable:
     def __init__(self) -> None:
         self.promised = np.zeros(ACCEPTANCE_BINS)  # sum of probabilities of verified nodes
         self.accepted = np.zeros(ACCEPTANCE_BINS)  # how many of these were accepted
+        self.factors = np.ones(ACCEPTANCE_BINS)  # from promised to accepted
 
     def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
-        """Return the probabilities that nodes with these log-probabilities are accepted. Where little
-        was verified, a bin is as good as all bins together."""
-        overall = (self.accepted.sum() + PRIOR_TOKENS) / (self.promised.sum() + PRIOR_TOKENS)
-        factors = (self.accepted + PRIOR_TOKENS * overall) / (self.promised + PRIOR_TOKENS)
-        return np.minimum(np.exp(log_probs) * factors[bins_of(log_probs)], 1)
+        """Return the probabilities that nodes with these log-probabilities are accepted."""
+        return np.minimum(np.exp(log_probs) * self.factors[bins_of(log_probs)], 1)
 
     def update(self, log_probs: np.ndarray, drafted: list[int], paths: list[list[int]]) -> None:
         """Take note of a round: log-probabilities (B, N) of the drafted nodes, of which each row has
@@ -163,6 +164,9 @@ class AcceptanceTable:
         promised = np.bincount(bins[verified], np.exp(log_probs[verified]), ACCEPTANCE_BINS)
         self.promised = decay * self.promised + promised
         self.accepted = decay * self.accepted + np.bincount(accepted, minlength=ACCEPTANCE_BINS)
+        # Where little was verified, a bin is as good as all bins together.
+        overall = (self.accepted.sum() + PRIOR_TOKENS) / (self.promised.sum() + PRIOR_TOKENS)
+        self.factors = (self.accepted + PRIOR_TOKENS * overall) / (self.promised + PRIOR_TOKENS)
 
 
 def bins_of(log_probs: np.ndarray) -> np.ndarray:
@@ -190,6 +194,8 @@ class AutoBudget(Budget):
         self.promised_rows = np.zeros(len(self.sizes))  # rows that these are averages of
         self.rate = 0.0  # tokens per second and row that rounds commit on average
         self.max_nodes = most  # of the next round
+        self.log_probs = np.zeros((1, 0))  # (B, N) of the drafted nodes of the last trees
+        self.expected = np.zeros(1)  # what these trees promise: accepted tokens of a row, by size
         self.rounds = 0
         self.since_explored = 0  # rounds since the slower of drafting and plain decoding was tried
 
@@ -247,41 +253,44 @@ class AutoBudget(Budget):
     def cut(self, tree: DraftTree) -> DraftTree:
         """Nodes pay as long as they commit more tokens than rounds do on average in the same time."""
         rows, nodes = len(tree.tokens), min(self.max_nodes, tree.budget)
-        expected = self._expect(tree.log_probs[:, 1:].double().numpy(force=True))
+        self._look_at(tree.log_probs.double().numpy(force=True))
         last = self.index(nodes)
-        worth = expected[: last + 1] - self.rate * self.costs.costs(rows)[: last + 1]
+        worth = self.expected[: last + 1] - self.rate * self.costs.costs(rows)[: last + 1]
         best = 1 + int(worth[1:].argmax())
         if self._tries_neighbour():
             best = min(best + 1, last)
         nodes = self.sizes[best]
         return tree.likeliest(nodes) if self.ragged and rows > 1 else tree.first(nodes)
 
-    def _expect(self, log_probs: np.ndarray) -> np.ndarray:
-        """Return how many accepted tokens of a row trees with log-probabilities (B, N) promise, by
-        size, as far as there are nodes."""
-        rows, nodes = log_probs.shape
-        probabilities = self.acceptance.calibrate(log_probs)
+    def _look_at(self, log_probs: np.ndarray) -> None:
+        """Take note of trees with log-probabilities (B, N + 1), root included."""
+        self.log_probs = log_probs[:, 1:]
+        rows, nodes = self.log_probs.shape
+        probabilities = self.acceptance.calibrate(self.log_probs)
         if self.ragged and rows > 1:
-            ranked = probabilities.ravel()[log_probs.ravel().argsort()[::-1]]
+            ranked = probabilities.ravel()[self.log_probs.ravel().argsort()[::-1]]
         else:
             ranked = probabilities.T.ravel()
         sums = np.append(0.0, ranked.cumsum())  # of the first nodes, of all rows
         sizes = self.sizes[: self.index(nodes) + 1]
-        return sums[np.multiply(sizes, rows)] / rows
+        self.expected = sums[np.multiply(sizes, rows)] / rows
 
-    def note(self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]]) -> None:
+    def note(
+        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+    ) -> None:
         rows = len(paths)
         self.last = sum(drafted) // rows
         self.costs.update(rows, self.index(self.last), seconds)
         if not self.last:
             return
-        node_log_probs = np.array(log_probs)[:, 1:]
-        promised = np.diff(self._expect(node_log_probs), prepend=0)
+        if log_probs is not None:
+            self._look_at(np.array(log_probs))
+        promised = np.diff(self.expected, prepend=0)
         found = slice(len(promised))
         self.promised_rows *= EMA_ROWS / (rows + EMA_ROWS)
         self.promised_rows[found] += rows
         self.promised[found] += rows / self.promised_rows[found] * (promised - self.promised[found])
-        self.acceptance.update(node_log_probs, drafted, paths)
+        self.acceptance.update(self.log_probs, drafted, paths)
 
 
 @dataclass(frozen=True)

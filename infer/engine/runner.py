@@ -182,7 +182,8 @@ class Runner:
             self._note_row(text, row, drafted[number], result.tree, number)
         self.noted = [(text, len(text.ids)) for text in texts]
         seconds, paths = self.watch.clock() - began, [row.path for row in rows]
-        self.budget.note(seconds, drafted, paths, [row.log_probs for row in rows])
+        log_probs = [row.log_probs for row in rows] if result.log_probs else None
+        self.budget.note(seconds, drafted, paths, log_probs)
         self.watch.lap("commit")
 
     def _note_row(self, text: Sequence, row: Told, drafted: int, tree: DraftTree, number: int) -> None:
@@ -246,9 +247,9 @@ class Runner:
     ) -> RoundPlan:
         """Return what a round does that finds so many nodes and cuts them. `texts`: those that the host
         has a say in."""
-        adapts = self.budget.adapts
+        log_probs = self.captures and self.budget.adapts  # else `cut` sees them
         if not nodes:
-            return RoundPlan(ask, lambda asked: Proposal(self.memory.bonus, None), plain, texts=texts, log_probs=adapts)
+            return RoundPlan(ask, lambda asked: Proposal(self.memory.bonus, None), plain, texts=texts)
         contexts = [text.end(SEARCHED) for text in texts] if self.ngram else ()
         return RoundPlan(
             ask,
@@ -257,7 +258,7 @@ class Runner:
             cut,
             self._constrain(texts),
             texts,
-            adapts,
+            log_probs,
         )
 
     def _constrain(self, texts: abc.Sequence[Sequence]) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:

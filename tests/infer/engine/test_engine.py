@@ -167,7 +167,7 @@ def play_round(budget: AutoBudget, rows: int, most: int, chances: torch.Tensor, 
     tree = trees_of(chances, rows, found)
     drafted = budget.cut(tree).budgets if nodes else [0] * rows
     nodes = sum(drafted) // rows
-    budget.note(seconds(rows, nodes), drafted, [path(count) for count in drafted], tree.log_probs.tolist())
+    budget.note(seconds(rows, nodes), drafted, [path(count) for count in drafted])
     return nodes
 
 
