@@ -251,16 +251,20 @@ class AutoBudget(Budget):
         return self.sizes[min(bisect_left(self.sizes, least), len(self.sizes) - 1)]
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Nodes pay as long as they commit more tokens than rounds do on average in the same time."""
-        rows, nodes = len(tree.tokens), min(self.max_nodes, tree.budget)
+        rows = len(tree.tokens)
         self._look_at(tree.log_probs.double().numpy(force=True))
-        last = self.index(nodes)
+        nodes = self._paying_nodes(rows, min(self.max_nodes, tree.budget))
+        return tree.likeliest(nodes) if self.ragged and rows > 1 else tree.first(nodes)
+
+    def _paying_nodes(self, rows: int, most: int) -> int:
+        """Return how many nodes of the last trees pay, at most `most`: as long as they commit more
+        tokens than rounds do on average in the same time."""
+        last = self.index(most)
         worth = self.expected[: last + 1] - self.rate * self.costs.costs(rows)[: last + 1]
         best = 1 + int(worth[1:].argmax())
         if self._tries_neighbour():
             best = min(best + 1, last)
-        nodes = self.sizes[best]
-        return tree.likeliest(nodes) if self.ragged and rows > 1 else tree.first(nodes)
+        return self.sizes[best]
 
     def _look_at(self, log_probs: np.ndarray) -> None:
         """Take note of trees with log-probabilities (B, N + 1), root included."""

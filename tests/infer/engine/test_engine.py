@@ -302,7 +302,7 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
         engine = Engine(*tiny, EngineConfig("ddtree", budget, rows=8, positions=60), 200)
         if budget == "auto":
             engine.runner.budget.choose_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
-            engine.runner.budget.cut = lambda tree, nodes=nodes: tree.first(min(nodes, tree.budget))
+            engine.runner.budget._paying_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
         for i in range(8):
             engine.submit([2 + i] * 24, TextOptions(max_new_tokens=160, ignore_eos=True))
             engine.step() if not i else None  # the others join one that is being written

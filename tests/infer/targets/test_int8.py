@@ -217,7 +217,7 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
         assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
         monkeypatch.setattr("infer.engine.budget.calibration_of", lambda *_: Calibration((1, 9), (1.0, 2.0), 1.0))
         monkeypatch.setattr(AutoBudget, "choose_nodes", lambda budget, rows, most: 2)
-        monkeypatch.setattr(AutoBudget, "cut", lambda budget, tree: tree.likeliest(2))
+        monkeypatch.setattr(AutoBudget, "_paying_nodes", lambda budget, rows, most: 2)
         found = decode(target, drafter, prompts, replace(options, budget="auto"))
         assert [text.ids for text in found] == texts
         assert len({nodes for text in found for nodes in text.drafted}) > 1, "all rows have as many nodes"
