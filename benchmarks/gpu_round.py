@@ -87,7 +87,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), memory.bonus, 1, 1, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
-                proposal = timed("draft", lambda: propose(memory, asked, nodes, engine.options, runner.ngram))
+                proposal = timed("draft", lambda: propose(memory, nodes, engine.options, runner.ngram, (), asked))
         tree, ancestors = timed("tree", lambda: build(runner, proposal))
         features = timed("verify", lambda: target.verify(tree, ancestors, memory.cache, memory.layers))
         pieces = features.last.split(piece(rows), 1)

@@ -142,7 +142,9 @@ def tree_difference(target: Target, lengths: Sequence[int] = (5, 21), rounds: in
         kept = [max(lines[b], key=len)[: 6 - b] for b in rows]
         width = max(map(len, kept))
         path = torch.tensor([line + line[-1:] * (width - len(line)) for line in kept])
-        cache.commit(path, [len(line) for line in kept])
+        counts = [len(line) for line in kept]
+        cache.commit(path, torch.tensor(counts))
+        cache.note_lengths(counts)
         texts = [text + tree.tokens[b, kept[b]].tolist() for b, text in enumerate(texts)]
     return worst
 

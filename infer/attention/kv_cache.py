@@ -139,10 +139,10 @@ class KVCache:
     states of recurrent layers.
 
     A forward pass writes its Q new positions behind each row's committed length (`window`); `commit`
-    then keeps some of them by moving the length, and the others are overwritten later. Nothing is
-    concatenated or cropped. `add` takes rows into use and `keep` gives rows up; the used ones are
-    always the first. Inside `fixed` no shape depends on lengths or on how many rows are in use, and
-    lengths are moved on the device alone, so that a pass can be a CUDA graph.
+    then keeps some of them by moving the length on the device, and the others are overwritten later;
+    `note_lengths` tells the host. Nothing is concatenated or cropped. `add` takes rows into use and
+    `keep` gives rows up; the used ones are always the first. Inside `fixed` no shape depends on lengths
+    or on how many rows are in use, so that a pass can be a CUDA graph.
 
     Where all layers slide, a row can forget what is beyond their window: what stays moves to its
     beginning, so that a place in the cache is a position less those `forgotten`.
@@ -295,15 +295,17 @@ class KVCache:
 
     def advance(self, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
         """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device, where
-        it exists; `counts` is None where only the device knows it yet: `count` is to follow."""
-        if counts is None:
-            self.ends[: len(on_device)] += on_device * self.live[: len(on_device)]
-            return
-        self.count(counts)
-        self.ends[: len(counts)] += torch.tensor(counts, device=self.ends.device) if on_device is None else on_device
+        it exists; `counts` is None where the host does not know it yet: `note_lengths` is to follow."""
+        if on_device is None:
+            on_device = torch.tensor(counts, device=self.ends.device)
+        if self.fixed_rows:
+            on_device = on_device * self.live[: len(on_device)]
+        self.ends[: len(on_device)] += on_device
+        if counts is not None:
+            self.note_lengths(counts)
 
-    def count(self, counts: list[int]) -> None:
-        """Note on the host that `counts[b]` more positions of row b are committed."""
+    def note_lengths(self, counts: list[int]) -> None:
+        """Note on the host that `counts[b]` more positions of row b were committed on the device."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if self.widest is not None:
             self._forget()
@@ -321,18 +323,19 @@ class KVCache:
                 self.ends[row] -= gone
                 self.forgotten[row] += gone
 
-    def commit(self, path: torch.Tensor, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
+    def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end
-        in this order, and commit the first `counts[b]` of them; the rest of `path` is padding
-        (`on_device`: see `advance`)."""
+        in this order, and commit the first `counts[b]` (B,) of them; the rest of `path` is padding.
+        `note_lengths` is to follow when the host knows the counts."""
         if self.states is not None:
-            on_device = torch.tensor(counts, device=path.device) if on_device is None else on_device
-            self.states.commit(path, on_device)
+            self.states.commit(path, counts)
         rows, width = path.shape
         to = self.origins[:rows, None] + self.next_places(rows, width)
         source = to[:, :1] + path
-        # a root is where it belongs; elsewhere than on the CPU the comparison costs more than the copy
-        if width > 1 and not (path.device.type == "cpu" and torch.equal(source, to)):
+        # a root is where it belongs; to ask whether the others are costs more than the copy where the device is not the
+        # host, and a graph cannot ask
+        in_place = width == 1 or (path.device.type == "cpu" and not self.fixed_rows and torch.equal(source, to))
+        if not in_place:
             for buffer in self.buffers:
                 buffer.index_copy_(1, to.flatten(), buffer.index_select(1, source.flatten()))
-        self.advance(counts, on_device)
+        self.advance(None, counts)

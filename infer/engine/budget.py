@@ -1,7 +1,20 @@
-"""A node budget for the machine and its load: measures how long a pass takes at every size, notes what
-rounds really take and commit, and picks the fastest size of a round, down to none at all.
+"""The node budget: how many drafted nodes of each row a round verifies.
 
-B rows, M tree nodes, S sizes.
+`Budget` is a fixed number. `AutoBudget` (decoding.budget=auto) looks for the number that commits most
+tokens per second, plain decoding (0 nodes) included. It keeps
+
+- `CostTable`: seconds of a round by number of rows and of nodes, calibrated when the engine is made
+  and updated by every round;
+- `AcceptanceTable`: how often nodes were accepted, by their log-probability under the drafter; and
+- what trees promised on average, size by size.
+
+Nodes are sorted by probability, so that the first n nodes of a tree are the best tree of n nodes, and
+the expected number of accepted ones is the sum of their probabilities (DDTree proposition 1). A round
+finds twice the nodes that pay on average, and verifies as many of these as pay in this round (CaDDTree,
+arXiv:2606.01813). Every now and then it tries plain decoding where drafting is faster, drafting where
+plain decoding is, and the next larger number of nodes.
+
+B rows, N drafted nodes of a row, S sizes.
 """
 
 import math
@@ -9,254 +22,312 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from timeit import timeit
 
 import numpy as np
 import torch
 
+from infer.config import EngineConfig
 from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import propose
 from infer.engine.choices import likeliest
-from infer.targets.target import Target
+from infer.targets.target import Target, takes_uneven
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
 
-# node counts to choose among: with the root most fill blocks of rows, as products take them
+# Node counts to choose from. With the root most of them fill blocks of rows, as matrix products take them.
 SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
-CONTEXT = 128  # positions in the cache while measuring
-DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
-FIRST = 15  # nodes of the first rounds at most, before anything is known
-TRIED = 2  # plain rounds that one of the first may take by the rule, where one node does not take more
-DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
-POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
-TRIAL = 8  # rounds that draft before it is asked whether to
-OTHER = 300  # exploring plain decoding, or drafting, may cost 1/300 of throughput
-# rounds between two that explore: at least; and at most, of a kind of which nothing is known
-SOON, UNKNOWN = 4, 16
-BESIDE = 64  # rounds between two that verify a size more than seems best: what that costs may have changed
-DOUBT = 4  # promised tokens that count as kept before any is known
-BITS = 24  # bins of nodes, by the whole bits of their log-probabilities
-SHARE = 0.05  # of a round in its cost, once there are enough
-PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
-MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
-LN2 = math.log(2)
-NOTHING = 1e-30  # weight of the rule's own guess
-NEAR = 16.0  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
+MAX_PASS_POSITIONS = 4096  # of all rows in one target pass, roots included
 
+CALIBRATION_CONTEXT = 128  # positions in the cache while costs are calibrated
+CALIBRATION_DRAFTS = 16  # drafts during calibration, at most; each adds two positions
+CALIBRATION_COST_RATIO = 4  # calibrate no larger pass than one that costs so many passes without nodes
 
-@dataclass(frozen=True)
-class BudgetRule:
-    """Seconds of a target pass by the positions it computes, and of everything else in a round."""
+WARMUP_ROUNDS = 8  # rounds that draft before anything is compared
+WARMUP_NODES = 15  # of such a round, at most
+WARMUP_COST_RATIO = 2  # of such a round to a plain one by calibration, at most
 
-    positions: tuple[int, ...]
-    seconds: tuple[float, ...]  # of a pass over these positions of one row
-    other: float  # of one row's draft
+MAX_EXPLORE_COST = 1 / 300  # share of throughput that exploring the slower of drafting and plain decoding may cost
+MIN_EXPLORE_INTERVAL = 4  # rounds
+UNMEASURED_EXPLORE_INTERVAL = 16  # rounds at most, while the slower one was never measured
+NEIGHBOUR_INTERVAL = 64  # rounds between two that verify the next larger number of nodes
 
-    def cost(self, positions: int, drafts: bool = True) -> float:
-        """Return the seconds of a round whose target pass computes this many positions, all rows
-        together: interpolated between measurements, and extrapolated linearly beyond them."""
-        i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
-        left, right = self.positions[i - 1], self.positions[i]
-        slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
-        return self.seconds[i - 1] + slope * (positions - left) + (self.other if drafts else 0.0)
+COST_EMA_ALPHA = 0.05  # weight of a round in its cost, once twenty were measured
+OUTLIER_CLIP = 1.5  # a measured round counts as at most this many times its expected cost
+DISTANCE_DECAY = 1 / 16  # weight of costs measured with twice or half the rows or nodes
+CALIBRATION_WEIGHT = 1e-30  # of the calibrated cost, in rounds: it counts where nothing near was measured
+EMA_ROWS = 200  # rows of drafting rounds that averages of trees and acceptance go over
+ACCEPTANCE_BINS = 24  # bin i: log2 probabilities in (-i - 1, -i]
+PRIOR_TOKENS = 4  # expected tokens that count as accepted, before any are known
 
 
 class Budget:
     """The same number of nodes in every round."""
 
-    adapts = False  # to the log-probabilities of the nodes that are found
+    adapts = False  # whether it needs the log-probabilities of nodes
 
     def __init__(self, most: int) -> None:
-        self.most = self.last = most  # nodes of a row's tree at most; and of the last round
+        self.most = most  # nodes of a row, at most
+        self.last = most  # nodes that the last round verified, a row on average
 
-    def most_nodes(self, rows: int | torch.Tensor, most: int) -> int:
+    def choose_nodes(self, rows: int, most: int) -> int:
+        """Return how many nodes of each of `rows` rows the next round verifies, at most `most`; 0: it
+        drafts nothing."""
         return most
 
-    nodes_ahead = most_nodes
-
-    def grown(self, nodes: int) -> int:
+    def nodes_to_find(self, rows: int, nodes: int) -> int:
+        """Return how many nodes trees are built of, where `nodes` are to be verified."""
         return nodes
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """Return what is verified of ranked trees."""
+        """Return what is verified of trees, where the host can look at them."""
         return tree
 
-    def note(self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]]) -> None:
-        pass
+    def note(
+        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+    ) -> None:
+        """Take note of a round: its seconds, and by row the number of verified nodes, the accepted path
+        without the root, and the log-probabilities of all nodes that were found, root included; these
+        are None where `cut` has seen the trees."""
 
 
-class BudgetController(Budget):
-    """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none,
-    where plain decoding is faster, as it is when many rows share the machine. A round of the other kind
-    now and then keeps both known.
+class CostTable:
+    """Seconds of a round by number of rows (in powers of two) and by size.
 
-    As CaDDTree (arXiv:2606.01813) does, it searches a tree and then decides how much of it to verify, by
-    what its nodes are worth in this round. A node commits what the drafter promises, its probability,
-    times how much was kept lately of promises like it, by the bits of its log-probability. The next
-    nodes are worth their time where they commit more than rounds do in that time on average: as many
-    tokens as possible a second over all rounds, not in each by itself.
+    Kept as ratios to what calibration expects. A cost that was not measured takes over the ratio of
+    costs near it, so that what one number of rows or nodes shows about a machine helps the others.
+    """
 
-    Where rows may be `uneven`, nodes of all rows compete: those that are likeliest are verified, wherever
-    they are, and a size is a row's on average.
+    def __init__(self, calibration: "Calibration", sizes: list[int]) -> None:
+        self.calibration = calibration
+        self.sizes = sizes
+        steps = np.log2(np.add(sizes, 1))
+        self.size_weights = DISTANCE_DECAY ** abs(steps[:, None] - steps)  # (S, S)
+        self.ratios = np.ones((32, len(sizes)))  # by bits of the number of rows
+        self.counts = np.zeros_like(self.ratios)  # measured rounds, at most 1 / COST_EMA_ALPHA
+        self._expected: dict[int, np.ndarray] = {}  # by rows, (S,)
+        self._costs: dict[int, np.ndarray] = {}  # the same, until the next `update`
 
-    Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and
-    size; those of like rows and sizes lean on each other.
+    def expected(self, rows: int) -> np.ndarray:
+        """Return what calibration expects of so many rows, in seconds by size, (S,)."""
+        if rows not in self._expected:
+            costs = [self.calibration.cost(rows * (size + 1), size > 0) for size in self.sizes]
+            self._expected[rows] = np.array(costs)
+        return self._expected[rows]
+
+    def costs(self, rows: int) -> np.ndarray:
+        """Return the seconds of a round of so many rows, by size, (S,)."""
+        if rows not in self._costs:
+            row_weights = DISTANCE_DECAY ** abs(np.arange(len(self.counts)) - rows.bit_length())
+            counts = row_weights @ self.counts @ self.size_weights + CALIBRATION_WEIGHT
+            ratios = row_weights @ (self.counts * self.ratios) @ self.size_weights + CALIBRATION_WEIGHT
+            self._costs[rows] = ratios / counts * self.expected(rows)
+        return self._costs[rows]
+
+    def measured(self, rows: int) -> np.ndarray:
+        """Return which sizes were measured with about so many rows, (S,) bool."""
+        return self.counts[rows.bit_length()] > 0
+
+    def update(self, rows: int, size_index: int, seconds: float) -> None:
+        """Take note of a measured round."""
+        key = rows.bit_length(), size_index
+        # The first round of its size compiles and allocates; others may wait for another process.
+        clip = OUTLIER_CLIP if self.counts[key] else 1
+        seconds = min(seconds, clip * self.costs(rows)[size_index])
+        self.counts[key] = min(self.counts[key] + 1, 1 / COST_EMA_ALPHA)
+        self.ratios[key] += (seconds / self.expected(rows)[size_index] - self.ratios[key]) / self.counts[key]
+        self._costs.clear()
+
+
+class AcceptanceTable:
+    """How often verified nodes were accepted, by bins of their log-probability: the calibration of the
+    drafter's probabilities."""
+
+    def __init__(self) -> None:
+        self.promised = np.zeros(ACCEPTANCE_BINS)  # sum of probabilities of verified nodes
+        self.accepted = np.zeros(ACCEPTANCE_BINS)  # how many of these were accepted
+        self.factors = np.ones(ACCEPTANCE_BINS)  # from promised to accepted
+
+    def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
+        """Return the probabilities that nodes with these log-probabilities are accepted."""
+        return np.minimum(np.exp(log_probs) * self.factors[bins_of(log_probs)], 1)
+
+    def update(self, log_probs: np.ndarray, drafted: list[int], paths: list[list[int]]) -> None:
+        """Take note of a round: log-probabilities (B, N) of the drafted nodes, of which each row has
+        verified the first, and the accepted nodes, numbered from 1."""
+        bins = bins_of(log_probs)
+        verified = np.arange(log_probs.shape[1]) < np.array(drafted)[:, None]
+        accepted = [bins[row, node - 1] for row, path in enumerate(paths) for node in path]
+        decay = EMA_ROWS / (len(paths) + EMA_ROWS)
+        promised = np.bincount(bins[verified], np.exp(log_probs[verified]), ACCEPTANCE_BINS)
+        self.promised = decay * self.promised + promised
+        self.accepted = decay * self.accepted + np.bincount(accepted, minlength=ACCEPTANCE_BINS)
+        # Where little was verified, a bin is as good as all bins together.
+        overall = (self.accepted.sum() + PRIOR_TOKENS) / (self.promised.sum() + PRIOR_TOKENS)
+        self.factors = (self.accepted + PRIOR_TOKENS * overall) / (self.promised + PRIOR_TOKENS)
+
+
+def bins_of(log_probs: np.ndarray) -> np.ndarray:
+    """Return the bins of log-probabilities, whole bits."""
+    return np.minimum(-log_probs / math.log(2), ACCEPTANCE_BINS - 1).astype(int)
+
+
+class AutoBudget(Budget):
+    """The number of nodes that commits most tokens per second, round by round.
+
+    `ragged`: rows may verify different numbers of nodes, so that those of all rows compete: the
+    likeliest are verified, in whichever rows they are, and a size is a row's on average.
     """
 
     adapts = True
 
-    def __init__(self, rule: BudgetRule, most: int, uneven: bool = False) -> None:
+    def __init__(self, calibration: "Calibration", most: int, ragged: bool = False) -> None:
         super().__init__(most)
-        self.uneven, self.limit = uneven, most  # of a row on average in the next round
-        sizes = [0, *sorted({size for size in SIZES if size < most} | {most})]
-        self.sizes = sizes
-        # of one row of a size's nodes, or none: by rows, so that the rule is asked once
-        self.by_rule = cache(lambda rows: np.array([rule.cost(rows * (n + 1), n > 0) for n in sizes]))
-        apart = np.log2(np.add(sizes, 1))
-        self.near = NEAR ** -abs(apart[:, None] - apart)  # (S, S) weight of a size for another
-        self.ratios = np.ones((32, len(sizes)))  # by bits of rows and size: seconds over the rule's
-        self.known = np.zeros_like(self.ratios)  # how many rounds these are of
-        self._costs: dict[int, np.ndarray] = {}  # by rows, until the next round is noted
-        # tokens that a row expected of a size's nodes behind the size before
-        self.promised = np.zeros(len(sizes) - 1)
-        self.found = np.zeros_like(self.promised)  # rows that these are of
-        self.verified = np.zeros((2, BITS))  # by bits of verified nodes: tokens promised, and committed
-        self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
-        self.likely = np.zeros((1, 0))  # (B, M) the drafter's probabilities of the drafted nodes found last
-        self.own = self.bits = np.zeros((1, 0), int)  # the bins of these, by rows and as they compete
-        self.expected = np.zeros(1)  # of a row's, by nodes: tokens beside the bonus token
-        self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
+        self.ragged = ragged
+        self.sizes = [0, *(size for size in SIZES if size < most), most]
+        self.costs = CostTable(calibration, self.sizes)
+        self.acceptance = AcceptanceTable()
+        # What trees promise of each size beyond the size before: accepted tokens of a row, on average.
+        self.promised = np.zeros(len(self.sizes))
+        self.promised_rows = np.zeros(len(self.sizes))  # rows that these are averages of
+        self.rate = 0.0  # tokens per second and row that rounds commit on average
+        self.max_nodes = most  # of the next round
+        self.log_probs = np.zeros((1, 0))  # (B, N) of the drafted nodes of the last trees
+        self.expected = np.zeros(1)  # what these trees promise: accepted tokens of a row, by size
+        self.rounds = 0
+        self.since_explored = 0  # rounds since the slower of drafting and plain decoding was tried
 
-    def place(self, nodes: int) -> int:
-        """Return which is the largest size within so many nodes."""
+    def index(self, nodes: int) -> int:
+        """Return the index of the largest size of at most so many nodes."""
         return bisect_right(self.sizes, nodes) - 1
 
-    def costs(self, rows: int) -> np.ndarray:
-        """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is
-        drafted. A known ratio of twice the rows or nodes weighs a NEAR-th of one of the same."""
-        if rows not in self._costs:
-            weights = NEAR ** -abs(np.arange(len(self.known)) - rows.bit_length())  # of numbers of rows
-            total, seen = (weights @ of @ self.near + NOTHING for of in (self.known * self.ratios, self.known))
-            self._costs[rows] = total / seen * self.by_rule(rows)
-        return self._costs[rows]
-
-    def most_nodes(self, rows: int, most: int) -> int:
-        """Return how many nodes the next round finds, at most so many: more than are worth their time on
-        average, as this round's may be worth more; 0: none."""
+    def choose_nodes(self, rows: int, most: int) -> int:
         self.rounds += 1
-        last = self.place(max(1, min(most, POSITIONS // rows - 1)))
-        self.limit = self.sizes[last]
-        if self.rounds <= TRIAL or not self.promised.any():
-            costs = self.by_rule(rows)
-            cheap = int((costs <= TRIED * costs[0]).sum()) - 1
-            return min(self.sizes[max(1, min(cheap, last))], FIRST)
-        costs = self.costs(rows)
-        rates = (1 + np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
-        best = 1 + int(rates[1:].argmax())
-        gain = rates[best] / rates[0]  # over drafting nothing
-        self.rate = float(max(rates[0], rates[best]))
-        other = self.alike >= self._patience(rows, gain, costs[0] / costs[best])
-        self.alike = 0 if other else self.alike + 1
-        found = self.grown(self.sizes[best])
-        found = max(found, FIRST) if self.uneven and rows > 1 else min(found, self.limit)  # sure rows have many
-        return 0 if (gain > 1) == other else min(found, self.most)
+        last = self.index(max(1, min(most, MAX_PASS_POSITIONS // rows - 1)))
+        self.max_nodes = self.sizes[last]
+        if self.rounds <= WARMUP_ROUNDS or not self.promised_rows.any():
+            expected = self.costs.expected(rows)
+            cheap = self.index(WARMUP_NODES)
+            while cheap > 1 and expected[cheap] > WARMUP_COST_RATIO * expected[0]:
+                cheap -= 1
+            self.max_nodes = self.sizes[min(cheap, last)]
+            return self.max_nodes
 
-    def _patience(self, rows: int, gain: float, cost: float) -> float:
-        """Return how many rounds of the better kind come between two of the other, where a plain round
-        costs so much of one that drafts; few where nothing is known of it."""
-        rounds = max(SOON, OTHER * (cost * (1 - 1 / gain) if gain > 1 else (1 - gain) / cost))
-        known = self.known[rows.bit_length()]
-        return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, UNKNOWN)
+        costs = self.costs.costs(rows)[: last + 1]
+        rates = (1 + self.promised[: last + 1].cumsum()) / costs  # the bonus token and accepted nodes
+        drafting = 1 + int(rates[1:].argmax())
+        faster, slower = (drafting, 0) if rates[drafting] > rates[0] else (0, drafting)
+        self.rate = float(rates[faster])
+        if self.since_explored >= self._explore_interval(rows, costs, rates, faster, slower):
+            self.since_explored = 0
+            return self.sizes[slower]
+        self.since_explored += 1
+        if faster and self._tries_neighbour():
+            faster = min(faster + 1, last)
+        return self.sizes[faster]
+
+    def _explore_interval(self, rows: int, costs: np.ndarray, rates: np.ndarray, faster: int, slower: int) -> float:
+        """Return the rounds between two of the slower kind, plain decoding or drafting: so many that
+        what these lose is MAX_EXPLORE_COST of all time."""
+        loss = costs[slower] / costs[faster] * (1 - rates[slower] / rates[faster])  # in rounds of the faster kind
+        interval = max(MIN_EXPLORE_INTERVAL, loss / MAX_EXPLORE_COST)
+        measured = self.costs.measured(rows)
+        known = measured[1:].any() if slower else measured[0]
+        return interval if known else min(interval, UNMEASURED_EXPLORE_INTERVAL)
+
+    def _tries_neighbour(self) -> bool:
+        """Return whether this round verifies one size more than pays: what that costs may have
+        changed."""
+        return self.rounds % NEIGHBOUR_INTERVAL == 0
+
+    def nodes_to_find(self, rows: int, nodes: int) -> int:
+        """Twice the nodes: what more of them would be worth shows so. Where nodes of all rows compete,
+        rows of which the drafter is sure need some more."""
+        if not nodes:
+            return 0
+        least = max(2 * nodes, WARMUP_NODES) if self.ragged and rows > 1 else 2 * nodes
+        return self.sizes[min(bisect_left(self.sizes, least), len(self.sizes) - 1)]
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        nodes = self.nodes(tree.log_probs, min(self.limit, tree.budget))
-        return tree.likeliest(nodes) if self.uneven and len(tree.tokens) > 1 else tree.first(nodes)
+        rows = len(tree.tokens)
+        self._look_at(tree.log_probs.double().numpy(force=True))
+        nodes = self._paying_nodes(rows, min(self.max_nodes, tree.budget))
+        return tree.likeliest(nodes) if self.ragged and rows > 1 else tree.first(nodes)
 
-    def nodes(self, log_probs: torch.Tensor, most: int) -> int:
-        """Return the size, at most so many nodes, that commits most tokens a second over all rounds,
-        for ranked trees with log-probabilities (B, M): the first n nodes are the best tree of n, whose
-        expected acceptance length is the sum of their probabilities (DDTree proposition 1), which are
-        calibrated by what was accepted lately."""
-        self._expect(log_probs.double().numpy(force=True))
-        return self._best(len(log_probs), most)
-
-    def _expect(self, log_probs: np.ndarray) -> None:
-        """Take note of what trees with log-probabilities (B, M) promise."""
-        self.likely = np.exp(log_probs[:, 1:])
-        self.own = self.bits = np.minimum(abs(log_probs[:, 1:]) / LN2, BITS - 1).astype(int)
-        if self.uneven:  # the likeliest B of all rows are in the first column, those behind in the next
-            order = self.likely.ravel().argsort()[::-1]
-            self.likely, self.bits = (x.ravel()[order].reshape(x.shape[::-1]).T for x in (self.likely, self.bits))
-        # bins in which little was verified are as right as all nodes are
-        promised, kept = self.verified
-        factors = (kept + DOUBT * (kept.sum() + DOUBT) / (promised.sum() + DOUBT)) / (promised + DOUBT)
-        each = np.minimum(self.likely * factors[self.bits], 1).mean(0)
-        self.expected = np.append(0.0, each.cumsum())
-
-    def nodes_ahead(self, rows: int, most: int) -> int:
-        """Return the size of the next trees, at most so many nodes, before they are drafted: as if
-        their probabilities were those of the last ones."""
-        known = len(self.expected) - 1
-        return self._best(rows, min(most, known)) if known else min(most, FIRST)
-
-    def grown(self, nodes: int) -> int:
-        """Return how many nodes are to be found where so many are worth it: what more would be worth
-        shows so."""
-        return next((size for size in self.sizes if size >= 2 * nodes), self.sizes[-1])
-
-    def _best(self, rows: int, most: int) -> int:
-        """Return the best size of at most so many nodes by what is expected of each."""
-        last = self.place(min(most, len(self.expected) - 1))
-        worth = self.expected[self.sizes[: last + 1]] - self.rate * self.costs(rows)[: last + 1]
+    def _paying_nodes(self, rows: int, most: int) -> int:
+        """Return how many nodes of the last trees pay, at most `most`: as long as they commit more
+        tokens than rounds do on average in the same time."""
+        last = self.index(most)
+        worth = self.expected[: last + 1] - self.rate * self.costs.costs(rows)[: last + 1]
         best = 1 + int(worth[1:].argmax())
-        return self.sizes[min(best + (self.rounds % BESIDE == 0), last)]
+        if self._tries_neighbour():
+            best = min(best + 1, last)
+        return self.sizes[best]
 
-    def note(self, seconds, nodes, paths, promised=None) -> None:
-        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root
-        left out; `promised`: the log-probabilities of all nodes found, where `nodes` was not told
-        them."""
-        self.last, rows, place = nodes, len(paths), self.place(nodes)
-        key = rows.bit_length(), place
-        # a pause is not the machine's pace; the first round of a size makes its tape
-        seconds = min(seconds, (PAUSE if self.known[key] else 1) * self.costs(rows)[place])
-        self.known[key] = min(self.known[key] + 1, 1 / SHARE)
-        self.ratios[key] += (seconds / self.by_rule(rows)[place] - self.ratios[key]) / self.known[key]
-        self._costs.clear()
-        if promised and len(promised[0]) > 1:
-            self._expect(np.array(promised))
-        if not nodes:
+    def _look_at(self, log_probs: np.ndarray) -> None:
+        """Take note of trees with log-probabilities (B, N + 1), root included."""
+        self.log_probs = log_probs[:, 1:]
+        rows, nodes = self.log_probs.shape
+        probabilities = self.acceptance.calibrate(self.log_probs)
+        if self.ragged and rows > 1:
+            ranked = probabilities.ravel()[self.log_probs.ravel().argsort()[::-1]]
+        else:
+            ranked = probabilities.T.ravel()
+        sums = np.append(0.0, ranked.cumsum())  # of the first nodes, of all rows
+        sizes = self.sizes[: self.index(nodes) + 1]
+        self.expected = sums[np.multiply(sizes, rows)] / rows
+
+    def note(
+        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+    ) -> None:
+        rows = len(paths)
+        self.last = sum(drafted) // rows
+        self.costs.update(rows, self.index(self.last), seconds)
+        if not self.last:
             return
-        keep = MEMORY / (rows + MEMORY)
-        sizes = self.sizes[: 1 + self.place(min(len(self.expected) - 1, self.most))]
-        here = slice(len(sizes) - 1)
-        self.found[here] = keep * self.found[here] + rows
-        self.promised[here] += rows / self.found[here] * (np.diff(self.expected[sizes]) - self.promised[here])
-        kept = [self.own[row, node - 1] for row, path in enumerate(paths) for node in path]
-        bits, likely = (x[:, :nodes].ravel() for x in (self.bits, self.likely))
-        self.verified = keep * self.verified + [np.bincount(bits, likely, BITS), np.bincount(kept, minlength=BITS)]
+        if log_probs is not None:
+            self._look_at(np.array(log_probs))
+        promised = np.diff(self.expected, prepend=0)
+        found = slice(len(promised))
+        self.promised_rows *= EMA_ROWS / (rows + EMA_ROWS)
+        self.promised_rows[found] += rows
+        self.promised[found] += rows / self.promised_rows[found] * (promised - self.promised[found])
+        self.acceptance.update(self.log_probs, drafted, paths)
 
 
-def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:
-    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as
-    there is the drafter."""
-    if drafter not in target.budget_rules:
-        target.budget_rules[drafter] = calibrate(target, drafter, clock)
-    return target.budget_rules[drafter]
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of a target pass by the positions that it computes, and of everything else in a round."""
+
+    positions: tuple[int, ...]
+    seconds: tuple[float, ...]  # of a pass over these positions of one row
+    draft: float  # of one row's draft
+
+    def cost(self, positions: int, drafts: bool = True) -> float:
+        """Return the seconds of a round whose target pass computes so many positions, all rows
+        together: interpolated between measurements, and extrapolated linearly beyond them."""
+        i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
+        left, right = self.positions[i - 1], self.positions[i]
+        slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
+        return self.seconds[i - 1] + slope * (positions - left) + (self.draft if drafts else 0.0)
 
 
 @torch.inference_mode()
-def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3) -> BudgetRule:
-    """Measure one row's draft and its target passes behind `CONTEXT` positions, size by size until one
-    costs `DEAR` plain ones, in turns: medians of `repeats`. About a second on a laptop."""
-    cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1), drafter.state(1, CONTEXT + 2 * DRAFTS)
-    prompt = [i % target.config.vocab_size for i in range(CONTEXT)]
+def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3) -> Calibration:
+    """Measure one row's draft and its target passes behind CALIBRATION_CONTEXT positions, size by size
+    until one costs CALIBRATION_COST_RATIO plain ones, interleaved: medians of `repeats`. About a second
+    on a laptop."""
+    cache = target.cache(1, CALIBRATION_CONTEXT + SIZES[-1] + 1)
+    state = drafter.state(1, CALIBRATION_CONTEXT + 2 * CALIBRATION_DRAFTS)
+    prompt = [i % target.config.vocab_size for i in range(CALIBRATION_CONTEXT)]
     with cache.add(1) as new:
         features = target.extend([prompt], new, drafter.layer_ids)
-    tokens, bonus = (torch.tensor(ids, device=target.device) for ids in ([prompt], [0]))
+    tokens = torch.tensor([prompt], device=target.device)
+    bonus = torch.tensor([0], device=target.device)
     with state.add(1) as new:
-        drafter.update_context(target, features.context, tokens, [CONTEXT], new)
+        drafter.update_context(target, features.context, tokens, [CALIBRATION_CONTEXT], new)
 
     def draft(nodes: int) -> DraftTree:
         drafter.update_context(target, features.context[:, :2], tokens[:, :2], [2], state)
@@ -266,15 +337,40 @@ def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repe
         likeliest(target, target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last)
 
     tree = draft(SIZES[-1])
-    tasks, sizes, first = [partial(draft, FIRST)], [], 0.0
+    tasks = [partial(draft, WARMUP_NODES)]
+    sizes = []
+    plain_seconds = 0.0
     for size in sorted({min(size, tree.budget) for size in (0, *SIZES)}):
-        tasks.append(partial(verify, tree.first(size)))
+        task = partial(verify, tree.first(size))
+        tasks.append(task)
         sizes.append(size)
-        tasks[-1]()  # warms up
-        seconds = timeit(tasks[-1], timer=clock, number=1)
-        first = first or seconds
-        if seconds > DEAR * first:
+        task()  # warms up
+        seconds = timeit(task, timer=clock, number=1)
+        plain_seconds = plain_seconds or seconds
+        if seconds > CALIBRATION_COST_RATIO * plain_seconds:
             break
     samples = [[timeit(task, timer=clock, number=1) for task in tasks] for _ in range(repeats)]
-    other, *passes = map(statistics.median, zip(*samples, strict=True))
-    return BudgetRule(tuple(size + 1 for size in sizes), tuple(accumulate(passes, max)), other)
+    draft_seconds, *pass_seconds = map(statistics.median, zip(*samples, strict=True))
+    return Calibration(tuple(size + 1 for size in sizes), tuple(accumulate(pass_seconds, max)), draft_seconds)
+
+
+def calibration_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Calibration:
+    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as
+    there is the drafter."""
+    if drafter not in target.calibrations:
+        target.calibrations[drafter] = calibrate(target, drafter, clock)
+    return target.calibrations[drafter]
+
+
+def make_budget(target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]) -> Budget:
+    """Make the node budget that options ask for. The drafter is None where nothing is drafted."""
+    if drafter is None:
+        return Budget(0)
+    method = options.tree
+    adapts = options.budget == "auto"
+    most = SIZES[-1] if adapts else options.budget
+    if method.most_nodes is not None:
+        most = min(most, method.most_nodes(drafter.block_size))
+    if not adapts:
+        return Budget(most)
+    return AutoBudget(calibration_of(target, drafter, clock), most, method.ranked and takes_uneven(target))

@@ -6,11 +6,19 @@ B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 
 from collections import abc
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
-from infer.engine.sampling import Sampling, SeenAt, adjust, choose, round_noise, seen_tokens
+from infer.engine.sampling import (
+    Sampling,
+    SeenAt,
+    adjust,
+    choose,
+    round_noise,
+    seen_at_nodes,
+    seen_tokens,
+)
 from infer.engine.sequence import Sequence, text_end
 from infer.targets.support import PLAIN
 from infer.targets.target import Target
@@ -29,8 +37,6 @@ class RowsAsked:
     steps: int  # positions behind them, more than trees are deep
     vocabulary: int
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
-    # none where the host is not asked: no processors, no grammars, no n-grams
-    texts: abc.Sequence[Sequence] = ()
 
     @cached_property
     def noise(self) -> torch.Tensor | None:
@@ -55,7 +61,7 @@ def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor
     """Return what texts ask of a round with trees of so much depth behind roots at positions start
     (B,)."""
     sampling, seen = sampling_of(target, texts)
-    return RowsAsked(sampling, start, depth + 1, target.vocabulary, seen, texts)
+    return RowsAsked(sampling, start, depth + 1, target.vocabulary, seen)
 
 
 def piece(rows: int) -> int:
@@ -70,44 +76,88 @@ def likeliest(target: Target, last: torch.Tensor) -> torch.Tensor:
     return target.head(last).argmax(-1)
 
 
+def seen_within(asked: RowsAsked, tree: DraftTree, ancestors: torch.Tensor) -> SeenAt | None:
+    """Return a function that finds which tokens the prefixes of nodes hold; None where no row has a
+    penalty."""
+    if asked.seen is None:
+        return None
+    return partial(seen_at_nodes, asked.seen, tree.tokens.clamp(min=0), ancestors)
+
+
 def choose_tokens(
-    target: Target, tree: DraftTree, within: SeenAt | None, last: torch.Tensor, asked: RowsAsked
+    target: Target, tree: DraftTree, ancestors: torch.Tensor, last: torch.Tensor, asked: RowsAsked
 ) -> torch.Tensor:
-    """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
-    for a `piece` of the nodes at a time, unless processors want to see them. On a CPU, where noise takes
-    as long as a pass, it is made where the target goes alone, see `choose_alone`."""
-    pieces, judged, sampled = [], any(text.judged for text in asked.texts), asked.sampling.kind.sampled
-    width = last.shape[1] if judged else piece(len(last))
-    alone = sampled and within is None and last.device.type == "cpu" and asked.texts and 1 < last.shape[1] <= width
-    if within is None and not (sampled or judged):
+    """Return the target's token after every node with final states (B, M, D), (B, M), on the device
+    alone: without logits processors and grammars. Logits are made for a `piece` of the nodes at a
+    time."""
+    within = seen_within(asked, tree, ancestors)
+    width = piece(len(last))
+    if within is None and not asked.sampling.kind.sampled:
         flat = last.flatten(0, 1) if tree.real is None else last[tree.real]
         found = torch.cat([likeliest(target, part) for part in flat.split(width * len(last))])
         return found.view(last.shape[:2]) if tree.real is None else tree.tokens.index_put((tree.real,), found)
+    pieces = []
     for first in range(0, last.shape[1], width):
-        here = slice(first, first + width)
-        logits = target.head(last[:, here])  # (B, n, V)
-        before = within and (lambda nodes, first=first: within(slice(nodes.start + first, nodes.stop + first)))
-        pieces.append(choose(logits, tree.depths[:, here], asked.sampling, None if alone else asked.noise, before))
-    chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    for row, text in enumerate(asked.texts):
-        if alone or text.judged:
-            chosen[row] = choose_alone(target, tree, row, asked, logits, within)
-    return chosen
+        nodes = slice(first, first + width)
+        logits = target.head(last[:, nodes])  # (B, n, V)
+        seen_here = within and (lambda part, first=first: within(slice(part.start + first, part.stop + first)))
+        pieces.append(choose(logits, tree.depths[:, nodes], asked.sampling, asked.noise, seen_here))
+    return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+
+def rows_for_host(
+    texts: abc.Sequence[Sequence], tree: DraftTree, asked: RowsAsked, captured: bool
+) -> dict[int, Sequence]:
+    """Return the texts whose tokens the host chooses, by batch row: those with logits processors or a
+    grammar. On a CPU also all texts of a sampled round, since noise takes as long as a pass there, and
+    the host makes it on the target's path alone."""
+    sampled = asked.sampling.kind.sampled and asked.seen is None and tree.tokens.device.type == "cpu"
+    if sampled and not captured and 1 < tree.tokens.shape[1] <= piece(len(tree.tokens)):
+        return dict(enumerate(texts))
+    return {row: text for row, text in enumerate(texts) if text.judged}
+
+
+def choose_on_host(
+    target: Target,
+    tree: DraftTree,
+    ancestors: torch.Tensor,
+    last: torch.Tensor,
+    asked: RowsAsked,
+    texts: dict[int, Sequence],
+    chosen: torch.Tensor,
+) -> None:
+    """Write the target's tokens into the rows of `chosen` (B, M) that belong to `texts`, by batch
+    row."""
+    if not texts:
+        return
+    within = seen_within(asked, tree, ancestors)
+    rows = list(texts)
+    logits = target.head(last if len(rows) == len(last) else last[rows])  # (n, M, V)
+    for index, row in enumerate(rows):
+        chosen[row] = choose_alone(target, tree, row, texts[row], asked, logits[index], within)
 
 
 def choose_alone(
-    target: Target, tree: DraftTree, row: int, asked: RowsAsked, logits: torch.Tensor, within: SeenAt | None
+    target: Target,
+    tree: DraftTree,
+    row: int,
+    text: Sequence,
+    asked: RowsAsked,
+    logits: torch.Tensor,
+    within: SeenAt | None,
 ) -> torch.Tensor:
-    """Return the same for one row, (M,): only for the nodes on the path that the target takes, as far as
-    the text goes; -1, which no child carries, elsewhere. Processors and grammars see the true prefix of
-    one node at a time. Behind the end of the text the last token stands, which is cut off."""
-    text, sampling = asked.texts[row], asked.sampling.rows(slice(row, row + 1))
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    """Return the target's token after the nodes of one batch row with logits (M, V), (M,): only for the
+    nodes on the path that the target takes, as far as the text goes; -1, which no child carries,
+    elsewhere. Processors and grammars see the true prefix of one node at a time. Behind the end of the
+    text the last token stands, which is cut off."""
+    sampling = asked.sampling.rows(slice(row, row + 1))
+    tokens = tree.tokens[row].tolist()
+    parents = tree.parents[row].tolist()
     chosen = torch.full_like(tree.tokens[row], -1)
     ids, node, depth, token = text.ids[:], 0, 0, None
     while node is not None:
         if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:
-            scores = logits[row, node][None].to(torch.float32, copy=True)  # theirs to change
+            scores = logits[node][None].to(torch.float32, copy=True)  # theirs to change
             for processor in text.processors:
                 scores = processor(torch.tensor([text.prompt + ids], device=scores.device), scores)
             if text.grammar is not None:
@@ -127,7 +177,8 @@ def choose_alone(
 class Accepted:
     """What a round commits."""
 
-    path: torch.Tensor  # (B, W) node indices from the root down, padded by repeating the last accepted one
+    # (B, W), W = min(max depth, nodes) + 1: node indices from the root down, padded by repeating the last accepted one
+    path: torch.Tensor
     lengths: torch.Tensor  # (B,) committed nodes, the root included: 1 .. W
     bonus: torch.Tensor  # (B,) the target's token after the path: the next round's root
 
@@ -148,8 +199,9 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
     last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)
     on_path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0]  # (B, M)
-    depths = torch.where(on_path, tree.depths, tree.max_depth + 1)
+    deepest = min(tree.max_depth, tree.budget)  # a path that were longer would not fit into the cache
+    depths = torch.where(on_path, tree.depths, deepest + 1)
     nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
     # node i goes to column depths[i], nodes off the path to a last column, which is dropped
-    path = last.expand(-1, tree.max_depth + 2).clone().scatter_(1, depths, nodes)[:, :-1]
+    path = last.expand(-1, deepest + 2).clone().scatter_(1, depths, nodes)[:, :-1]
     return Accepted(path, tree.depths.gather(1, last)[:, 0] + 1, chosen.gather(1, last)[:, 0])

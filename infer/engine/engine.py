@@ -3,15 +3,21 @@ runner's."""
 
 import time
 from collections import abc
+from functools import partial
 
 import torch
 
-from infer.config import EngineConfig, TextOptions
+from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
+from infer.engine.budget import make_budget
+from infer.engine.capture import Columns, Graphs
 from infer.engine.grammar import follow
-from infer.engine.runner import Runner
+from infer.engine.memory import Memory
+from infer.engine.prefixes import Prefixes
+from infer.engine.runner import DeviceState, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import STAGES, Processor, Sequence, Stopwatch, check_prompt, check_text
+from infer.ngrams.model import NGram
 from infer.targets.target import Target
 
 
@@ -37,7 +43,7 @@ class Engine:
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         EngineConfig.check(options)
-        self._run(Runner(target, drafter, options, capacity, Stopwatch(clock)))
+        self._run(make_runner(target, drafter, options, capacity, clock))
 
     def _run(self, runner: Runner) -> None:
         self.runner, self.scheduler = runner, Scheduler(runner)
@@ -115,3 +121,53 @@ class Engine:
             began, before = text.began
             text.stats.tokens, text.stats.seconds = len(text.ids), now - began
             text.stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
+
+
+def make_runner(
+    target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, clock: abc.Callable[[], float]
+) -> Runner:
+    """Make all that an engine of a causal target consists of. Raises ValueError where options do not
+    fit."""
+    asked = options.continuity
+    options = options.beside(None if drafter is None else drafter.ngrams)
+    check_drafter(target, drafter, options)
+    target.follow_weights()
+    drafter = drafter if options.drafts else None
+    ngram = open_ngrams(target, options, asked) if options.tree.ngrams else None
+    budget = make_budget(target, drafter, options, clock)
+    make_state = partial(make_device_state, target, drafter, options, capacity, budget.most)
+    return Runner(target, drafter, options, capacity, ngram, budget, Stopwatch(clock), make_state)
+
+
+def make_device_state(
+    target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, nodes: int
+) -> DeviceState:
+    """Allocate what a runner keeps on the device, for trees of `nodes` nodes at most."""
+    megabytes = options.prefix_memory
+    # of recurrent layers there would be states to keep, behind every block
+    prefixes = Prefixes(megabytes * 2**20) if megabytes and not target.recurrent else None
+    models = [target] if drafter is None else [target, drafter]
+    return DeviceState(
+        Memory(target, drafter, options.rows, capacity, nodes, prefixes is not None),
+        Graphs(target.device, models),
+        Columns(options.rows, target.vocabulary, target.device),
+        prefixes,
+    )
+
+
+def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
+    """Raise ValueError where there is no drafter, or one of another dtype."""
+    if options.drafts and drafter is None:
+        raise ValueError(f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain")
+    if drafter is not None and drafter.dtype not in (None, target.dtype):
+        mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype))
+        raise ValueError(f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)")
+
+
+def open_ngrams(target: Target, options: EngineConfig, asked: str | None) -> NGram:
+    """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked`
+    for, none where the text's are to do, else the drafter's."""
+    if asked == TEXT_NGRAMS:
+        return NGram.uniform(target.vocabulary)
+    # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
+    return NGram.open(options.continuity, target.tokenizer_digest if asked else None)

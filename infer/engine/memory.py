@@ -4,27 +4,30 @@ enter.
 B rows, C positions, F features of a position, D hidden size.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from infer.drafters.base import Drafter
+from infer.engine.choices import Accepted
 from infer.engine.prefixes import BLOCK, Part
 from infer.engine.sequence import Sequence
-from infer.targets.target import Target, pad_ids
+from infer.targets.target import Features, Target, pad_ids
+from infer.trees.tree import DraftTree
 
 MAX_PENDING_ROUNDS = 32  # rounds that draft nothing after which the drafter is given their features
 
 
-@dataclass(frozen=True)
+@dataclass
 class Committed:
     """Newly committed positions, for the drafter."""
 
     context: torch.Tensor  # (B, C, F) features
     tokens: torch.Tensor  # (B, C)
-    lengths: list[int] | None  # how many of them are real in every row; None: the device alone knows it
-    lengths_on_device: torch.Tensor  # (B,)
+    lengths_on_device: torch.Tensor  # (B,) how many of them are real in every row
+    lengths: list[int] | None = None  # the same on the host; None until it knows them
 
 
 class Memory:
@@ -48,13 +51,44 @@ class Memory:
         """The newest token of every row, (B,): chosen by the target, not yet run through it."""
         return self.bonuses[: self.cache.fixed_rows or len(self.cache.lengths)]
 
-    def note(self, committed: Committed) -> None:
-        """Note what the drafter has not seen; give it what is there before it becomes much."""
+    @contextmanager
+    def fixed(self, rows: int) -> Iterator[None]:
+        """Inside, rounds have the shapes of `rows` rows, see `KVCache`."""
+        with ExitStack() as stack:
+            stack.enter_context(self.cache.fixed(rows))
+            if self.state is not None:
+                stack.enter_context(self.state.cache.fixed(rows))
+            yield
+
+    def commit(self, tree: DraftTree, features: Features, accepted: Accepted) -> None:
+        """Keep the accepted nodes of a round in the cache, note them for the drafter, and begin the
+        next round with the target's tokens behind them: on the device alone, `note_lengths` is to
+        follow."""
+        path = accepted.path
+        self.cache.commit(path, accepted.lengths)
+        if self.state is not None:
+            context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
+            self._note(Committed(context, tree.tokens.gather(1, path), accepted.lengths))
+        self.bonuses[: len(accepted.bonus)] = accepted.bonus  # last: roots may be views of it
+
+    def note_lengths(self, lengths: list[int]) -> None:
+        """Note on the host how many positions a round has committed of every row."""
+        self.cache.note_lengths(lengths)
+        if self.pending:
+            self.pending[-1].lengths = lengths
+        elif self.state is not None:
+            self.state.cache.note_lengths(lengths)
+
+    def _note(self, committed: Committed) -> None:
+        """Note what the drafter has not seen; give it what is there before it becomes much. In rounds
+        of fixed shapes it is given all at once, as the next round may have another shape."""
         pending = self.pending
         wide = pending and committed.tokens.shape[1] + pending[0].tokens.shape[1] > 2
         if wide or len(pending) == MAX_PENDING_ROUNDS:
             self.tell_drafter()
         self.pending.append(committed)
+        if self.cache.fixed_rows:
+            self.tell_drafter()
 
     def tell_drafter(self) -> None:
         """Give the drafter the features that it has not seen: of the last round, or of several that
@@ -64,17 +98,11 @@ class Memory:
             context = torch.cat([part.context for part in parts], 1)
             tokens = torch.cat([part.tokens for part in parts], 1)
             count = len(parts)
-            parts = [Committed(context, tokens, [count] * len(tokens), torch.full_like(tokens[:, 0], count))]
+            parts = [Committed(context, tokens, torch.full_like(tokens[:, 0], count), [count] * len(tokens))]
         for part in parts:
             self.drafter.update_context(
                 self.target, part.context, part.tokens, part.lengths, self.state, part.lengths_on_device
             )
-
-    def count(self, lengths: list[int]) -> None:
-        """Note on the host that a captured round committed so many positions."""
-        self.cache.count(lengths)
-        if self.state is not None:
-            self.state.cache.count(lengths)
 
     def keep(self, order: list[int]) -> None:
         """Make row i what row order[i] was, and give up the rows not named."""

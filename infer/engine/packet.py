@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.engine.round import RoundResult
+from infer.engine.choices import Accepted
 from infer.engine.sequence import Sequence, TokenLogprob
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
@@ -23,19 +23,25 @@ class Told:
     logprobs: list[list[float]]  # of every committed token, see `logprobs_of`, if a row asks for them
 
 
-def pack(target: Target, found: RoundResult, most: int | None, promises: bool) -> torch.Tensor:
+def pack(
+    target: Target,
+    tree: DraftTree,
+    last: torch.Tensor,
+    chosen: torch.Tensor,
+    accepted: Accepted,
+    most: int | None,
+    log_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus
-    tokens, tokens and nodes of the paths; `promises`: log-probabilities of all nodes found; unless
-    `most` is None, `logprobs_of`."""
-    accepted = found.accepted
-    drafted = found.tree.tokens.gather(1, accepted.path)  # (B, W)
+    tokens, tokens and nodes of the paths; the log-probabilities (B, n) of nodes that the host asks for;
+    unless `most` is None, `logprobs_of`. `last` (B, M, D) and `chosen` (B, M) are of all nodes."""
+    drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
-    if promises:
-        columns.append(found.whole.log_probs)
+    if log_probs is not None:
+        columns.append(log_probs)
     if most is not None:
-        last = found.features.last
         along = last.gather(1, accepted.path[..., None].expand(-1, -1, last.shape[-1]))
-        logprobs = logprobs_of(target, along, found.chosen.gather(1, accepted.path), most)
+        logprobs = logprobs_of(target, along, chosen.gather(1, accepted.path), most)
         columns.append(logprobs.flatten(1))
     return torch.cat([column.double() for column in columns], 1)
 

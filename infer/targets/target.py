@@ -101,7 +101,7 @@ class Target:
         self.quantised = type(head) is Int8Linear  # its products are of int8 codes
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
-        self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
+        self.calibrations = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
         self._stream = self.config.to_dict().get("altup_active_idx")
 
     @property

@@ -72,7 +72,8 @@ def in_trees(target: Target, text: list[int], dice: random.Random) -> torch.Tens
         columns = (torch.tensor([column]) for column in (tokens, parents, depths))
         tree = DraftTree(*columns, torch.zeros(1, len(tokens)), max(depths))
         found.append(target.verify(tree, tree.ancestors(), cache).last[0, path])
-        cache.commit(torch.tensor([path]), [steps])
+        cache.commit(torch.tensor([path]), torch.tensor([steps]))
+        cache.note_lengths([steps])
         at += steps
     return torch.cat(found)
 

@@ -236,7 +236,7 @@ MUTANTS = [
     (
         "old caches stay while new ones come",
         "infer/engine/runner.py",
-        ("self.memory = self.prompts = None\n        megabytes", "megabytes"),
+        ("self.memory = self.prompts = self.graphs = self.columns = self.prefixes = None\n", ""),
         FAILURES + " -k old_caches",
     ),
     (
@@ -389,7 +389,7 @@ MUTANTS = [
     (
         "all drafts count as kept",
         "infer/engine/budget.py",
-        ("np.bincount(kept, minlength=BITS)", "np.bincount(bits, minlength=BITS)"),
+        ("np.bincount(accepted, minlength=ACCEPTANCE_BINS)", "np.bincount(bins[verified], minlength=ACCEPTANCE_BINS)"),
         "tests/infer/engine/test_engine.py",
     ),
     (

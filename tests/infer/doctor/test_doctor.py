@@ -104,7 +104,7 @@ def test_our_own_server_is_healthy_however_it_decodes(
 ):
     """A budget of its own choice may be 0 drafts, as it was on the machine of a user who followed the tutorial."""
     if budget == "auto":
-        monkeypatch.setattr("infer.engine.budget.BudgetController.most_nodes", lambda *_: 0)
+        monkeypatch.setattr("infer.engine.budget.AutoBudget.choose_nodes", lambda *_: 0)
     ngrams = str(drafter.ngrams) if method == "continuity" else None
     engine = Engine(embedded, drafter, EngineConfig(method, budget, ngrams, rows=1), 128)
     with running(engine) as (url, _), open_client(url) as client:

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,8 +10,9 @@ from torch.utils._pytree import tree_flatten
 
 from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
-from infer.engine import runner
+from infer.engine import engine as engine_module, round as round_module
 from infer.engine.capture import Graphs
+from infer.engine.sequence import Sequence
 from infer.targets.lean import LeanDecoder
 from infer.trees import compiled
 
@@ -60,7 +62,7 @@ class Recording:
 @pytest.fixture
 def graphs(monkeypatch):
     """Engines make recorded graphs; tree building stays in tensors."""
-    monkeypatch.setattr(runner, "Graphs", RecordedGraphs)
+    monkeypatch.setattr(engine_module, "Graphs", RecordedGraphs)
     monkeypatch.setattr(compiled, "available", lambda tensor: False)
 
 
@@ -118,9 +120,9 @@ def test_replayed_rounds_write_what_launched_rounds_write(
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     used = set(engine.runner.graphs.graphs)
     assert engine.runner.graphs.replays > 10 and engine.runner.graphs.works
-    assert {rows for rows, *_ in used} == {1, 2, 3}
+    assert {key.rows for key in used} == {1, 2, 3}
     assert budget == "auto" or options is MIXED or len(used) == 3
-    assert options is GREEDY or len({kind for *_, kind in used}) > 3
+    assert options is GREEDY or len({key.kind for key in used}) > 3
 
 
 def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
@@ -141,3 +143,99 @@ def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
         held = {tensor.data_ptr() for tensor in references if isinstance(tensor, torch.Tensor)}
         lean = next(found for found in references if isinstance(found, LeanDecoder))
         assert addresses <= held | {layer.qk_norm.weight.data_ptr() for layer in lean.layers}
+
+
+class EveryThird:
+    """Stands for a grammar: only a third of the tokens may follow, which one depends on the token before."""
+
+    failed = False
+
+    def drafted(self, ids: list[int], path: list[int]) -> np.ndarray:
+        return np.arange(97) % 3 == [0, *ids, *path][-1] % 3
+
+    def forced(self, ids: list[int]) -> list[int]:
+        return []
+
+    def mask(self, scores: torch.Tensor, ids: list[int], path: list[int]) -> torch.Tensor:
+        return scores.masked_fill(~torch.from_numpy(self.drafted(ids, path)), -torch.inf)
+
+
+def no_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor that looks at the prefix: no token may stand there twice among the last ten."""
+    return scores.index_fill(1, ids[0, -10:], -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "head", "options"),
+    [
+        ("ddtree", 9, "none", GREEDY),
+        ("chain", 5, "selector", GREEDY),
+        ("ddtree", "auto", "none", GREEDY),
+        ("plain", 1, "none", MIXED),
+        ("ddtree", 9, "selector", MIXED),
+    ],
+)
+def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, method, budget, head, options):
+    """Texts with a grammar, with logits processors and with neither are written side by side: all by graphs, token for
+    token what plain decoding writes alone; the others commit as much in every round as without them, and texts with a
+    grammar are drafted by it."""
+    target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head))
+    dice = random.Random(1)
+    kinds = ["free", "processor", "processor", "grammar", "free", "grammar", "processor"]
+    prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in kinds]
+
+    def write(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
+        engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, positions=None), 90)
+        engine.runner.captures = captures
+        texts = []
+        for i in numbers:
+            processors = [no_repeats] if kinds[i] == "processor" else []
+            asked = TextOptions(max_new_tokens=20 + i, ignore_eos=True, **options[i % len(options)])
+            texts.append(engine.submit(prompts[i], asked, processors))
+            if kinds[i] == "grammar":
+                texts[-1].grammar = EveryThird()
+        while engine.busy:
+            engine.step()
+        if captures:
+            keys = engine.runner.graphs.graphs
+            stages = {key.stage for key, graph in keys.items() if graph is not None}
+            assert {"draft", "verify", "commit"} <= stages and engine.runner.graphs.replays > 20
+        return texts
+
+    followed, choose_on_host = [], round_module.choose_on_host
+
+    def check_trees(target, tree, ancestors, last, asked, texts, chosen) -> None:
+        for row in [row for row, text in texts.items() if text.grammar is not None]:
+            tokens, parents = tree.tokens[row], tree.parents[row]
+            nodes = torch.isfinite(tree.log_probs[row])  # the others are left over
+            assert (tokens[1:] % 3 == tokens[parents[1:]] % 3)[nodes[1:]].all()
+            followed.append(int(nodes.sum()) - 1)
+        choose_on_host(target, tree, ancestors, last, asked, texts, chosen)
+
+    monkeypatch.setattr(round_module, "choose_on_host", check_trees)
+    everything = list(range(len(prompts)))
+    mixed = write(method, True, 3, everything)
+    for i, text in enumerate(mixed):
+        assert text.ids == write("plain", False, 1, [i])[0].ids
+    assert method == "plain" or budget == "auto" or max(followed) > 1
+    if budget != "auto":
+        apart = write(method, False, 3, everything)
+        assert [text.commits for text in apart] == [text.commits for text in mixed]
+        assert [text.drafted for text in apart] == [text.drafted for text in mixed]
+
+
+def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
+    """A text that fills its row verifies fewer nodes than a block has: nothing is written into the row behind it."""
+    target, drafter = make_tiny(seed=3, block_size=6)
+    written = {}
+    for method in ("plain", "ddtree"):
+        engine = Engine(target, drafter, EngineConfig(method, 1, rows=2, positions=None), 40)
+        engine.runner.captures = True
+        texts = [
+            engine.submit(list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True))
+            for length in (28, 5)
+        ]
+        while engine.busy:
+            engine.step()
+        written[method] = [text.ids for text in texts]
+    assert written["plain"] == written["ddtree"]

@@ -22,7 +22,14 @@ from transformers import (
 from infer import Engine, generate
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.drafters.lookup import Lookup
-from infer.engine.budget import SIZES, TRIAL, UNKNOWN, BudgetController, BudgetRule, calibrate
+from infer.engine.budget import (
+    SIZES,
+    UNMEASURED_EXPLORE_INTERVAL,
+    WARMUP_ROUNDS,
+    AutoBudget,
+    Calibration,
+    calibrate,
+)
 from infer.engine.sampling import Sampling, adjust
 from infer.engine.sequence import Sequence
 from infer.trees.tree import DraftTree
@@ -146,10 +153,33 @@ def test_log_probabilities_are_the_targets(tiny, options):
         assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_the_budget_follows_the_load(uneven):
+def trees_of(chances: torch.Tensor, rows: int, nodes: int) -> DraftTree:
+    """Trees of nodes with these probabilities, the root's first, the same in every row."""
+    log_probs = chances[: nodes + 1].double().log().expand(rows, -1)
+    return DraftTree(*[torch.zeros_like(log_probs).long()] * 3, log_probs, 7)
+
+
+def play_round(budget: AutoBudget, rows: int, most: int, chances: torch.Tensor, seconds, path) -> int:
+    """Let the budget choose in a round whose trees have nodes with these probabilities, that takes seconds(rows, nodes)
+    and accepts path(nodes) in a row; return how many nodes a row has verified on average."""
+    nodes = budget.choose_nodes(rows, most)
+    found = budget.nodes_to_find(rows, nodes)
+    tree = trees_of(chances, rows, found)
+    drafted = budget.cut(tree).budgets if nodes else [0] * rows
+    nodes = sum(drafted) // rows
+    budget.note(seconds(rows, nodes), drafted, [path(count) for count in drafted])
+    return nodes
+
+
+def chain_chances(likely: float) -> torch.Tensor:
+    """A chain of seven nodes, each accepted so often, and many unlikely ones behind."""
+    return torch.tensor([1.0, *(likely ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, 256))])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_budget_follows_the_load(ragged):
     """A machine that computes 32 positions for the price of one: small trees at one row, none at 64, and back; always
-    within 5% of the best of all fixed budgets, plain decoding among them, wherever the rule's own guess is wrong."""
+    within 5% of the best of all fixed budgets, plain decoding among them, wherever the calibration is wrong."""
     dice = random.Random(0)
 
     def seconds(rows: int, nodes: int) -> float:
@@ -159,46 +189,45 @@ def test_the_budget_follows_the_load(uneven):
         return sum(0.7**i for i in range(min(nodes, 7) + 1))
 
     def path(nodes: int) -> list[int]:
-        """A row's accepted path: every node of a chain with probability 0.7."""
         return list(range(1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))))
 
-    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), other=2.0)
-    pace = BudgetController(rule, 64, uneven)
+    calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), draft=2.0)
+    budget = AutoBudget(calibration, 64, ragged)
     for rows in (1, 64, 8, 2, 64, 1):
         spent = tokens = 0.0
         for turn in range(500):
-            nodes = pace.most_nodes(rows, 64)
-            if nodes:
-                chances = torch.tensor([0.0, *(0.7 ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
-                chances[0] = 1.0
-                tree = DraftTree(*[torch.zeros(rows, nodes + 1)] * 3, chances.log().expand(rows, -1), 7)
-                nodes = pace.nodes(tree.log_probs, nodes)
-            paths = [path(nodes) for _ in range(rows)]
-            pace.note(seconds(rows, nodes), nodes, paths)
+            nodes = play_round(budget, rows, 64, chain_chances(0.7), seconds, path)
             if turn >= 100:
-                spent, tokens = spent + seconds(rows, nodes), tokens + rows * commits(nodes)
+                spent += seconds(rows, nodes)
+                tokens += rows * commits(nodes)
         best = max(rows * commits(size) / seconds(rows, size) for size in (0, *SIZES))
         assert tokens / spent > 0.95 * best
-        assert (pace.most_nodes(rows, 64) == 0) == (rows == 64)
+        assert (budget.choose_nodes(rows, 64) == 0) == (rows == 64)
 
 
 def test_an_unlucky_first_round_is_soon_forgotten():
     """The first round waits for what is made once, and nothing of its unlikely tree is accepted: drafting, worth 1.4
     times plain rounds, is not given up for it."""
     dice = random.Random(0)
-    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), other=0.4)
-    pace, spent, tokens = BudgetController(rule, 64), 0.0, 0
+    calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), draft=0.4)
+    budget = AutoBudget(calibration, 64)
+    spent = tokens = 0.0
     for turn in range(150):
-        likely, path = 0.6 if turn else 0.1, []
-        if nodes := pace.most_nodes(1, 64):
-            chances = torch.tensor([1.0, *(likely ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
-            nodes = pace.nodes(chances.log()[None], nodes)
-        while turn and len(path) < min(nodes, 7) and dice.random() < likely:
-            path.append(len(path) + 1)
-        seconds = (rule.cost(nodes + 1) if nodes else 1.0) * (1 if turn else 4)
-        pace.note(seconds, nodes, [path])
+        slow = 1 if turn else 4
+        path = []
+
+        def draw(nodes: int, turn: int = turn, path: list[int] = path) -> list[int]:
+            while turn and len(path) < min(nodes, 7) and dice.random() < 0.6:
+                path.append(len(path) + 1)
+            return path
+
+        def seconds(rows: int, nodes: int, slow: int = slow) -> float:
+            return slow * calibration.cost(nodes + 1, nodes > 0)
+
+        nodes = play_round(budget, 1, 64, chain_chances(0.6 if turn else 0.1), seconds, draw)
         if turn >= 20:
-            spent, tokens = spent + seconds, tokens + 1 + len(path)
+            spent += seconds(1, nodes)
+            tokens += 1 + len(path)
     assert tokens / spent > 1.25
 
 
@@ -208,42 +237,60 @@ def test_noise_hides_neither_the_best_size_nor_plain_decoding(kept):
     trees differ from round to round, as measured on the embedded target: from the 50th round on at least 0.97 of what
     the best fixed size or plain decoding would do."""
     dice = random.Random(1)
-    sizes, milliseconds = (0, 1, 2, 4, 8, 12, 16, 24, 32, 64), (7.4, 10.3, 10.9, 11.2, 12.4, 13.1, 14.6, 17, 19, 27)
-    times = dict(zip(sizes, milliseconds, strict=True))
-    chances = torch.tensor([1.0, *(0.5 / size for size in range(1, 65))])
-    pace, spent, tokens = BudgetController(BudgetRule((1, 9, 17, 65), (7.0, 10.0, 11.7, 24.7), 2.4), 64), 0.0, 0.0
+    sizes = (0, *SIZES)
+    times = dict(zip(sizes, np.interp(sizes, (0, 1, 8, 16, 64, 255), (7.4, 10.3, 12.4, 14.6, 27, 90)), strict=True))
+    chances = torch.tensor([1.0, *(0.5 / size for size in range(1, 256))])
+    budget = AutoBudget(Calibration((1, 9, 17, 65), (7.0, 10.0, 11.7, 24.7), 2.4), 64)
+    spent = tokens = 0.0
     for turn in range(1000):
         hard = dice.choice([0.4, 1.0, 1.6])  # how much of its usual promise the drafter makes
-        nodes = pace.most_nodes(1, 64)
-        if nodes:
-            nodes = pace.nodes((chances * torch.tensor([1.0] + [hard] * 64)).log()[None, : nodes + 1], nodes)
-            nodes = max(size for size in sizes if size <= nodes)
-        path = [i for i in range(1, nodes + 1) if dice.random() < kept * hard * chances[i]]
-        pace.note(times[nodes] * dice.gauss(1, 0.08) * (3 if dice.random() < 0.01 else 1), nodes, [path])
+        likely = chances * torch.tensor([1.0] + [hard] * 255)
+
+        def path(nodes: int, likely: torch.Tensor = likely) -> list[int]:
+            return [i for i in range(1, nodes + 1) if dice.random() < kept * likely[i]]
+
+        def seconds(rows: int, nodes: int) -> float:
+            return (
+                times[max(size for size in sizes if size <= nodes)]
+                * dice.gauss(1, 0.08)
+                * (3 if dice.random() < 0.01 else 1)
+            )
+
+        nodes = play_round(budget, 1, 64, likely, seconds, path)
         if turn >= 50:
-            spent, tokens = spent + times[nodes], tokens + 1 + kept * hard * float(chances[1 : nodes + 1].sum())
+            spent += times[max(size for size in sizes if size <= nodes)]
+            tokens += 1 + kept * float(likely[1 : nodes + 1].sum())
     best = max((1 + kept * float(chances[1 : size + 1].sum())) / times[size] for size in sizes)
     assert tokens / spent > 0.97 * best
 
 
-def test_promises_are_calibrated_and_a_round_that_promises_more_has_more_nodes():
+def test_probabilities_are_calibrated_and_a_round_that_promises_more_has_more_nodes():
     """A drafter that says too little of what is likely and too much of what is not: what is made of its probabilities
     is within 0.05 of what is accepted, in every tenth of them, and rounds verify more the surer they are."""
-    rule, dice, told, kept = BudgetRule((1, 65), (1.0, 8.0), 0.5), np.random.default_rng(0), [], []
-    pace, sizes = BudgetController(rule, 64), defaultdict(list)
+    calibration = Calibration((1, 65), (1.0, 8.0), 0.5)
+    dice, expected, accepted = np.random.default_rng(0), [], []
+    budget, sizes = AutoBudget(calibration, 64), defaultdict(list)
     for turn in range(1500):
-        sure, accepted = dice.choice([0.3, 0.6, 0.9]), np.zeros(0, bool)
-        if nodes := pace.most_nodes(1, 64):
-            nodes = pace.nodes((torch.arange(nodes + 1.0) * math.log(sure))[None], nodes)
-            accepted = np.cumprod(dice.random(nodes) < sure ** (0.5 if sure > 0.5 else 1.5)) > 0
+        sure, kept = dice.choice([0.3, 0.6, 0.9]), np.zeros(0, bool)
+        log_probs = torch.arange(256.0) * math.log(sure)
+
+        def path(nodes: int, sure: float = sure) -> list[int]:
+            nonlocal kept
+            kept = np.cumprod(dice.random(nodes) < sure ** (0.5 if sure > 0.5 else 1.5)) > 0
+            return [*np.flatnonzero(kept) + 1]
+
+        before = budget.acceptance.calibrate(log_probs[1:].double().numpy())
+        nodes = play_round(
+            budget, 1, 64, log_probs.exp(), lambda rows, nodes: calibration.cost(nodes + 1, nodes > 0), path
+        )
         if turn >= 200:
-            told.append(np.diff(pace.expected)[:nodes])
-            kept.append(accepted)
+            expected.append(before[:nodes])
+            accepted.append(kept[:nodes])
             sizes[sure].append(nodes)
-        pace.note(rule.cost(nodes + 1, nodes > 0), nodes, [[*np.flatnonzero(accepted) + 1]])
-    told, kept = np.concatenate(told), np.concatenate(kept)
-    tenths = (10 * told).astype(int).clip(max=9)
-    assert abs(np.bincount(tenths, told, 10) - np.bincount(tenths, kept, 10)).sum() < 0.05 * len(told)
+    expected, accepted = np.concatenate(expected), np.concatenate(accepted)
+    tenths = (10 * expected).astype(int).clip(max=9)
+    error = abs(np.bincount(tenths, expected, 10) - np.bincount(tenths, accepted, 10)).sum()
+    assert error < 0.05 * len(expected)
     assert np.mean(sizes[0.3]) < np.mean(sizes[0.6]) < np.mean(sizes[0.9])
 
 
@@ -254,8 +301,8 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
     for budget, nodes in ((2, 2), ("auto", 2), ("auto", 0)):
         engine = Engine(*tiny, EngineConfig("ddtree", budget, rows=8, positions=60), 200)
         if budget == "auto":
-            engine.runner.budget.most_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
-            engine.runner.budget._best = lambda rows, most: most
+            engine.runner.budget.choose_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
+            engine.runner.budget._paying_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
         for i in range(8):
             engine.submit([2 + i] * 24, TextOptions(max_new_tokens=160, ignore_eos=True))
             engine.step() if not i else None  # the others join one that is being written
@@ -266,11 +313,13 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
 def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
     """Where prompts enter beside many rows, a round has room for a node or two alone; plain rounds, of which nothing is
     known yet, are soon tried."""
-    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
-    pace = BudgetController(rule, 64)
-    pace.promised[:4], pace.rounds = [0.1, 0.1, 0.6, 0.7], TRIAL
-    assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
-    assert [pace.most_nodes(4, 64) for _ in range(UNKNOWN)].count(0) == 1
+    calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), draft=0.5)
+    budget = AutoBudget(calibration, 64)
+    budget.promised[1:5] = [0.1, 0.1, 0.6, 0.7]
+    budget.promised_rows += 1
+    budget.rounds = WARMUP_ROUNDS
+    assert budget.choose_nodes(4, 64) >= 5 and budget.choose_nodes(4, 2) == 0
+    assert [budget.choose_nodes(4, 64) for _ in range(UNMEASURED_EXPLORE_INTERVAL)].count(0) == 1
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
@@ -283,7 +332,7 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
     for auto in (False, True):
         engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
         if auto:
-            monkeypatch.setattr(engine.runner.budget, "most_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
+            monkeypatch.setattr(engine.runner.budget, "choose_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
         written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
         while engine.busy:
             engine.step()
@@ -309,16 +358,20 @@ def test_calibration_ends_where_passes_are_dear(tiny, monkeypatch):
         return verify(tree, *rest)
 
     monkeypatch.setattr(target, "verify", slow_verify)
-    rule = calibrate(target, drafter, lambda: now, repeats=1)
-    assert rule.positions[-1] == 48  # 5.8 seconds, more than four times 1.1
+    calibration = calibrate(target, drafter, lambda: now, repeats=1)
+    assert calibration.positions[-1] == 48  # 5.8 seconds, more than four times 1.1
     for positions in (1, 3, 9, 90):
-        assert rule.cost(positions) == pytest.approx(1 + 0.1 * positions)
+        assert calibration.cost(positions) == pytest.approx(1 + 0.1 * positions)
 
 
 def test_auto_budget_measures_and_writes_the_same(tiny):
     target, drafter = tiny
-    rule = calibrate(target, drafter, time.perf_counter, repeats=2)
-    assert rule.positions[0] == 1 and list(rule.seconds) == sorted(rule.seconds) and rule.other > 0
+    calibration = calibrate(target, drafter, time.perf_counter, repeats=2)
+    assert (
+        calibration.positions[0] == 1
+        and list(calibration.seconds) == sorted(calibration.seconds)
+        and calibration.draft > 0
+    )
     prompt = prompts(1, seed=3)[0]
     answer = generate(target, drafter, prompt, budget="auto", max_new_tokens=30)
     assert answer.ids == generate(target, None, prompt, method="plain", max_new_tokens=30).ids
@@ -326,23 +379,23 @@ def test_auto_budget_measures_and_writes_the_same(tiny):
 
 def test_a_target_and_a_drafter_are_measured_once(make_tiny, monkeypatch):
     (target, drafter), measured = make_tiny(), []
-    rule = BudgetRule((1, 9), (1.0, 2.0), 1.0)
-    monkeypatch.setattr("infer.engine.budget.calibrate", lambda *asked: measured.append(asked) or rule)
+    calibration = Calibration((1, 9), (1.0, 2.0), 1.0)
+    monkeypatch.setattr("infer.engine.budget.calibrate", lambda *asked: measured.append(asked) or calibration)
     for rows in (1, 2):
         Engine(target, drafter, EngineConfig("ddtree", "auto", rows=rows), 80)
     assert len(measured) == 1
     measured.clear()
     del drafter
     gc.collect()
-    assert not target.budget_rules
+    assert not target.calibrations
 
 
 @pytest.mark.parametrize("head", ["none", "markov", "selector", "gru"])
 def test_blocks_of_two_have_fewer_trees_than_sizes(make_tiny, head):
-    """A budget rule measures no size twice."""
+    """Calibration measures no size twice."""
     target, drafter = make_tiny(block_size=2, head=HeadConfig(head))
-    rule = calibrate(target, drafter, lambda: 0.0, repeats=1)
-    assert list(rule.positions) == sorted(set(rule.positions)) and rule.cost(500) == 0
+    calibration = calibrate(target, drafter, lambda: 0.0, repeats=1)
+    assert list(calibration.positions) == sorted(set(calibration.positions)) and calibration.cost(500) == 0
 
 
 def test_drafters_without_a_network_have_a_budget_too(make_tiny):

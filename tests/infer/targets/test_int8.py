@@ -11,7 +11,7 @@ from infer.api import decode
 from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
-from infer.engine.budget import BudgetController, BudgetRule
+from infer.engine.budget import AutoBudget, Calibration
 from infer.targets import int8, loops, tape
 from infer.targets.layers import UnknownLayer, fuse
 from infer.targets.lean import LeanDecoder, attend_packed
@@ -215,9 +215,9 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
         drafter = scripted_drafter([p + t for p, t in zip(prompts, texts, strict=True)], 4, V)
         options = DecodeOptions(20, method="ddtree", budget=6, **settings)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
-        monkeypatch.setattr("infer.engine.runner.rule_of", lambda *_: BudgetRule((1, 9), (1.0, 2.0), 1.0))
-        monkeypatch.setattr(BudgetController, "most_nodes", lambda pace, rows, most: 6)
-        monkeypatch.setattr(BudgetController, "_best", lambda pace, rows, most: 2)
+        monkeypatch.setattr("infer.engine.budget.calibration_of", lambda *_: Calibration((1, 9), (1.0, 2.0), 1.0))
+        monkeypatch.setattr(AutoBudget, "choose_nodes", lambda budget, rows, most: 2)
+        monkeypatch.setattr(AutoBudget, "_paying_nodes", lambda budget, rows, most: 2)
         found = decode(target, drafter, prompts, replace(options, budget="auto"))
         assert [text.ids for text in found] == texts
         assert len({nodes for text in found for nodes in text.drafted}) > 1, "all rows have as many nodes"
