@@ -31,7 +31,6 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   study      train variants of a run for the same time, and say which drafts best: ./launch.sh study base=[...] variants=[...]
-  pretrain   make the embedded target model anew
   diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
   test       check the style and run the tests; arguments go to pytest
   help       print this text; --version: the version

@@ -13,7 +13,7 @@ from pathlib import Path
 from gpu import check, finish, need_cuda, nullgpu
 
 HERE = Path(__file__).resolve().parents[1]
-TESTS = ["engine/test_gpu.py", "attention/test_tree_kernel.py", "trees/test_search_kernel.py"]
+TESTS = ["engine/test_gpu.py", "kernels/test_triton_attention.py", "kernels/test_triton_search.py"]
 
 
 def main() -> None:

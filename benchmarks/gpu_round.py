@@ -167,10 +167,9 @@ def options_table(target, drafter, args, faults: list[str]) -> None:
 
 def programs() -> int:
     """Return how many programs Triton has made of our kernels."""
-    from infer.attention import tree_kernel
-    from infer.trees import search_kernel
+    from infer.kernels import triton_attention, triton_search
 
-    kernels = tree_kernel._attend, tree_kernel._join, search_kernel._search
+    kernels = triton_attention._attend, triton_attention._join, triton_search._search
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 

@@ -6,7 +6,6 @@ target was pre-trained on prose besides, such as Python's language reference.
 """
 
 import hashlib
-import importlib
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,11 +46,3 @@ def stdlib_documents(split: str) -> Iterator[Document]:
             continue
         if is_held_out(relative.as_posix()) == (split == "held_out"):
             yield Document(relative.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
-
-
-def stdlib_prose(split: str) -> Iterator[Document]:
-    """Yield plain English that lies on every machine that has Python: the chapters of the language
-    reference. A chapter is held out by a hash of its name."""
-    for name, text in sorted(importlib.import_module("pydoc_data.topics").topics.items()):
-        if is_held_out(name) == (split == "held_out"):
-            yield Document("reference:" + name, text)

@@ -56,11 +56,6 @@ _ROWS = {
     ),
     "plan": Command("estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan"),
     "study": Command("train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"),
-    "pretrain": Command(
-        "make the embedded target anew",
-        "train.pretraining.config:PretrainConfig",
-        "train.pretraining.language_model:pretrain",
-    ),
     "diffusion": Command(
         "train a masked diffusion model from a causal one",
         "train.masked.config:DiffusionConfig",

@@ -12,6 +12,7 @@ SECTIONS = {
     "A tree": 2,
     "A drafter family": 3,
     "A conditional head": 3,
+    "A kernel": 1,
     "A target family": 2,
     "An evaluation set": 1,
 }

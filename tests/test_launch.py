@@ -290,7 +290,7 @@ esac
                 (path / name).write_text(self.PYTHON.format(old=old, bare=bare, record=record))
                 (path / name).chmod(0o755)
             record.write_text("")
-            command = [str(folder / "launch.sh"), "pretrain", "steps=3", *more]
+            command = [str(folder / "launch.sh"), "diffusion", "steps=3", *more]
             done = subprocess.run(command, env={"PATH": str(path)} | variables, capture_output=True, text=True)
             while "[gguf,train" in record.read_text() and " generate " not in record.read_text():
                 time.sleep(0.01)  # it goes on beside the command
@@ -300,7 +300,7 @@ esac
 
     def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
         folder, run = fresh
-        started = f"{folder}/infer/main.py pretrain steps=3"
+        started = f"{folder}/infer/main.py diffusion steps=3"
         text = f"{folder}/infer/main.py generate --prompt import os decoding.max_new_tokens=40"  # beside the rest
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout and done.stderr.count("\n") == 3

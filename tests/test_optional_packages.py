@@ -1,4 +1,5 @@
-"""Every optional package is deleted once, in a copy of the repository: the core decodes, trains and serves there."""
+"""Optional packages are deleted in a copy of the repository, all together and, with -m robustness, each alone: the core
+decodes, trains and serves there."""
 
 import os
 import re
@@ -13,7 +14,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tomllib.loads((ROOT / "tests" / "optional_packages.toml").read_text())
-COPIED = ("conf", "infer", "train", "tests", "launch.sh", "pyproject.toml")  # data/ is linked: it has 35 MB
+COPIED = (
+    "benchmarks",
+    "conf",
+    "docs",
+    "infer",
+    "train",
+    "tests",
+    "launch.sh",
+    "pyproject.toml",
+)  # data/ is linked: it has 35 MB
 
 DECODE = "tests/infer/engine/test_decode.py"
 SERVER = "tests/infer/serving/test_server.py"
@@ -24,12 +34,23 @@ QUICK = [
     f"{SERVER}::test_chat_through_the_template",
     "tests/train/run/test_initial.py::test_a_run_starts_from_exactly_those_weights_with_their_loss",
 ]
-FULL = ["tests/infer/engine", "tests/infer/serving", "tests/train"]
-MIN_FULL_TESTS = 400  # that pass: a test that needs an optional package is skipped, and few do
+FULL = [
+    DECODE,
+    "tests/infer/engine/test_engine.py",
+    SERVER,
+    "tests/infer/serving/test_protocol.py",
+    "tests/train/test_loop.py",
+    "tests/train/run",
+]
+MIN_FULL_TESTS = 150  # that pass: a test that needs an optional package is skipped, and few do
 # optional package -> a command that needs it, and the end of the sentence that refuses it
 REFUSED = {
     "masked": (["diffusion"], "command diffusion is not in this installation: train/masked is missing"),
     "doctor": (["doctor"], "command doctor is not in this installation: infer/cli/doctor.py is missing"),
+    "int8_cpu": (
+        ["generate", "target.quantization=int8", "decoding.method=plain"],
+        "quantization=int8 is not in this installation: infer/int8_cpu is missing",
+    ),
     "dart": (
         ["generate", "decoding.method=continuity", "decoding.continuity=x"],
         "method=continuity is not in this installation: infer/trees/continuity.py is missing",
@@ -38,10 +59,10 @@ REFUSED = {
 
 
 @pytest.fixture
-def copy_without(tmp_path) -> Callable[[str], Path]:
-    """(optional package) -> the folder of a copy of the repository without it, its tests and its configurations."""
+def copy_without(tmp_path) -> Callable[..., Path]:
+    """(optional packages) -> the folder of a copy of the repository without them, their tests and configurations."""
 
-    def copy(name: str) -> Path:
+    def copy(*names: str) -> Path:
         folder = tmp_path / "copy"
         folder.mkdir()
         (folder / "data").symlink_to(ROOT / "data")
@@ -51,7 +72,7 @@ def copy_without(tmp_path) -> Callable[[str], Path]:
                 shutil.copytree(ROOT / path, folder / path, ignore=unfinished)
             else:
                 shutil.copy2(ROOT / path, folder / path)
-        for path in [*PACKAGES[name]["code"], *PACKAGES[name]["own"]]:
+        for path in [path for name in names for path in (*PACKAGES[name]["code"], *PACKAGES[name]["own"])]:
             if (folder / path).is_dir():
                 shutil.rmtree(folder / path)
             elif Path(path).parts[0] in COPIED:
@@ -71,12 +92,10 @@ def run_tests(folder: Path, tests: list[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_the_core_works_without(name, copy_without):
-    folder = copy_without(name)
+def test_the_core_works_without_all_of_them(copy_without):
+    folder = copy_without(*PACKAGES)
     assert "skipped" not in run_tests(folder, QUICK)
-    if name in REFUSED:  # a server's requests are refused in tests/infer/serving/test_protocol.py
-        arguments, sentence = REFUSED[name]
+    for arguments, sentence in REFUSED.values():  # a server's requests are refused in tests/infer/serving
         command = [sys.executable, str(folder / "infer" / "main.py"), *arguments]
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
@@ -84,6 +103,6 @@ def test_the_core_works_without(name, copy_without):
 
 @pytest.mark.robustness
 @pytest.mark.parametrize("name", PACKAGES)
-def test_all_of_the_core_works_without(name, copy_without):
+def test_the_core_works_without(name, copy_without):
     passed = re.search(r"(\d+) passed", run_tests(copy_without(name), FULL))
     assert int(passed[1]) >= MIN_FULL_TESTS

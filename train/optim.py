@@ -95,7 +95,7 @@ def learning_rate(optim: OptimConfig, step: float, total: float) -> float:
     linear warm-up, then half a cosine to zero."""
     warmup = max(1, round(optim.warmup * total))
     if step < warmup:
-        return optim.lr * (step + 1) / warmup
+        return optim.lr * min(1.0, (step + 1) / warmup)
     return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 

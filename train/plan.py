@@ -20,6 +20,7 @@ from data.packing import CountedRows, prepare_rows
 from data.rows import single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
+from infer.drafters.families import FAMILIES
 from infer.drafters.heads.base import head_rows
 from infer.targets.ends import end_tokens
 from infer.targets.loading import load_config, load_generation_config, load_tokenizer, resolve_path
@@ -252,7 +253,7 @@ def time_line(config: TrainConfig, prepared: CountedRows | None) -> str:
 def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:
     """Return the drafter's mask token in words. Raises ValueError where there is none."""
     mask = config.drafter.mask_token_id
-    if config.drafter.family == "dflash" and mask is None:
+    if FAMILIES[config.drafter.family].mask_token and mask is None:
         text = theirs.get_text_config()
         configs = (load_generation_config(config.target.path), theirs, text)
         ends = end_tokens(configs, tokenizer, text.vocab_size)

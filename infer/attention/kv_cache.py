@@ -30,9 +30,11 @@ class LayerWindow:
     stops: torch.Tensor | None = None  # see `Window`
 
     def write(self, new: torch.Tensor) -> None:
-        """Write the new positions: keys and values of all heads, (B Q, 2 H, E)."""
-        planes = self.buffer[2 * self.index : 2 * self.index + 2]
-        planes.index_copy_(1, self.slots, new.view(new.shape[0], 2, -1).transpose(0, 1))
+        """Write the new positions: keys and values of all heads of L layers, this one and those behind it, (B Q, L,
+        2 H, E)."""
+        count, layers = new.shape[:2]
+        planes = self.buffer[2 * self.index : 2 * (self.index + layers)]
+        planes.index_copy_(1, self.slots, new.view(count, 2 * layers, -1).transpose(0, 1))
 
 
 class Stateful:
@@ -120,8 +122,9 @@ class PackedLayer:
     values: torch.Tensor | None = None
 
     def write(self, new: torch.Tensor) -> None:
-        """Take the keys and values of all heads, (B T, 2 H, E)."""
-        self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
+        """Take the keys and values of all heads of one layer, (B T, 1, 2 H, E)."""
+        heads = new.squeeze(1).unflatten(0, (self.rows, -1)).transpose(1, 2)
+        self.keys, self.values = heads.chunk(2, dim=1)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

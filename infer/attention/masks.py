@@ -11,7 +11,7 @@ context features strictly before the anchor, and the block. What a position of p
 one range (`packed_mask`). While decoding, it is one range of the cache, and ancestors in a tree or the
 rest of a block (`tree_mask`, `cached_blocks`).
 
-`infer.attention.attend.attend` chooses how a mask is evaluated: in pieces, densely, by FlexAttention or
+`attention` in `infer.kernels` chooses how a mask is evaluated: in pieces, densely, by FlexAttention or
 in Triton.
 """
 

@@ -19,7 +19,7 @@ from infer.api import encode, positions_of
 from infer.doctor.replay import Material, Tap, chains, compute, next_norm
 from infer.drafters.base import Drafter, narrow
 from infer.evaluation.results import Acceptance, KnownText, Reference
-from infer.targets.int8 import quantise_drafter
+from infer.targets.loading import int8_package
 from infer.targets.support import rope
 from infer.targets.target import Target
 
@@ -132,7 +132,7 @@ def altered(drafter: Drafter, own: dict | None = None, **keys: object) -> Drafte
     other = type(drafter)(config)
     if drafter.quantised:
         other.init_weights(torch.Generator())  # replaced below; codes are made of finite numbers
-        quantise_drafter(other)
+        int8_package().quantise_drafter(other)
     other.load_state_dict(drafter.state_dict())
     return other.to(drafter.norm.weight.device, drafter.norm.weight.dtype).eval().requires_grad_(False)
 

@@ -34,7 +34,6 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
-from infer.attention.attend import attend
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, block_mask, cached_blocks
 from infer.config import DrafterConfig
@@ -42,8 +41,9 @@ from infer.drafters.families import FAMILIES, Family
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.drafters.warm import can_start_as, weights_of
-from infer.targets.int8 import rounded
+from infer.kernels.table import Kernels, kernels_for
 from infer.targets.layers import read_norm, some_outputs
+from infer.targets.loading import int8_package
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target, memory_of
 from infer.trees.vocabulary import ALL, Vocabulary
@@ -243,13 +243,14 @@ def masked_attention_behind(before: tuple[torch.Tensor, torch.Tensor], mask, que
     """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the
     blocks' own."""
     keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
-    return attend(queries, keys, values, mask)
+    return kernels_for(values.device, values.dtype).attention(queries, keys, values, mask)
 
 
 def attend_cached(window: Window, layer: int, mask, queries, keys, values) -> torch.Tensor:
     """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own
     keys and values."""
-    return attend(queries, *window.update(keys, values, layer), mask)
+    keys, values = window.update(keys, values, layer)
+    return kernels_for(values.device, values.dtype).attention(queries, keys, values, mask)
 
 
 @dataclass
@@ -333,6 +334,11 @@ class Drafter(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def kernels(self) -> Kernels:
+        """The operations that serve for its weights."""
+        return kernels_for(self.norm.weight.device, torch.int8 if self.quantised else self.dtype)
+
+    @property
     def own(self) -> dict:
         """The family's part of config.json."""
         return vars(self.config)[self.family.config_key]
@@ -384,7 +390,7 @@ class Drafter(nn.Module):
         return target.scale(target_head(self, target)(states.to(target.dtype))).float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
-        """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last
+        """States of the last layer (..., D) as `forward` and `block_states` return them: behind the last
         norm, unless the conditional head reads them before it."""
         return states if self.raw_states else self.last_norm(states)
 
@@ -478,8 +484,7 @@ class Drafter(nn.Module):
         a conditional head, marginals are the scores without its corrections."""
         cache, rows, width = state.cache, len(bonus), self.num_queries
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
-        states = self.block_states(target, bonus, place, state)  # (B, W, D)
-        return drafted_block(self, target, self.for_head(states))
+        return drafted_block(self, target, self.block_states(target, bonus, place, state))
 
 
 def narrow(drafter: Drafter, window: int) -> None:
@@ -534,7 +539,9 @@ def target_head(drafter: Drafter, target: Target) -> nn.Module:
     if kept is None or kept[0]() is not whole or kept[1] != now:
         with torch.inference_mode(False):  # training may use what decoding made
             part = whole if d2t is None else some_outputs(whole, drafter.vocabulary.tokens)
-            kept = drafter.part_of_head = ref(whole), now, rounded(part) if as_codes else part
+            if as_codes:
+                part = int8_package().round_linear(part)
+            kept = drafter.part_of_head = ref(whole), now, part
     return kept[2]
 
 

@@ -42,6 +42,7 @@ class Family:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
     formats: dict[str, ExportFormat] = field(default_factory=dict)  # what its drafters are exported in
     options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
+    mask_token: bool = False  # its slots hold a token that no text has
     own_head: bool = False  # its drafters have a head of their own, which begins as the target's
     on_device: bool = True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
 
@@ -88,6 +89,7 @@ _ROWS = (
             ),
         },
         options=("sample_from_anchor", "causal", "window", "layer_fusion", "convolutions", "head"),
+        mask_token=True,
     ),
     Family(
         name="dart",

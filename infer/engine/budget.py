@@ -105,7 +105,7 @@ class CostTable:
         self.sizes = sizes
         steps = np.log2(np.add(sizes, 1))
         self.size_weights = DISTANCE_DECAY ** abs(steps[:, None] - steps)  # (S, S)
-        self.ratios = np.ones((32, len(sizes)))  # by bits of the number of rows
+        self.ratios = np.ones((32, len(sizes)))  # by `row_bucket`
         self.counts = np.zeros_like(self.ratios)  # measured rounds, at most 1 / COST_EMA_ALPHA
         self._expected: dict[int, np.ndarray] = {}  # by rows, (S,)
         self._costs: dict[int, np.ndarray] = {}  # the same, until the next `update`
@@ -120,7 +120,7 @@ class CostTable:
     def costs(self, rows: int) -> np.ndarray:
         """Return the seconds of a round of so many rows, by size, (S,)."""
         if rows not in self._costs:
-            row_weights = DISTANCE_DECAY ** abs(np.arange(len(self.counts)) - rows.bit_length())
+            row_weights = DISTANCE_DECAY ** abs(np.arange(len(self.counts)) - row_bucket(rows))
             counts = row_weights @ self.counts @ self.size_weights + CALIBRATION_WEIGHT
             ratios = row_weights @ (self.counts * self.ratios) @ self.size_weights + CALIBRATION_WEIGHT
             self._costs[rows] = ratios / counts * self.expected(rows)
@@ -128,17 +128,22 @@ class CostTable:
 
     def measured(self, rows: int) -> np.ndarray:
         """Return which sizes were measured with about so many rows, (S,) bool."""
-        return self.counts[rows.bit_length()] > 0
+        return self.counts[row_bucket(rows)] > 0
 
     def update(self, rows: int, size_index: int, seconds: float) -> None:
         """Take note of a measured round."""
-        key = rows.bit_length(), size_index
+        key = row_bucket(rows), size_index
         # The first round of its size compiles and allocates; others may wait for another process.
         clip = OUTLIER_CLIP if self.counts[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[size_index])
         self.counts[key] = min(self.counts[key] + 1, 1 / COST_EMA_ALPHA)
         self.ratios[key] += (seconds / self.expected(rows)[size_index] - self.ratios[key]) / self.counts[key]
         self._costs.clear()
+
+
+def row_bucket(rows: int) -> int:
+    """Return the exponent of the next power of two: captured rounds have so many rows."""
+    return (rows - 1).bit_length()
 
 
 class AcceptanceTable:

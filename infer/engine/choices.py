@@ -71,8 +71,8 @@ def piece(rows: int) -> int:
 
 def likeliest(target: Target, last: torch.Tensor) -> torch.Tensor:
     """Return the likeliest token after final states (B, n, D), (B, n)."""
-    if target.quantised and target.scale == PLAIN:
-        return target.model.get_output_embeddings().product.best(last)
+    if target.scale == PLAIN:
+        return target.kernels.argmax_head(last, target.model.get_output_embeddings())
     return target.head(last).argmax(-1)
 
 

@@ -91,7 +91,7 @@ class Runner:
         self.changes = target.changes  # of its weights, see `weights_changed`
         # a round asks the host for nothing between the start and the end of a stage
         on_device = drafter is None or drafter.family.on_device
-        on_device = on_device and not self.method.ngrams and target.lean
+        on_device = on_device and not self.method.ngrams and target.lean is not None
         self.captures = target.device.type == "cuda" and options.compile is not False and on_device
         # rounds that are replayed in the time of a pass over prompts, which is launched (docs/results/gpu.md)
         self.patience = 4 if self.captures else 0

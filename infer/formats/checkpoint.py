@@ -17,7 +17,7 @@ from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import as_read, find_problems, read
 from infer.targets.checks import check_finite
-from infer.targets.int8 import quantise_drafter
+from infer.targets.loading import int8_package
 from infer.utils.files import atomic_write
 
 NGRAMS = "ngrams"  # beside the weights: an n-gram file for trees
@@ -48,7 +48,7 @@ def load_drafter(
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
     checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the text's own
     n-grams. `target_layers`, how many layers the target has, is needed for a config that does not say
-    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.targets.int8`),
+    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.int8_cpu`),
     for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
@@ -90,7 +90,7 @@ def load_drafter(
         narrow(drafter, window)
     if quantization == "int8":
         del weights
-        quantise_drafter(drafter)
+        int8_package().quantise_drafter(drafter)
     return drafter
 
 

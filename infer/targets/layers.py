@@ -6,21 +6,26 @@ D hidden size, H query heads, K key heads, E head size.
 
 from collections.abc import Callable
 from copy import copy
+from pkgutil import resolve_name
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from infer.targets import loops
-from infer.targets.int8 import Int8Linear, Int8Product, join_in_place
-from infer.targets.lean import GatedMLP, Layer, LeanDecoder, Norm, Product
-from infer.targets.tape import TapedDecoder
+from infer.kernels import reference
+from infer.kernels.operands import SILU_COEFFICIENTS, TANH_GELU_COEFFICIENTS, Activation, Linear, Norm
+from infer.kernels.table import Kernels
+from infer.targets.lean import GatedMLP, Layer, LeanDecoder
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
-BENDS = {nn.SiLU: loops.SILU, type(ACT2FN["silu"]): loops.SILU, type(ACT2FN["gelu_pytorch_tanh"]): loops.GELU}
+ACTIVATION_COEFFICIENTS = {
+    nn.SiLU: SILU_COEFFICIENTS,
+    type(ACT2FN["silu"]): SILU_COEFFICIENTS,
+    type(ACT2FN["gelu_pytorch_tanh"]): TANH_GELU_COEFFICIENTS,
+}
 
 
 class UnknownLayer(Exception):
@@ -44,17 +49,54 @@ def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
     return part
 
 
-def fuse(modules: list[nn.Module]) -> Product | Int8Product:
-    """Join linear layers that read the same states. Each module's weight becomes a view of its part, so
-    that this takes no memory. Raises UnknownLayer for modules that cannot be joined."""
-    if all(type(module) is Int8Linear for module in modules):
-        if any(module.digits != modules[0].digits or not module.smooth.equal(modules[0].smooth) for module in modules):
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that `join_linears` takes: of floats, or of codes, whose class has
+    `joins` and `join` (`infer.int8_cpu.weights`)."""
+    return type(module) is nn.Linear or hasattr(module, "joins")
+
+
+def join_linears(modules: list[nn.Module]) -> object:
+    """Return the operand of linear layers that read the same states. Each module's weight becomes a view of its part,
+    so that this takes no memory. Raises UnknownLayer for modules that cannot be joined."""
+    first = modules[0]
+    if hasattr(first, "joins"):
+        if not first.joins(modules):
             raise UnknownLayer("int8 codes whose activations have other factors or digits in layers side by side")
-        return Int8Linear.fuse(modules, join_in_place)
+        return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
-        raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
-    bias = None if modules[0].bias is None else join_in_place([module.bias for module in modules])
-    return Product(join_in_place([module.weight for module in modules]).t(), bias)
+        raise UnknownLayer(f"projections of another class ({type(first).__name__})")
+    bias = None
+    if first.bias is not None:
+        bias = join_in_place([module.bias for module in modules])
+    return Linear(join_in_place([module.weight for module in modules]).t(), bias)
+
+
+def join_copies(modules: list[nn.Module]) -> object:
+    """Return the operand of linear layers without biases that read the same states, over copies of their weights."""
+    if hasattr(modules[0], "joins"):
+        return modules[0].join(modules, torch.cat)
+    return Linear(torch.cat([module.weight for module in modules]).detach().t())
+
+
+def join_in_place(parts: list[nn.Parameter]) -> torch.Tensor:
+    """Return parameters (R_i, ...) as one tensor (sum of R_i, ...) whose views they become, so that it takes no memory
+    of its own and sees what is written to them. Parameters that lie one behind the other already stay where they
+    are."""
+    whole = parts[0].data
+    expected = whole.data_ptr()
+    adjacent = True
+    for part in parts:
+        same_storage = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        adjacent = adjacent and same_storage and part.is_contiguous() and part.data_ptr() == expected
+        expected += part.numel() * part.element_size()
+    rows = [len(part) for part in parts]
+    if adjacent:
+        return whole.as_strided((sum(rows), *whole.shape[1:]), whole.stride())
+    with torch.inference_mode(False):  # whoever decodes may, but nobody could write to the parameters afterwards
+        whole = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, whole.split(rows), strict=True):
+            part.data = view
+    return whole
 
 
 def read_norm(module: nn.Module) -> Norm:
@@ -66,28 +108,33 @@ def read_norm(module: nn.Module) -> Norm:
     if weight is not None and eps is not None:
         states = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
         for norm in (Norm(weight, eps), Norm(weight.float() + 1, eps)):
-            if close(norm(states), module(states)):
+            if close(reference.rms_norm(states, norm), module(states)):
                 return norm
     raise UnknownLayer(f"other norms ({type(module).__name__})")
 
 
-def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor, Norm], torch.Tensor], Product | None]:
-    """Read a gated MLP and the norm before it, gate and up in one product, and its last product; any
-    other module stays as it is."""
+def read_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what computes an MLP of normed states (N, D): a gated one with gate and up in one matmul; any other module
+    as it is."""
     parts = dict(module.named_children())
-    activation = parts.get("act_fn", parts.get("activation_fn"))
-    inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
-    if activation is None or any(type(part) not in (nn.Linear, Int8Linear) or part.bias is not None for part in inner):
+    function = parts.get("act_fn", parts.get("activation_fn"))
+    names = ["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"]
+    inner = [parts.get(name) for name in names]
+    gated = function is not None and all(part is not None and is_linear(part) and part.bias is None for part in inner)
+    if gated:
+        activation = Activation(function, ACTIVATION_COEFFICIENTS.get(type(function)))
+        return GatedMLP(kernels, join_linears(inner), activation, join_linears([module.down_proj]))
 
-        def run(states: torch.Tensor, norm: Norm) -> torch.Tensor:
-            result = module(norm(states)[None])
-            return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
+    def run_module(states: torch.Tensor) -> torch.Tensor:
+        result = module(states[None])
+        if isinstance(result, tuple):  # some return their router's scores
+            result = result[0]
+        return result[0]
 
-        return run, None
-    return GatedMLP(fuse(inner), activation, BENDS.get(type(activation))), fuse([module.down_proj])
+    return run_module
 
 
-def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
+def read_layer(module: nn.Module, kind: str, heads: int, shared: int, kernels: Kernels) -> Layer:
     """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer, naming
     the part, for layers of another kind."""
     parts = {name: part for name, part in module.named_children() if type(part) is not nn.Dropout}
@@ -107,19 +154,19 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         if any(len(norm.weight) != attention.head_dim for norm in norms):
             raise UnknownLayer("norms over all heads together")
         weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, (heads, shared), strict=True)]
-        qk_norm = Norm(torch.cat(weights), norms[0].eps)
-    mlp, down = read_mlp(module.mlp)
+        qk_norm = Norm(torch.cat(weights)[None], norms[0].eps)
     return Layer(
+        kernels=kernels,
         kind=kind,
         heads=heads,
         key_heads=shared,
-        before=(read_norm(module.input_layernorm), read_norm(parts[second])),
-        after=after,
-        qkv=fuse(projections),
+        attention_norm=read_norm(module.input_layernorm),
+        mlp_norm=read_norm(parts[second]),
+        output_norms=after,
+        qkv=join_linears(projections),
         qk_norm=qk_norm,
-        out=fuse([attention.o_proj]),
-        mlp=mlp,
-        down=down,
+        out=join_linears([attention.o_proj]),
+        mlp=read_mlp(module.mlp, kernels),
         scale=attention.scaling,
         residual=vars(module).get("residual_multiplier", 1.0),
         rotates=bool(vars(attention).get("use_rope", True)),
@@ -127,14 +174,21 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
 
 
 def lean_decoder(
-    body: nn.Module, kinds: list[str], heads: int, shared: int, embed: Callable[[torch.Tensor], torch.Tensor]
+    body: nn.Module,
+    kinds: list[str],
+    heads: int,
+    shared: int,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    kernels: Kernels,
 ) -> LeanDecoder:
     """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers
     attend in `kinds` of ways. Raises UnknownLayer with the part that it does not express."""
-    layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
-    return decoder_of(layers)(layers, read_norm(body.norm), embed, body.rotary_emb)
+    layers = [read_layer(module, kind, heads, shared, kernels) for module, kind in zip(body.layers, kinds, strict=True)]
+    return decoder_of(layers, kernels)(kernels, layers, read_norm(body.norm), embed, body.rotary_emb)
 
 
-def decoder_of(layers: list[Layer]) -> type[LeanDecoder]:
-    """Return the lean pass that runs layers: on a tape, if all of them can be there."""
-    return TapedDecoder if all(layer.products for layer in layers) else LeanDecoder
+def decoder_of(layers: list[Layer], kernels: Kernels) -> type[LeanDecoder]:
+    """Return the class that runs layers: one that records passes, if there is one and all layers are recordable."""
+    if kernels.recording_decoder is not None and all(layer.recordable for layer in layers):
+        return resolve_name(kernels.recording_decoder)
+    return LeanDecoder

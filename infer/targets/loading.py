@@ -4,10 +4,11 @@ layers alone."""
 import json
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,14 @@ from infer.targets.checks import (
     read_small_json,
 )
 from infer.targets.gguf import PACKAGED, converted, packaged_file
-from infer.targets.int8 import METHOD, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
+from infer.utils.optional import require_installed
 from infer.utils.progress import doing
 
 FAILURE = "this model cannot be loaded"
+INT8_PACKAGE = "infer.int8_cpu.loading"
+INT8_METHOD = "blockdraft-int8"  # quant_method in the config.json of targets that `infer.int8_cpu` wrote
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 NVIDIA = Path("/dev/nvidia0")
@@ -274,7 +277,7 @@ def load_target(
     """Load a target from a local folder or the hub; "embedded" is the repository's own. With
     `only_layers`, just these decoder layers, embedding, last norm and head get memory: nothing can be
     run through it then, and they are not quantised.
-    `chat_template_kwargs`: see `tell_template`; `quantization`: none or int8 (`infer.targets.int8`).
+    `chat_template_kwargs`: see `tell_template`; `quantization`: none or int8 (`infer.int8_cpu`).
 
     Raises FileNotFoundError, naming what could not be found and how to give a local path; ValueError
     for damaged files, for weights that do not fit config.json or are not finite, and for quantised
@@ -285,7 +288,7 @@ def load_target(
     if quantization == "int8" and only_layers is None:
         if place.type != "cpu":
             raise ValueError(f"target.quantization=int8 is for the CPU, not for {place}: use target.device=cpu")
-        return int8_target(path, trust_remote_code, chat_template_kwargs)
+        return int8_package().load_int8_target(path, trust_remote_code, chat_template_kwargs)
     options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code)
     refuse_unsupported(config)
@@ -315,6 +318,13 @@ def load_target(
     return target
 
 
+def int8_package() -> ModuleType:
+    """Return `infer.int8_cpu.loading`, which loads targets and rounds drafters. Raises ValueError where the optional
+    package is missing."""
+    require_installed(INT8_PACKAGE, "quantization=int8")
+    return import_module(INT8_PACKAGE)
+
+
 def read_folder(path: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a model's folder, {} where they are not in safetensors files.
     Raises ValueError for damaged files, and FileNotFoundError for missing ones."""
@@ -326,44 +336,6 @@ def open_target(place: TargetConfig, only_layers: Iterable[int] | None = None) -
     """Load the target that the options name, with `load_target`."""
     known = place.chat_template_kwargs, place.quantization
     return load_target(place.path, place.dtype, place.device, place.trust_remote_code, only_layers, *known)
-
-
-def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] | None) -> Target:
-    """Load a target in int8 codes, which are written the first time."""
-
-    def whole() -> tuple[nn.Module, object]:
-        target = load_target(path, "float32", "cpu", trust_remote_code)
-        return target.model, target.tokenizer
-
-    folder = int8_folder(model_folder(path), whole)
-    target = load_target(folder, "float32", "cpu", trust_remote_code, None, told)
-    target.name = path
-    settle(target, weight_files(folder))
-    return target
-
-
-def settle(target: Target, files: list[Path]) -> None:
-    """Give the decoder layers of an int8 target just loaded memory of their own, a block for each kind
-    of parameter, so that a tape looks at few storages and layers that read the same states lie one
-    behind the other. Embedding and head are mapped from the files anew: no page that this reads stays."""
-    kinds = defaultdict(list)
-    for name, parameter in target.body.layers.named_parameters():
-        kinds[name.rpartition(".")[2], parameter.dtype].append(parameter)
-    for parameters in kinds.values():
-        block = torch.cat([parameter.flatten() for parameter in parameters])
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, part in zip(parameters, block.split(sizes), strict=True):
-            parameter.data = part.view_as(parameter)
-    inside = {id(parameter) for parameter in target.body.layers.parameters()}
-    outside = {name: p for name, p in target.model.named_parameters() if id(p) not in inside}
-    for parameter in filter(torch.is_floating_point, outside.values()):
-        parameter.data = parameter.clone()
-    target.lean, target.shapes  # noqa: B018
-    for file in files:
-        for name, tensor in load_file(file).items():  # mapped, not read
-            if tensor.dtype == torch.int8 and name in outside:
-                outside[name].data = tensor
-    target.watch.note()
 
 
 def spread(target: Target, device: torch.device) -> None:
@@ -392,7 +364,8 @@ def load_model(path: str, place: torch.device, config: PretrainedConfig, options
     quantization = setting(config, "quantization_config")
     if quantization is None:
         return load_checked(path, options).to(place)
-    if quantization["quant_method"] == METHOD:
+    if quantization["quant_method"] == INT8_METHOD:
+        int8_package()  # it has transformers know the method
         return load_checked(path, options)
     options = options | {"device_map": {"": place}}
     return load_checked(path, options, "quantised weights do not run on this machine")

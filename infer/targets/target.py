@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
-from infer.targets import loops
+from infer.kernels.table import Kernels, kernels_for
 from infer.targets.ends import end_tokens
-from infer.targets.int8 import Int8Linear
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.recurrent import Lineage, PackedWindow, Shapes, States, follow_trees
@@ -98,7 +97,7 @@ class Target:
         self.number = numbers(self.embedding)  # tells device and dtype
         head = self.model.get_output_embeddings()
         self.vocabulary = len(numbers(head))  # V
-        self.quantised = type(head) is Int8Linear  # its products are of int8 codes
+        self.quantised = hasattr(head, "joins")  # its linear layers are of int8 codes (`infer.int8_cpu.weights`)
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
         self.calibrations = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
@@ -111,6 +110,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.number.dtype
+
+    @property
+    def kernels(self) -> Kernels:
+        """The operations that serve for its weights."""
+        return kernels_for(self.device, torch.int8 if self.quantised else self.dtype)
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -249,7 +253,8 @@ class Target:
         heads = self.config.num_attention_heads, key_heads(self.config)
         try:
             with lock_of(self.model):
-                lean = lean_decoder(self.body, kinds, *heads, self.embed)  # before any pass: weights are packed once
+                # before any pass: weights are packed once
+                lean = lean_decoder(self.body, kinds, *heads, self.embed, self.kernels)
                 if not self.shapes.alike:
                     raise UnknownLayer("keys and values of several sizes")
                 compare(self, lean)
@@ -294,7 +299,7 @@ class Target:
 
 def takes_uneven(target: Target) -> bool:
     """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.real`)."""
-    return bool(target.lean) and loops.serve(target.number) and all(layer.in_order for layer in target.lean.layers)
+    return target.lean is not None and target.kernels.ragged
 
 
 def numbers(module: nn.Module) -> torch.Tensor:
@@ -338,11 +343,13 @@ def compare(target: Target, lean: LeanDecoder, context: int = 9, width: int = 5)
     for layer, memory, module, theirs in zip(
         lean.layers, window.layers(), target.body.layers, outputs.chunk(len(every), dim=-1), strict=True
     ):
-        ours, theirs = layer.run(states, rotations[layer.kind], masks[layer.kind], memory), theirs.flatten(0, 1)
+        theirs = theirs.flatten(0, 1)
+        normed = lean.kernels.rms_norm(states, layer.attention_norm)
+        ours, _ = layer.run(states, normed, lean.norm, rotations[layer.kind], masks[layer.kind], memory)
         if not close(ours - states, theirs - states, target.quantised, float(states.norm())):
             raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
         states = theirs
-    if not close(lean.norm(states), last.flatten(0, 1), target.quantised):
+    if not close(lean.kernels.rms_norm(states, lean.norm), last.flatten(0, 1), target.quantised):
         raise UnknownLayer("another last norm")
 
 

@@ -9,11 +9,12 @@ L drafted positions, K tokens a position, S prefixes seen, W width of the beam.
 import numpy as np
 import torch
 
+from infer.kernels.cpu_search import next_best
+from infer.kernels.reference_search import comparable
+from infer.ngrams.factor import LOWEST
 from infer.ngrams.model import begin, extend
-from infer.trees.compiled import next_best
 from infer.trees.guided import RANKS, contexts
-from infer.trees.ngram_factor import LOWEST
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 from infer.utils.jit import njit
 
 BEAM = 20  # DART appendix D: prefixes kept at a depth

@@ -9,8 +9,9 @@ B rows, W width, P prefixes of a depth.
 
 import torch
 
-from infer.trees.ddtree import Marginals, behind_candidates
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable
+from infer.kernels.reference_search import behind_candidates, comparable
+from infer.trees.ddtree import Marginals
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
 
 def static(proposal: Proposal) -> DraftTree:

@@ -1,5 +1,5 @@
 """DDTree's tree on path-conditioned scores: n-grams judge which drafted tokens follow each other
-(`ngram_factor`).
+(`infer.ngrams.factor`).
 
 The n-gram model is in the host's memory, so the trees are built there: on a GPU a round has one more
 copy to the host, of the K likeliest tokens of every position.
@@ -10,10 +10,11 @@ B rows, L drafted positions, M candidates a position, P prefixes, V vocabulary.
 import numpy as np
 import torch
 
-from infer.trees import compiled
-from infer.trees.ddtree import Marginals, one_table
-from infer.trees.ngram_factor import MORE, REACH, Guide
-from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind, node_count
+from infer.kernels import cpu_search
+from infer.kernels.reference_search import node_count, one_table
+from infer.ngrams.factor import MORE, REACH, Guide
+from infer.trees.ddtree import Marginals
+from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind
 
 RANKS = 25  # tokens of the marginals considered at a position, as in DART appendix D
 
@@ -32,7 +33,7 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
     for guide, *found in zip(guides(proposal, steps, nodes.shape[2]), nodes.numpy(), scores.numpy(), strict=True):
         log_q, tokens = np.empty(guide.listed.shape), np.empty_like(guide.listed)
-        compiled.search(log_q, tokens, length, 0, guide, *found)
+        cpu_search.search(log_q, tokens, length, 0, guide, *found)
     return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
 
 

@@ -5,10 +5,11 @@ B rows, M nodes with the root, L drafted positions, R tokens that the drafter kn
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from infer.kernels.reference_search import Nodes
 from infer.ngrams.model import NGram
 from infer.trees.vocabulary import ALL, Vocabulary
 
@@ -52,16 +53,6 @@ class Proposal:
     ends: Collection[int] = ()  # tokens that end a text
     steps: Conditionals | None = None  # of a drafter with a conditional head
     vocabulary: Vocabulary = ALL  # of the R columns of marginals
-
-
-class Nodes(NamedTuple):
-    """Drafted nodes, the root left out: tokens, parents and depths int64, log-probabilities of the
-    whole prefixes."""
-
-    tokens: torch.Tensor  # (B, M - 1)
-    parents: torch.Tensor  # (B, M - 1) node numbers, 0 is the root
-    depths: torch.Tensor  # (B, M - 1)
-    log_probs: torch.Tensor  # (B, M - 1)
 
 
 @dataclass(frozen=True)
@@ -136,22 +127,6 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
         log_probs=torch.cat([zeros.to(log_probs.dtype), log_probs], 1),
         max_depth=max_depth,
     )
-
-
-def comparable(log_q: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities with minus infinity for NaN: a drafter that answers with NaN drafts
-    badly, and no worse, as searches count on an order."""
-    return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-
-
-def node_count(length: int, ranks: int, budget: int) -> int:
-    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if
-    fewer."""
-    total, level = 0, 1
-    for _ in range(length):
-        level = min(level * ranks, budget)
-        total = min(total + level, budget)
-    return total
 
 
 def plain(proposal: Proposal) -> DraftTree:

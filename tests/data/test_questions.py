@@ -5,7 +5,6 @@ from tokenizers.processors import TemplateProcessing
 
 from data.questions import opening, sifted
 from data.rows import DataConfig, read_rows
-from train.pretraining.language_model import train_tokenizer
 
 CHATML = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -16,7 +15,7 @@ NAMES = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% end
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(train_tokenizer):
     """One that puts <s> before every text, as Llama's does."""
     made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
     made.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

@@ -17,7 +17,6 @@ from data.chat import normalise
 from data.counts import ExcludedExample, InvalidExample
 from data.template import sequences, tokenize_chat
 from infer.api import encode
-from train.pretraining.language_model import train_tokenizer
 
 TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
 PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
@@ -97,7 +96,7 @@ CHATS = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(train_tokenizer):
     made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
     made.chat_template = TEMPLATE

@@ -17,9 +17,9 @@ import torch
 from infer import Engine
 from infer.drafters.base import DraftedBlock
 from infer.drafters.lookup import Lookup
+from infer.ngrams import factor
 from infer.ngrams.model import NGram, begin, children, extend, find, token_of, unigrams
 from infer.targets.target import Target
-from infer.trees import ngram_factor
 
 
 class ScriptedDrafter(Lookup):
@@ -200,7 +200,7 @@ def recalled() -> Callable:
     path earlier in a text."""
 
     def correct(text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray) -> np.ndarray:
-        for length in range(1, min(ngram_factor.REACH, len(path)) + 1):
+        for length in range(1, min(factor.REACH, len(path)) + 1):
             ends = [at + length for at in range(len(text) - length) if text[at : at + length] == path[-length:]]
             if not ends:
                 break
@@ -239,9 +239,9 @@ def widened() -> Callable:
         for length in range(min(model.order - 1, len(path)), 0, -1):
             ids = np.array(path[-length:], np.int64)
             nodes = range(*children(model.arrays, find(model.arrays, ids, 0, length)))
-            if len(nodes) > ngram_factor.FOLLOWERS:
+            if len(nodes) > factor.FOLLOWERS:
                 break
             found += [int(token_of(model.arrays, node)) for node in nodes]
-        return [token for token in dict.fromkeys(found) if token not in listed][: ngram_factor.MORE]
+        return [token for token in dict.fromkeys(found) if token not in listed][: factor.MORE]
 
     return add

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infer import load_target
-from infer.targets import int8
+from infer.int8_cpu import calibration
+from infer.int8_cpu.modules import Int8Linear
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -33,9 +34,9 @@ def small_target() -> Target:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads)).eval()
     for weight in model.parameters():
         weight.data *= 4 if weight.ndim > 1 else 1
-    int8.quantise(model, (model(torch.randint(300, (8, 64))) for _ in range(1)))
+    calibration.quantise(model, (model(torch.randint(300, (8, 64))) for _ in range(1)))
     for module in model.model.layers[1].modules():
-        if type(module) is int8.Int8Linear:
+        if type(module) is Int8Linear:
             module.digits = 2
     return Target(model)
 

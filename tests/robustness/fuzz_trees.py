@@ -28,7 +28,7 @@ from infer.drafters.lookup import Lookup
 from infer.engine import budget
 from infer.engine.sampling import derived_seed
 from infer.evaluation.lossless import find_difference
-from infer.targets import int8
+from infer.int8_cpu import calibration
 from infer.targets.loading import EMBEDDED
 from infer.targets.target import Target
 
@@ -49,7 +49,7 @@ def small_target(in_integers: bool) -> Target:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
     model.config.layer_types = model.config.layer_types[:4]
     if in_integers:
-        int8.quantise(
+        calibration.quantise(
             model, (model(torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(0))) for _ in "1")
         )
     return Target(model, target.tokenizer)

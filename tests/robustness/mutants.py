@@ -85,16 +85,16 @@ MUTANTS = [
         ("supervised = valid[..., None] & (ahead < length)", "supervised = (ahead < length)"),
         BLOCKS,
     ),
-    ("a batch without anchors divides by zero", "train/loop.py", (".clamp(min=1e-6)", ""), LOOP + " -k no_anchor"),
+    ("a batch without anchors divides by zero", "train/step.py", (".clamp(min=1e-6)", ""), LOOP + " -k no_anchor"),
     (
         "gradients depend on the number of processes",
-        "train/loop.py",
-        ("loss * (world * passes / total)", "loss * (passes / total)"),
+        "train/step.py",
+        ("loss * (world * len(micro) / total)", "loss * (len(micro) / total)"),
         LOOP + " -k how_a_step",
     ),
     (
         "each process divides by its own weights",
-        "train/loop.py",
+        "train/step.py",
         ("    dist.all_reduce(supervised)\n", ""),
         LOOP + " -k how_a_step",
     ),
@@ -124,8 +124,8 @@ MUTANTS = [
     ),
     (
         "resuming drops the optimiser's moments",
-        "train/loop.py",
-        ("        restore(engine, state)\n", "        pass\n"),
+        "train/run/prepare.py",
+        ("        restore(drafter, engine, state)\n", "        pass\n"),
         FAULTS + " -k stopped_and_killed",
     ),
     (
@@ -167,7 +167,7 @@ MUTANTS = [
     ),
     (
         "a path's probability is not normalised",
-        "infer/trees/ngram_factor.py",
+        "infer/ngrams/factor.py",
         ("norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)", "norm = 0.0"),
         CONTINUITY,
     ),
@@ -384,7 +384,7 @@ MUTANTS = [
         "what a row did not verify is accepted",
         "infer/trees/tree.py",
         ("tokens=cut.tokens.where(real, -1), real=real", "real=real"),
-        "tests/infer/targets/test_int8.py",
+        "tests/infer/int8_cpu/test_int8.py",
     ),
     (
         "all drafts count as kept",
@@ -394,7 +394,7 @@ MUTANTS = [
     ),
     (
         "of equal prefixes the deepest goes first",
-        "infer/trees/compiled.py",
+        "infer/kernels/cpu_search.py",
         ("key[n] == key[best] and depth[n] < depth[best]", "key[n] == key[best] and depth[n] > depth[best]"),
         "tests/infer/trees/test_conditional.py tests/infer/trees/test_continuity.py",
     ),

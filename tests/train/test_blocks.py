@@ -9,10 +9,10 @@ from datasets import Dataset
 from transformers import Gemma2Config
 
 from infer.attention import masks
-from infer.attention.attend import attend
 from infer.attention.masks import block_mask, packed_mask
 from infer.config import DrafterConfig
 from infer.drafters.base import head_weight, new_drafter
+from infer.kernels.reference import attention
 from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.blocks import anchor_room, draw_anchors, lay_out
@@ -337,7 +337,7 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
     found, seen = [], blocks_see(starts, documents, K, causal, window)
     for mask in (seen[:, None], block_mask(starts, documents, K, causal, window)):
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
-        out = attend(*parts, mask)
+        out = attention(*parts, mask)
         found.append([out, *torch.autograd.grad(out.square().sum(), parts)])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)

@@ -15,6 +15,8 @@ lets every token see its whole document. Its outputs stay shifted, as in Dream: 
 
 import json
 import shutil
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,10 +35,13 @@ from infer.utils.errors import disk, going_on
 from infer.utils.files import READABLE, replacing_folder, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded
+from train.config import OptimConfig
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Dice, bound, learnable, noise, throw
-from train.pretraining.single import take_steps
+from train.optim import make_optimizer, set_rate, trapezoid
 
+WARMUP_SHARE = 0.05  # of the steps
+DECAY_SHARE = 0.9
 TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
 WHOLE = 0.25  # share of the rows whose documents are noised whole, whatever the block length
 SAVE_EVERY = 40  # steps between saves, and between measurements of the held-out bound
@@ -144,6 +149,25 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
         tokenizer.save_pretrained(fresh)
         for weights in fresh.glob("*.safetensors"):
             weights.chmod(READABLE)
+
+
+def take_steps(
+    model: nn.Module, rate: float, steps: int, backward: Callable[[int], float]
+) -> Iterator[tuple[int, float]]:
+    """Take the steps, in one process, with Muon for matrices, which decay, and AdamW for the rest; yield how many are
+    taken and the loss, after each.
+
+    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns its loss."""
+    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate), decay=0.05)
+    progress = Progress("training", "steps", stream=sys.stdout)
+    for step in range(steps):
+        set_rate(optimizer, rate * trapezoid(step, steps, WARMUP_SHARE, DECAY_SHARE))
+        loss = backward(step)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress(step + 1, steps, f"loss {loss:.3f}")
+        yield step + 1, loss
 
 
 def train(config: DiffusionConfig) -> float:

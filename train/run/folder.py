@@ -28,7 +28,7 @@ from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.features import StoredRows
 from train.run.checkpoints import remove_partial
-from train.run.log import METRICS
+from train.run.log import METRICS, WANDB_ID
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -112,7 +112,7 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
             yield run
         finally:
             if not begun(run):
-                for name in (CONFIG, HYDRA_CONFIG, SOURCES, "lock"):
+                for name in (CONFIG, HYDRA_CONFIG, SOURCES, NGRAMS, WANDB_ID, "lock"):
                     (run / name).unlink(missing_ok=True)
                 with suppress(OSError):  # something else lies there
                     run.rmdir()

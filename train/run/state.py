@@ -179,7 +179,7 @@ def as_begun(config: TrainConfig) -> DrafterConfig:
 def with_mask_token(options: DrafterConfig, target: Target, rows: "StoredRows | Dataset") -> DrafterConfig:
     """Return the options of a new drafter with a mask token that the training rows do not use. Raises
     ValueError where they use all."""
-    if options.family != "dflash" or options.init is not None or options.mask_token_id is not None:
+    if not FAMILIES[options.family].mask_token or options.init is not None or options.mask_token_id is not None:
         return options
     mask = default_mask_token(target.tokenizer, target.config.vocab_size, target.end_ids, lambda: used_ids(rows))
     return replace(options, mask_token_id=mask)

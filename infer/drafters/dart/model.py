@@ -225,9 +225,10 @@ class DART(Drafter):
         cache.advance(counts, on_device)
 
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, state: DARTState) -> torch.Tensor:
-        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,)."""
+        """Return the states (B, W, D) of blocks behind bonus tokens (B,), as `for_head` returns them."""
         mask, pending = block_sight(place, self.num_queries, (True, None)), state.pending[: len(bonus)]
         projected = self.fc(pending[:, None])  # (B, 1, D)
         items = self.midlayer.items(projected, target.embed(bonus)[:, None].to(pending.dtype))
         residual, inputs = self.midlayer.blocks(projected, items, self.num_queries - 1)
-        return self.midlayer(residual, place.rotary, partial(attend_cached, place.window, 0, mask), inputs)
+        attend = partial(attend_cached, place.window, 0, mask)
+        return self.for_head(self.midlayer(residual, place.rotary, attend, inputs))

@@ -9,7 +9,7 @@ block `[bonus, mask x L]` and whose keys and values come from the normalised, pr
 target's. DFlare's (`layer_fusion`; arXiv 2606.02091 and AngelSlim's class) do without the projection:
 each layer reads its own learnt mix of the tapped layers, by projections that only the context has.
 Training runs `forward`: many blocks of a packed row under one mask, by `DFlashLayer`. Decoding runs
-`draft`: one block of every row against a cache, by `infer.targets.lean`, which computes the same from
+`draft_block`: one block of every row against a cache, by `infer.targets.lean`, which computes the same from
 the layers' weights; layers with convolutions run `DFlashLayer` there too. DDTree section 3 has the
 marginals that a block yields.
 """
@@ -43,9 +43,9 @@ from infer.drafters.base import (
 )
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.families import FAMILIES
-from infer.targets import lean, loops
-from infer.targets.int8 import Int8Linear
-from infer.targets.layers import decoder_of, read_layer
+from infer.kernels.operands import Norm
+from infer.targets.layers import decoder_of, join_copies, read_layer
+from infer.targets.lean import LeanDecoder
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
@@ -123,10 +123,10 @@ class DFlashState(DraftState):
     """Keys and values of the context features, and the weights as decoding takes them: a copy where
     training goes on with its own."""
 
-    decoder: lean.LeanDecoder | None  # None where layers convolve, which it does not express
+    decoder: LeanDecoder | None  # None where layers convolve, which it does not express
     # features (N, F) to all keys and values (N, layers * 2 * H * E)
     project: Callable[[torch.Tensor], torch.Tensor]
-    key_norm: lean.Norm  # weight (layers, H, E)
+    key_norm: Norm  # weight (layers, H, E)
 
 
 class DFlash(Drafter):
@@ -278,30 +278,41 @@ class DFlash(Drafter):
         return self.for_head(block)
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
-        attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
-        key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
-        heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        kernels = self.kernels
+        eps = self.config.rms_norm_eps
+        key_weights = [layer.self_attn.k_norm.weight.detach().expand(cache.heads, -1) for layer in self.layers]
         decoder = None
         if not self.layers[0].convolves:
+            frozen = not any(parameter.requires_grad for parameter in self.parameters())
+            heads = self.config.num_attention_heads, self.config.num_key_value_heads
             modules = zip(self.layers if frozen else deepcopy(self.layers), self.pattern_of_layer, strict=True)
-            layers = [read_layer(module, str(pattern), *heads) for module, pattern in modules]
-            decoder = decoder_of(layers)(layers, lean.Norm(self.norm.weight.detach(), eps))
-        return DFlashState(cache, angles, decoder, self.projection(), lean.Norm(key_weights, eps))
+            layers = [read_layer(module, str(pattern), *heads, kernels) for module, pattern in modules]
+            decoder = decoder_of(layers, kernels)(kernels, layers, Norm(self.norm.weight.detach(), eps))
+        return DFlashState(cache, angles, decoder, self.projection(), Norm(torch.stack(key_weights), eps))
 
     def projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what makes all layers' keys and values, (N, layers * 2 * H * E), of features (N, F),
-        not yet normed and rotated; where all see the same context, in one product."""
-        norm = lean.Norm(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
+        not yet normed and rotated; where all see the same context, in one matmul."""
+        kernels = self.kernels
+        norm = Norm(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
         pairs = [layer.self_attn.key_value_projections(self.context_projections) for layer in self.layers]
-        fuse = partial(Int8Linear.fuse, join=torch.cat) if self.quantised else lean.Product.fuse
+
         if self.fusion:
-            each = [fuse(pair) for pair in pairs]
-            return lambda features: torch.cat(
-                [project(mix) for project, mix in zip(each, norm(self.mixes(features)).unbind(1), strict=True)], 1
-            )
-        fc, projection = self.fc if self.quantised else fuse([self.fc]), fuse([part for pair in pairs for part in pair])
-        return lambda features: projection(norm(fc(features)))
+            each = [join_copies(pair) for pair in pairs]
+
+            def project_mixes(features: torch.Tensor) -> torch.Tensor:
+                mixes = kernels.rms_norm(self.mixes(features), norm).unbind(1)
+                return torch.cat([kernels.linear(mix, pair) for mix, pair in zip(mixes, each, strict=True)], 1)
+
+            return project_mixes
+
+        fc = join_copies([self.fc])
+        together = join_copies([part for pair in pairs for part in pair])
+
+        def project(features: torch.Tensor) -> torch.Tensor:
+            return kernels.linear(kernels.rms_norm(kernels.linear(features, fc), norm), together)
+
+        return project
 
     @torch.no_grad()
     def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
@@ -316,28 +327,17 @@ class DFlash(Drafter):
                 real = None if on_device is None else (on_device - begin).clamp(0, cache.widest)
                 self.update_context(target, features[:, part], tokens[:, part], some, state, real)
             return
-        both = state.project(features.flatten(0, 1))
-        parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
-        keys, window = parts[:, :, : cache.heads], cache.window(width)
+        projected = state.project(features.flatten(0, 1)).view(rows * width, layers, 2 * cache.heads, -1)
+        window = cache.window(width)
+        first_layer = window.layers()[0]
+        first_layer.slots = window.slots[:rows].flatten()
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in state.rotary(rows, width))  # (B * C, 1, E)
-        if loops.serve(both) and rows == len(window.slots):
-            for i, memory in enumerate(window.layers()):
-                loops.place(parts[:, i], loops.Scale(state.key_norm.wide[i], state.key_norm.eps), rotation, memory)
-        else:
-            lean.rotate_into(state.key_norm(keys), *(angle[:, None] for angle in rotation), out=keys)
-            whole = both.view(rows * width, 2 * layers, -1).transpose(0, 1)
-            cache.buffer.index_copy_(1, window.slots[:rows].flatten(), whole)
+        self.kernels.qk_norm_rope_write(projected, cache.heads, state.key_norm, rotation, first_layer)
         cache.advance(counts, on_device)
 
-    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        # as the layers before it do: its code is at hand
-        if not torch.is_grad_enabled() and loops.serve(states):
-            return loops.norm(states, self.norm.weight, self.norm.eps)
-        return super().last_norm(states)
-
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, state: DFlashState) -> torch.Tensor:
-        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes
-        is `DrafterLayer.forward`'s."""
+        """Return the states (B, K, D) of blocks behind bonus tokens (B,), as `for_head` returns them. What it
+        computes is `DrafterLayer.forward`'s."""
         (_, rotary, window), decoder = place, state.decoder
         patterns = enumerate(self.attention_patterns)
         masks = {str(number): block_sight(place, self.num_queries, pattern) for number, pattern in patterns}
@@ -345,8 +345,10 @@ class DFlash(Drafter):
         if decoder is None:
             for i, (layer, pattern) in enumerate(zip(self.layers, self.pattern_of_layer, strict=True)):
                 states = layer(states, rotary, partial(attend_cached, window, i, masks[str(pattern)]))
-            return states
+            return self.for_head(states)
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
         last = len(self.layers) - 1
-        outputs = decoder.run(states.flatten(0, 1), dict.fromkeys(masks, rotation), masks, window, (last,))
-        return outputs[last].unflatten(0, (len(bonus), -1))
+        tapped = (last,) if self.raw_states else ()
+        rotations = dict.fromkeys(masks, rotation)
+        outputs = decoder.run(states.flatten(0, 1), rotations, masks, window.layers(), tapped)
+        return outputs[last if self.raw_states else last + 1].unflatten(0, (len(bonus), -1))

@@ -22,7 +22,6 @@ from infer.doctor.replay import Tap, chains, compute, next_norm
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
 from infer.evaluation.card import write_card
 from infer.evaluation.results import Acceptance, KnownText, Reference, write_result
-from infer.targets.int8 import quantise, quantise_drafter
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +275,12 @@ def test_an_engine_without_counters_is_named():
         examine_engine(httpx.Client(transport=off, base_url="http://here"), SHORT)
 
 
+@pytest.mark.needs("int8_cpu")
 @pytest.mark.parametrize("head", ["none", "markov"])
 def test_a_drafter_in_int8_can_be_read_otherwise(make_tiny, head):
     """As `target=smollm2` loads it: what is tried has its codes, and drafts as it does where nothing is changed."""
+    from infer.int8_cpu.loading import quantise_drafter
+
     target, drafter = make_tiny(seed=4, head=HeadConfig(name=head))
     quantise_drafter(drafter)
     same = altered(drafter)
@@ -287,9 +289,12 @@ def test_a_drafter_in_int8_can_be_read_otherwise(make_tiny, head):
     assert [next(one_key_norm(target, each)).label for each in (drafter, same)]
 
 
+@pytest.mark.needs("int8_cpu")
 def test_what_an_int8_target_computes_of_an_answer_is_what_it_decoded(random_qwen3):
     """To the last bit: other rounding gives other codes, by which 3 % of SmolLM2's own tokens seemed another
     target's."""
+    from infer.int8_cpu.calibration import quantise
+
     model = random_qwen3(3, num_hidden_layers=6).eval()
     quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
     target = Target(model)

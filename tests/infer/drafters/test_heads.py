@@ -173,7 +173,8 @@ def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, ma
     _, without = make_tiny(block_size=4)
     bonus, block = drafted(target, drafter)
     other, theirs = drafted(target, without.eval())
-    assert torch.equal(bonus, other) and torch.equal(block.marginals, theirs.marginals)
+    assert torch.equal(bonus, other)
+    torch.testing.assert_close(block.marginals, theirs.marginals)
     before = torch.randint(97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8))
     known = block.marginals > -torch.inf
     if KINDS[kind].top_k:

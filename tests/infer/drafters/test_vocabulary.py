@@ -7,7 +7,6 @@ from infer import generate
 from infer.config import HeadConfig
 from infer.drafters.heads.draft import behind
 from infer.ngrams.model import NGram
-from infer.targets.int8 import Int8Linear
 from infer.targets.layers import some_outputs
 from infer.trees.guided import guided_ddtree
 from infer.trees.tree import Proposal
@@ -80,6 +79,8 @@ def test_n_grams_propose_tokens_that_the_drafter_does_not_know():
 
 
 def test_rows_of_an_int8_head_give_the_same_sums():
+    from infer.int8_cpu.modules import Int8Linear
+
     generator = torch.Generator().manual_seed(1)
     head, states = Int8Linear(64, 97, False), torch.randn(3, 64, generator=generator)
     head.codes.data = torch.randint(-60, 60, (97, 64), dtype=torch.int8, generator=generator)

@@ -13,8 +13,8 @@ from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import engine as engine_module, round as round_module
 from infer.engine.capture import Graphs
 from infer.engine.sequence import Sequence
+from infer.kernels import table
 from infer.targets.lean import LeanDecoder
-from infer.trees import compiled
 
 
 class Recorder(TorchDispatchMode):
@@ -61,9 +61,9 @@ class Recording:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Engines make recorded graphs; tree building stays in tensors."""
+    """Engines make recorded graphs; operations stay in tensors."""
     monkeypatch.setattr(engine_module, "Graphs", RecordedGraphs)
-    monkeypatch.setattr(compiled, "available", lambda tensor: False)
+    monkeypatch.setattr(table, "FAST_VERSIONS", {})
 
 
 GREEDY = [{}]

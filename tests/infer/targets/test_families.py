@@ -445,7 +445,7 @@ def test_a_layer_that_computes_something_else_is_noticed(random_target):
     target = random_target(family_config("qwen3"))
     mlp = target.body.layers[2].mlp
     mlp.act_fn = torch.nn.GELU()
-    lean = lean_decoder(target.body, ["full_attention"] * 4, 4, 2, target.embed)
+    lean = lean_decoder(target.body, ["full_attention"] * 4, 4, 2, target.embed, target.kernels)
     mlp.act_fn = torch.nn.SiLU()
     with pytest.raises(UnknownLayer, match="compute something else"):
         compare(target, lean)

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infer import Engine, generate
 from infer.config import EngineConfig, TextOptions
-from infer.targets import int8, tape
-from infer.targets.tape import TapedDecoder
+from infer.int8_cpu import calibration, recording
+from infer.int8_cpu.recording import RecordedDecoder
 from infer.targets.target import Target
 
 SIZES = {
@@ -27,7 +27,7 @@ def random_model(family: str, quantised: bool) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.data = torch.rand(parameter.shape) + 0.5 if parameter.ndim == 1 else 3 * parameter.data
     if quantised:
-        int8.quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
+        calibration.quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
     return model
 
 
@@ -64,7 +64,7 @@ def overwrite_freed_memory(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize(("family", "quantised"), [("llama", True), ("llama", False), ("qwen3", True)])
 def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     target = Target(random_model(family, quantised))
-    assert type(target.lean) is TapedDecoder or not quantised
+    assert type(target.lean) is RecordedDecoder or not quantised
     expected = output(target)
     engine = Engine(target, None, EngineConfig("plain"), 64)
     sequence = engine.submit(PROMPT, TextOptions(max_new_tokens=16))
@@ -114,7 +114,7 @@ def test_a_pass_behind_a_move_reads_the_weights_where_they_are(move):
     states = []
     for _ in range(2):
         states.append(target.extend([PROMPT[:1]], cache, ()).last)
-        assert target.lean.tapes
+        assert target.lean.recordings
         move(target.model)
         overwrite_freed_memory(target.model)
         cache.keep([])
@@ -158,32 +158,27 @@ def test_a_table_of_angles_serves_all_shorter_caches():
     assert generate(target, None, PROMPT, method="plain", max_new_tokens=30).ids == longest
 
 
-def test_tapes_hold_what_they_address_and_free_their_handles(monkeypatch):
-    if not int8.shim():
-        pytest.skip("this PyTorch has no C entry for the product of integers")
-    deleted = []
-    monkeypatch.setattr(tape, "by_loops", lambda inputs: False)
-    monkeypatch.setattr(tape, "delete_handles", lambda handles: deleted.extend(handles))
+def test_recordings_hold_what_they_address():
     target = Target(random_model("llama", True))
     output(target)
-    recorded = list(target.lean.tapes.values())
-    assert recorded and all(len(found.handles) == 3 * 4 * 3 for found in recorded)  # 3 layers of 4 products
+    recorded = list(target.lean.recordings.values())
+    assert recorded
     held = {tensor.data_ptr() for found in recorded for tensor in found.held.values()}
     codes = target.model.model.layers[2].mlp.down_proj.codes
     old_memory = codes.data_ptr()
     clone_data(target.model)
     assert old_memory in held and codes.data_ptr() != old_memory and not any(found.moved() for found in recorded)
     alive = [weakref.ref(found) for found in recorded]
-    count = sum(len(found.handles) for found in recorded)
     del recorded
-    target.lean.tapes.clear()
+    target.lean.recordings.clear()
     gc.collect()
-    assert not any(reference() for reference in alive) and len(deleted) == count
+    assert not any(reference() for reference in alive)
 
 
-def test_tapes_are_bounded_in_number_and_memory(monkeypatch):
-    """The tapes used last are kept."""
-    monkeypatch.setattr(tape, "MAX_TAPES", 4)
+def test_recordings_are_bounded_in_number_and_memory(monkeypatch):
+    """The recordings used last are kept."""
+    monkeypatch.setattr(recording, "MAX_RECORDINGS", 4)
+    monkeypatch.setattr(recording, "MAX_RECORDED_POSITIONS", 8)
     target = Target(random_model("llama", True))
 
     def run_passes(lengths: list[int]) -> list[int]:
@@ -192,25 +187,10 @@ def test_tapes_are_bounded_in_number_and_memory(monkeypatch):
             with cache.add(1):
                 pass
             target.extend([list(range(length))], cache, ())
-        return [key[1] for key in target.lean.tapes]
+        return [key[1] for key in target.lean.recordings]
 
-    assert run_passes([1, 2, 3, 4, 5, 6, 4]) == [3, 5, 6, 4]
-    sizes = {key[1]: len(found.memory) for key, found in target.lean.tapes.items()}
+    assert run_passes([1, 2, 3, 4, 5, 6, 4, 9]) == [3, 5, 6, 4]
+    sizes = {key[1]: found.bytes for key, found in target.lean.recordings.items()}
     assert sizes[3] < sizes[6]
-    monkeypatch.setattr(tape, "MAX_TAPE_BYTES", sizes[6] + sizes[4] + sizes[5])
+    monkeypatch.setattr(recording, "MAX_RECORDING_BYTES", sizes[6] + sizes[4] + sizes[5])
     assert run_passes([6]) == [5, 4, 6]
-
-
-def test_passes_over_prompts_work_in_the_same_memory(monkeypatch):
-    monkeypatch.setattr(tape, "MAX_TAPE_POSITIONS", 8)
-    target = Target(random_model("llama", True))
-    states, addresses = [], set()
-    for length in (30, 12, 25, 30):
-        cache = target.cache(1, 64)
-        with cache.add(1):
-            pass
-        states.append(target.extend([PROMPT[:12] + list(range(length - 12))], cache, ()).last)
-        addresses.add(target.lean.spare_memory["prompts"].data_ptr())
-    assert len(addresses) == 1 and not target.lean.tapes
-    assert torch.equal(states[0], states[3]) and torch.equal(states[0][:, :25], states[2])
-    assert torch.equal(states[0][:, :12], states[1])

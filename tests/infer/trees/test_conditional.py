@@ -6,9 +6,10 @@ from itertools import product
 import pytest
 import torch
 
+from infer.kernels.cpu_search import best_first_search
+from infer.kernels.reference_search import search_by_depth
 from infer.ngrams.model import NGram
 from infer.trees.chain import chain
-from infer.trees.ddtree import best_first, by_depth
 from infer.trees.fixed import static
 from infer.trees.guided import guided_ddtree
 from infer.trees.methods import TREES
@@ -99,7 +100,7 @@ def test_the_tree_is_the_exhaustive_top_b_in_order(shape, recurrent, kind):
     steps = RandomSteps(shape, 7 * kind + shape[1], bool(recurrent), grain=(0, 0.5, 0, 1.0)[kind], forbidden=kind > 1)
     ranked = [steps.ranked(row) for row in range(shape[0])]
     for budget in (1, 2, 3, 8, 21, 1000):
-        searches = [by_depth] + [best_first] * (not recurrent)
+        searches = [search_by_depth] + [best_first_search] * (not recurrent)
         for search in searches:
             nodes = search(steps, budget)
             for row in range(shape[0]):
@@ -112,7 +113,7 @@ def test_the_tree_is_the_exhaustive_top_b_in_order(shape, recurrent, kind):
 def test_both_searches_find_the_same_nodes_at_real_sizes(length, count, budget):
     for grain in (0.0, 0.25):
         steps = RandomSteps((3, length, count), length, grain=grain, forbidden=grain > 0)
-        for one, other in zip(best_first(steps, budget), by_depth(steps, budget), strict=True):
+        for one, other in zip(best_first_search(steps, budget), search_by_depth(steps, budget), strict=True):
             assert torch.equal(one, other)
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from infer.kernels.cpu_search import search
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.trees import guided
-from infer.trees.compiled import search
 from infer.trees.ddtree import Marginals
 from infer.trees.guided import guided_ddtree
 from infer.trees.methods import TREES

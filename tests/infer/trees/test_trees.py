@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from infer.engine.packet import rejected_path
-from infer.trees import compiled
+from infer.kernels import table
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
@@ -15,7 +15,8 @@ from infer.trees.tree import DraftTree, Proposal
 @pytest.fixture(autouse=True, params=["best first", "by depth"])
 def search(request, monkeypatch):
     """Everything holds for both ways to the tree: compiled for the CPU, and in tensors for any device."""
-    monkeypatch.setattr(compiled, "available", lambda tensor: request.param == "best first")
+    if request.param == "by depth":
+        monkeypatch.setattr(table, "FAST_VERSIONS", {})
 
 
 def prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -61,8 +62,8 @@ def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
 def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
     trees = []
-    for available in (False, True):
-        monkeypatch.setattr(compiled, "available", lambda tensor, here=available: here)
+    for fast_versions in ({}, table.FAST_VERSIONS):
+        monkeypatch.setattr(table, "FAST_VERSIONS", fast_versions)
         trees.append(ddtree(Proposal(torch.tensor([1, 2]), marginals, budget)))
         trees[-1].ancestors()
     for row in range(2):

@@ -7,7 +7,8 @@ from infer.utils.jit import njit
 PROGRAM = """
 import os
 os.environ.pop("NUMBA_CACHE_DIR", None), os.environ.pop("XDG_CACHE_HOME", None)
-from infer.trees import compiled, guided
+from infer.kernels import cpu_search
+from infer.trees import guided
 from infer.ngrams import model
 from infer.utils import jit
 @jit.njit

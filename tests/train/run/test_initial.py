@@ -138,6 +138,10 @@ def test_the_mask_token_is_one_that_the_rows_do_not_use(embedded):
     for used, expected in (([end, 400], mask), ([end, mask, 400], pad), ([*range(511)], 511)):
         rows = Dataset.from_dict({"ids": [used, used]})
         assert with_mask_token(DrafterConfig(), embedded, rows).mask_token_id == expected
-    assert with_mask_token(DrafterConfig(family="dart", layers=1), embedded, rows).mask_token_id is None
     assert with_mask_token(DrafterConfig(mask_token_id=7), embedded, rows).mask_token_id == 7
     assert named_mask(mask, embedded.tokenizer) == ", mask token 1 (<|mask|>)" and not named_mask(None, None)
+
+
+def test_dart_needs_no_mask_token(embedded):
+    rows = Dataset.from_dict({"ids": [[0, 400]]})
+    assert with_mask_token(DrafterConfig(family="dart", layers=1), embedded, rows).mask_token_id is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infer.trees.ddtree import by_depth
+from infer.kernels.reference_search import search_by_depth
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -46,9 +46,8 @@ def test_tables_of_a_conditional_head(length, count, budget, kind):
 
 
 def check(steps: SimpleNamespace, budget: int) -> None:
-    from infer.trees.search_kernel import best_first
+    from infer.kernels.triton_search import best_first_search
 
-    first, others = steps.table
-    table = torch.cat([first[:, None], others.flatten(1, 2)], 1)
-    found = best_first(table.to(DEVICE), others.shape[2], steps.tokens.to(DEVICE), budget)
-    assert same(found, by_depth(steps, budget))
+    table = tuple(part.to(DEVICE) for part in steps.table)
+    found = best_first_search(SimpleNamespace(tokens=steps.tokens.to(DEVICE), table=table), budget)
+    assert same(found, search_by_depth(steps, budget))

@@ -1,4 +1,4 @@
-"""The best-first search, compiled by numba for the CPU; elsewhere callers have tensor versions.
+"""The best-first search, compiled by numba for the CPU.
 
 B rows, L drafted positions, M tokens a position, N drafted nodes.
 """
@@ -6,13 +6,23 @@ B rows, L drafted positions, M tokens a position, N drafted nodes.
 import numpy as np
 import torch
 
-from infer.trees.ngram_factor import judge_children, row_of
+from infer.kernels.reference_search import Candidates, Nodes, comparable, node_count, one_table
+from infer.ngrams.factor import judge_children, row_of
 from infer.utils.jit import njit
 
 
-def available(tensor: torch.Tensor) -> bool:
-    """Return whether the loops of this module serve for a tensor: it is on the CPU."""
-    return tensor.device.type == "cpu"
+def best_first_search(candidates: Candidates, budget: int) -> Nodes:
+    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not recurrent."""
+    rows, length, count = candidates.tokens.shape
+    table = comparable(one_table(candidates))
+    before = candidates.table[1].shape[2]
+    number = node_count(length, count, budget)
+    nodes = torch.empty(rows, 3, number, dtype=torch.long)
+    scores = torch.empty(rows, number)
+    arrays = (part.contiguous().numpy() for part in (table, candidates.tokens, nodes, scores))
+    for log_q, tokens, *outputs in zip(*arrays, strict=True):
+        search(log_q, tokens, length, before, None, *outputs)
+    return Nodes(*nodes.unbind(1), scores)
 
 
 @njit
@@ -22,7 +32,7 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
 
     Without a guide, log q is a table (1 + (L - 1) before, M) over tokens (L, M): of the first position,
     then of the others behind each candidate of the one before; with before = 1 behind any, likeliest
-    first. With a guide (`ngram_factor.Guide`) both are (N, M) and hold a row for each node, filled when
+    first. With a guide (`infer.ngrams.factor.Guide`) both are (N, M) and hold a row for each node, filled when
     the node is opened; before is 0.
 
     Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place

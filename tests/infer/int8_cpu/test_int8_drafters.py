@@ -7,9 +7,10 @@ from infer import generate, load_drafter, save_drafter
 from infer.config import HeadConfig
 from infer.drafters.base import target_head
 from infer.formats.compatibility import check_folder
-from infer.targets.int8 import Int8Linear, by_loops, quantise_drafter, shim
+from infer.int8_cpu.loading import quantise_drafter
+from infer.int8_cpu.modules import Int8Linear
+from infer.int8_cpu.recording import RecordedDecoder
 from infer.targets.lean import LeanDecoder
-from infer.targets.tape import TapedDecoder
 
 KINDS = {
     "convolutions": {"convolutions": 2},
@@ -60,12 +61,12 @@ def test_blocks_are_the_rounded_weights_in_floats_and_texts_the_targets(make_tin
 
 
 @pytest.mark.parametrize("kind", ["fusion", "window", "part"])
-def test_a_block_on_a_tape_is_the_block_layer_by_layer(make_tiny, kind, monkeypatch):
+def test_a_recorded_block_is_the_block_layer_by_layer(make_tiny, kind, monkeypatch):
     target, ours, _ = in_codes(make_tiny, kind)
-    assert not (by_loops(16) or shim()) or type(ours.state(1, 40).decoder) is TapedDecoder
-    taped = drafted(target, ours)
-    monkeypatch.setattr(TapedDecoder, "run", LeanDecoder.run)
-    assert torch.equal(taped, drafted(target, ours))
+    assert type(ours.state(1, 40).decoder) is RecordedDecoder
+    recorded = drafted(target, ours)
+    monkeypatch.setattr(RecordedDecoder, "run", LeanDecoder.run)
+    assert torch.equal(recorded, drafted(target, ours))
 
 
 def test_codes_are_a_folder_that_every_command_reads(tmp_path, make_tiny):

@@ -12,11 +12,15 @@ from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
 from infer.engine.budget import AutoBudget, Calibration
-from infer.targets import int8, loops, tape
-from infer.targets.layers import UnknownLayer, fuse
-from infer.targets.lean import LeanDecoder, attend_packed
+from infer.int8_cpu import calibration, kernels, matmul
+from infer.int8_cpu.attention import attend
+from infer.int8_cpu.modules import Int8Linear
+from infer.int8_cpu.recording import RecordedDecoder
+from infer.int8_cpu.weights import Int8Weights
+from infer.kernels import reference
+from infer.targets.layers import UnknownLayer, join_linears
+from infer.targets.lean import LeanDecoder
 from infer.targets.loading import load_target
-from infer.targets.tape import TapedDecoder
 from infer.targets.target import Target, takes_uneven
 from infer.trees.tree import DraftTree
 
@@ -58,7 +62,7 @@ def pair(request) -> tuple[Target, Target]:
         for weight in model.parameters():
             weight.data.mul_(3 if weight.ndim > 1 else 1)
         targets.append(model)
-    int8.quantise(targets[1], (targets[1](whole(4, 40).abs() % V) for _ in range(1)))
+    calibration.quantise(targets[1], (targets[1](whole(4, 40).abs() % V) for _ in range(1)))
     return Target(targets[0]), Target(targets[1])
 
 
@@ -71,44 +75,37 @@ def states_of(target: Target, rows: list[list[int]], cuts: list[int]) -> torch.T
     return torch.cat([target.extend([row[a:b] for row in rows], cache, ()).last for a, b in pieces], 1)
 
 
-@pytest.mark.parametrize("ours, amx", [(True, False), (False, False), (False, True)])
-def test_products_are_integer_arithmetic(ours, amx, monkeypatch):
-    if ours and not torch.cpu.get_capabilities().get("avx2"):
+@pytest.mark.parametrize("avx2_loop, amx", [(True, False), (False, False), (False, True)])
+def test_matmuls_are_integer_arithmetic(avx2_loop, amx, monkeypatch):
+    if avx2_loop and not torch.cpu.get_capabilities().get("avx2"):
         pytest.skip("the loop is AVX2's")
+    able = {"avx2": avx2_loop, "avx512_vnni": False, "avx_vnni": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able | {"amx_int8": amx})
-    able = {"avx2": ours, "avx512_vnni": False, "avx_vnni": False}
-    for name in ("turned_rows", "by_loops"):
-        monkeypatch.setattr(int8, name, getattr(int8, name).__wrapped__)
-    assert int8.by_loops(64) == ours and not int8.by_loops(33)
+    for name in ("swapped_rows", "uses_avx2_loop"):
+        monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
+    assert matmul.uses_avx2_loop(64) == avx2_loop and not matmul.uses_avx2_loop(33)
     for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65), (64, 2051, 2), (64, 48, 300), (16, 1, 1)):
         codes, states = whole(outputs, inputs), whole(rows, inputs)
         codes[0], states[0] = 127, -127  # the greatest sums there are
-        product = int8.Int8Product(codes.to(torch.int8), None, states[0], 1)
-        found = product.sums(states.to(torch.int8))
-        exact = states @ codes.t()
-        assert torch.equal(found, exact.int())
-        if int8.shim():
-            left, right = states.to(torch.int8), codes.to(torch.int8).t()  # their memory is what is told
-            sums = torch.empty(rows, outputs, dtype=torch.int32)
-            handles = [int8.matrix_handle(matrix) for matrix in (sums, left, right)]
-            loops.FUNCTION(int8.product_entry())(*handles, 0)
-            int8.delete_handles(handles)
-            assert torch.equal(sums, exact.int())
+        states[:, 0] = 127  # so that a row's step is 1
+        weights = Int8Weights(codes.to(torch.int8), None, torch.ones(inputs), 1)
+        sums, steps = kernels.code_sums(states.float(), weights)
+        assert torch.equal(sums, (states @ codes.t()).int()) and torch.equal(steps, torch.ones(rows))
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_tape_computes_what_its_layers_do(pair, ours, monkeypatch):
+@pytest.mark.parametrize("avx2_loop", [True, False])
+def test_a_recording_computes_what_its_layers_do(pair, avx2_loop, monkeypatch):
     _, target = pair
-    if type(target.lean) is not TapedDecoder or not (torch.cpu.get_capabilities().get("avx2") if ours else int8.shim()):
-        pytest.skip("norms behind layers, or products that this processor or this PyTorch does not have")
-    for module in (int8, tape):
-        monkeypatch.setattr(module, "by_loops", lambda inputs: ours)
-    target.lean.tapes.clear()
+    if avx2_loop and not torch.cpu.get_capabilities().get("avx2"):
+        pytest.skip("the loop is AVX2's")
+    assert type(target.lean) is RecordedDecoder
+    monkeypatch.setattr(matmul, "uses_avx2_loop", lambda inputs: avx2_loop)
+    target.lean.recordings.clear()
     rows, cuts, found = (whole(3, 24).abs() % V).tolist(), [7, 8, 9, 24], []
-    with torch.inference_mode():  # a tape made here serves outside of it too
+    with torch.inference_mode():  # a recording made here serves outside of it too
         states_of(target, rows, cuts)
-    for run in (TapedDecoder.run, LeanDecoder.run):
-        monkeypatch.setattr(TapedDecoder, "run", run)
+    for run in (RecordedDecoder.run, LeanDecoder.run):
+        monkeypatch.setattr(RecordedDecoder, "run", run)
         cache = target.cache(3, 30)
         with cache.add(3):
             pass
@@ -116,24 +113,24 @@ def test_a_tape_computes_what_its_layers_do(pair, ours, monkeypatch):
         found.append([target.extend([row[a:b] for row in rows], cache, (0, 2, 4)) for a, b in pieces])
         tree = replace(chains(rows, 5), real=torch.arange(5) < torch.tensor([[2], [5], [1]]))
         found[-1].append(target.verify(tree, tree.ancestors(), cache, (0, 2, 4)))
-    for taped, plain in zip(*found, strict=True):
-        assert torch.equal(taped.context, plain.context) and torch.equal(taped.last, plain.last)
+    for recorded, eager in zip(*found, strict=True):
+        assert torch.equal(recorded.context, eager.context) and torch.equal(recorded.last, eager.last)
 
 
 @pytest.mark.parametrize("digits", [1, 2])
 def test_the_greatest_output_is_that_of_the_floats(digits):
-    head = int8.Int8Linear(32, 2500, True, digits)
+    head = Int8Linear(32, 2500, True, digits)
     for part, numbers in (("codes", (whole(2500, 32) // 2).to(torch.int8)), ("scales", normal(2500).abs())):
         getattr(head, part).data = numbers
     head.smooth.data, head.bias.data = normal(32).abs(), normal(2500)
     for states in (normal(2, 40, 32), torch.zeros(1, 3, 32)):
-        assert torch.equal(head.product.best(states), head(states).argmax(-1))
+        assert torch.equal(kernels.argmax_head(states, head), head(states).argmax(-1))
 
 
 def test_codes_of_weights_make_up_for_errors():
     weight, inputs = normal(24, 32), normal(200, 8) @ normal(8, 32) + 0.1 * normal(200, 32)  # that go together
     weight[3, 4:6] = 50.0
-    codes, scales = int8.round_weight(weight, inputs.t() @ inputs / 200)
+    codes, scales = calibration.round_weight(weight, inputs.t() @ inputs / 200)
     assert codes.min() >= -127 and codes[3, 4:6].eq(127).all()
     assert (codes.float() * scales - weight).abs().max() < 10 * scales.max()
     plain = (weight / scales).round() * scales
@@ -151,19 +148,11 @@ def test_attention_in_order_is_attention(rows, width, seen):
     mask = tree_mask(ends, ends[:, None] + inside[0].sum(0), inside, seen)
     queries = normal(rows * width, shared * groups, size)
     memory = LayerWindow(planes, 0, torch.empty(0), keys, values, rows, width)
-    found = loops.attend_in_order(queries, memory, mask, 0.3)
-    torch.testing.assert_close(found, attend_packed(queries, memory, mask, 0.3))
+    found = attend(queries, memory, mask, 0.3)
+    torch.testing.assert_close(found, reference.attend(queries, memory, mask, 0.3))
     memory.stops = torch.arange(1, rows + 1) * (width // 2 + 1)  # of every row the first half
     first = torch.arange(rows * width) % width <= width // 2
-    assert torch.equal(loops.attend_in_order(queries[first], memory, mask, 0.3), found[first])
-
-
-def test_gates_and_exponentials():
-    both = 30 * normal(3, 128)
-    gate, up = both.chunk(2, -1)
-    torch.testing.assert_close(loops.gate(both, loops.SILU), torch.nn.functional.silu(gate) * up)
-    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
-    torch.testing.assert_close(loops.gate(both, loops.GELU), gelu * up, atol=1e-4, rtol=1e-5)
+    assert torch.equal(attend(queries[first], memory, mask, 0.3), found[first])
 
 
 def test_numbers_do_not_depend_on_what_is_beside_them(pair):
@@ -225,9 +214,9 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
 
 def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(int8, "LENGTH", 12)
+    monkeypatch.setattr(calibration, "LENGTH", 12)
     first = load_target(str(shallow), quantization="int8")
-    monkeypatch.setattr(int8, "quantise", None)
+    monkeypatch.setattr(calibration, "quantise", None)
     again = load_target(str(shallow), quantization="int8")
     said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("in integers, once" in line for line in said) == 1
@@ -242,8 +231,8 @@ def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsy
 def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(load_program, tmp_path, monkeypatch, capsys):
     load_program("damaged_targets").make_targets(tmp_path)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(int8, "LENGTH", 8)
-    monkeypatch.setattr(int8, "TEXTS", 8)
+    monkeypatch.setattr(calibration, "LENGTH", 8)
+    monkeypatch.setattr(calibration, "TEXTS", 8)
 
     def weights() -> dict[str, torch.Tensor]:
         return load_target(str(tmp_path / "single"), quantization="int8").model.state_dict()
@@ -259,10 +248,10 @@ def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(load_program, t
 
 
 def test_layers_of_other_digits_are_not_joined():
-    layers = [int8.Int8Linear(4, 3, False, digits) for digits in (1, 2)]
+    layers = [Int8Linear(4, 3, False, digits) for digits in (1, 2)]
     layers[1].smooth = layers[0].smooth
     with pytest.raises(UnknownLayer, match="factors or digits"):
-        fuse(layers)
+        join_linears(layers)
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"shard": True}, {"quantization": "int4"}])

@@ -1,5 +1,5 @@
 """The best-first search for the likeliest prefixes, in one launch on a GPU: what
-`infer.trees.compiled.search` does on the CPU, in Triton.
+`infer.kernels.cpu_search.search` does on the CPU, in Triton.
 
 One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet;
 each step takes the best entry.
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from infer.trees.tree import Nodes
+from infer.kernels.reference_search import Candidates, Nodes, comparable, node_count, one_table
 
 
 @triton.jit
@@ -69,15 +69,16 @@ def _search(
         rank, depth = tl.where(new, which, rank), tl.where(new & deeper, level + 1, depth)
 
 
-def best_first(table: torch.Tensor, before: int, candidates: torch.Tensor, budget: int) -> Nodes:
-    """Return the best `budget` prefixes, best first, of candidates (B, L, M): a table (B, 1 + (L - 1)
-    before, M) and `before` are as in `infer.trees.compiled.search`. There must be so many prefixes."""
-    rows, length, count = candidates.shape
-    places = torch.empty(3, rows, budget, dtype=torch.long, device=candidates.device)
-    scores = torch.empty(rows, budget, device=candidates.device)
+def best_first_search(candidates: Candidates, budget: int) -> Nodes:
+    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not recurrent."""
+    rows, length, count = candidates.tokens.shape
+    table = comparable(one_table(candidates))
+    number = node_count(length, count, budget)
+    places = torch.empty(3, rows, number, dtype=torch.long, device=table.device)
+    scores = torch.empty(rows, number, device=table.device)
     _search[rows,](
-        table.contiguous(), candidates.contiguous(), *places, scores, length, count, budget, table.shape[1],
-        NODES=triton.next_power_of_2(budget + 1), COUNT=triton.next_power_of_2(count),
-        CONDITIONAL=before > 1,
+        table.contiguous(), candidates.tokens.contiguous(), *places, scores, length, count, number, table.shape[1],
+        NODES=triton.next_power_of_2(number + 1), COUNT=triton.next_power_of_2(count),
+        CONDITIONAL=candidates.table[1].shape[2] > 1,
     )  # fmt: skip
     return Nodes(*places, scores)
