@@ -261,7 +261,7 @@ def mix_values(weights, values, position_bytes, count, size, padded_values, mixe
 
 
 class AttentionArguments(Arguments):
-    """Of `attend_rows`."""
+    """Arguments of `attend_rows`."""
 
     _fields_ = [
         ("queries", ADDRESS),  # (N, K, G, E)

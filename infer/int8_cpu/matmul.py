@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from infer.int8_cpu.attention import VECTOR_WIDTH, int64_constant, load, transpose
 from infer.int8_cpu.rows import int32_pointer
-from infer.kernels.launch import ADDRESS, INTEGER, Arguments, claim_part, empty, launch, perform, reader
+from infer.kernels.launch import ADDRESS, INTEGER, Arguments, claim_part, empty, launch, reader, run_and_record
 from infer.utils.jit import njit
 
 MAX_SWAPPED_ROWS = 64  # more rows are as fast the ordinary way round
@@ -92,7 +92,7 @@ def dot_products(typing, left, right, count, ahead):
 
 
 class MatmulArguments(Arguments):
-    """Of `multiply_codes`."""
+    """Arguments of `multiply_codes`."""
 
     _fields_ = [
         ("codes", ADDRESS),  # (N, D) int8
@@ -136,7 +136,7 @@ def multiply_codes(address):
 
 
 class TransposeArguments(Arguments):
-    """Of `transpose_sums`."""
+    """Arguments of `transpose_sums`."""
 
     _fields_ = [
         ("sums", ADDRESS),  # (O, N) int32
@@ -174,10 +174,10 @@ def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tenso
         return sums
     if not swapped_rows(rows, outputs):
         sums = empty((rows, outputs), torch.int32, scratch="sums")
-        perform(partial(torch._int_mm, codes, weights.t(), out=sums), [codes, weights, sums])
+        run_and_record(partial(torch._int_mm, codes, weights.t(), out=sums), [codes, weights, sums])
         return sums
     swapped = empty((outputs, len(codes)), torch.int32, scratch="swapped sums")
-    perform(partial(torch._int_mm, weights, codes.t(), out=swapped), [codes, weights, swapped])
+    run_and_record(partial(torch._int_mm, weights, codes.t(), out=swapped), [codes, weights, swapped])
     if len(codes) == 1:
         return swapped.view(1, -1)
     sums = empty((len(codes), outputs), torch.int32, scratch="sums")

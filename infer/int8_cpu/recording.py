@@ -24,8 +24,8 @@ from infer.kernels.launch import (
     LoopCall,
     int64_pointer,
     loop_address,
-    perform,
     reader,
+    run_and_record,
 )
 from infer.targets.lean import LeanDecoder, Masks, Rotations
 from infer.utils.jit import njit
@@ -48,7 +48,7 @@ def invoke(typing, function, a, b, c, d):
 
 
 class CallListArguments(Arguments):
-    """Of `run_calls`."""
+    """Arguments of `run_calls`."""
 
     _fields_ = [
         ("calls", ADDRESS),  # (count, 6) int64: of each a function, its words, and the address of its part counter
@@ -101,10 +101,10 @@ class Recording:
         self.bindings: list[tuple[Callable, list[int]]] = []  # what sets a call's arguments from which inputs
         self.held: dict[int, torch.Tensor] = {}  # one tensor of every storage
         self.outputs: dict[int, torch.Tensor] = {}
-        # Memory of the results of a layer's calls, by which result it is: the next layer's calls have the other half,
-        # as they read this one's results. And scratch memory of operations, by name.
-        self.halves: tuple[dict, dict] = {}, {}
-        self.scratch: dict[str, torch.Tensor] = {}
+        # Memory for the results of a layer's calls, numbered in their order. Layers take turns with two sets of
+        # buffers, because a layer reads what the one before it has written.
+        self.layer_buffers: tuple[dict, dict] = {}, {}
+        self.scratch: dict[str, torch.Tensor] = {}  # memory within operations, by name
         self.used_buffers = 0
         self.layer = 0
 
@@ -127,7 +127,7 @@ class Recording:
         buffers = self.scratch
         key = scratch
         if scratch is None:
-            buffers = self.halves[self.layer % 2]
+            buffers = self.layer_buffers[self.layer % 2]
             key = self.used_buffers
             self.used_buffers += 1
         if key not in buffers or len(buffers[key]) < size:
@@ -157,7 +157,7 @@ class Recording:
     def keep(self, states: torch.Tensor) -> torch.Tensor:
         """Return a copy of a layer's output that later layers do not overwrite."""
         copy = torch.empty_like(states)
-        perform(lambda: copy.copy_(states), [copy, states])
+        run_and_record(lambda: copy.copy_(states), [copy, states])
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
@@ -180,7 +180,7 @@ class Recording:
     @property
     def bytes(self) -> int:
         """The memory that it works in."""
-        return sum(len(buffer) for buffers in (*self.halves, self.scratch) for buffer in buffers.values())
+        return sum(len(buffer) for buffers in (*self.layer_buffers, self.scratch) for buffer in buffers.values())
 
 
 def inputs_of(rotations: Rotations, masks: Masks, memories: list[LayerWindow]) -> list[object]:

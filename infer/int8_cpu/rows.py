@@ -32,7 +32,7 @@ int32_pointer = pointer(types.int32)
 
 
 class QuantiseArguments(Arguments):
-    """Of `quantise_rows`."""
+    """Arguments of `quantise_rows`."""
 
     _fields_ = [
         ("states", ADDRESS),  # (N, D)
@@ -81,7 +81,7 @@ def quantise_rows(address):
 
 
 class SumsArguments(Arguments):
-    """Of `dequantise_rows` and `argmax_rows`."""
+    """Arguments of `dequantise_rows` and `argmax_rows`."""
 
     _fields_ = [
         ("sums", ADDRESS),  # (digits N, O) int32

@@ -102,7 +102,7 @@ def gate_row(both, linear, cubic, out):
 
 
 class NormArguments(Arguments):
-    """Of `norm_rows`."""
+    """Arguments of `norm_rows`."""
 
     _fields_ = [
         ("states", ADDRESS),  # (N, D)
@@ -142,7 +142,7 @@ def norm_rows(address):
 
 
 class GateArguments(Arguments):
-    """Of `gate_rows`."""
+    """Arguments of `gate_rows`."""
 
     _fields_ = [
         ("both", ADDRESS),  # (N, 2 I): gates, then ups
@@ -170,7 +170,7 @@ def gate_rows(address):
 
 
 class HeadArguments(Arguments):
-    """Of `place_heads`."""
+    """Arguments of `norm_rotate_write_heads`."""
 
     _fields_ = [
         ("projected", ADDRESS),  # (N, L, H + 2 K, E)
@@ -195,7 +195,7 @@ head_arguments = reader(HeadArguments)
 
 
 @njit(fast=REORDERS)
-def place_heads(address):
+def norm_rotate_write_heads(address):
     """Norm and rotate queries and keys; write queries to their memory, keys and values to the cache."""
     a = head_arguments(address)
     # locals: the compiler must assume that what is written to memory changes the structure's fields
@@ -325,7 +325,7 @@ def qk_norm_rope_write(
         arguments.keys = memory.buffer.data_ptr() + 2 * memory.index * arguments.plane_bytes
 
     bind(rotation, memory)
-    launch(place_heads, arguments, rows, 2 * projected.numel(), bind, (rotation, memory))
+    launch(norm_rotate_write_heads, arguments, rows, 2 * projected.numel(), bind, (rotation, memory))
     return queries.flatten(1, 2)
 
 

@@ -160,10 +160,10 @@ def launch(
         call = LoopCall(parallel_entry(), (address, memory, threads, 0), arguments)
     else:
         call = LoopCall(address, (memory, 0, 0, 0), arguments)
-    perform(call, arguments.tensors, bind, inputs)
+    run_and_record(call, arguments.tensors, bind, inputs)
 
 
-def perform(
+def run_and_record(
     call: Callable[[], object], tensors: list[torch.Tensor], bind: Callable | None = None, inputs: tuple = ()
 ) -> None:
     """Make a call, and have the active recorder note it."""
