@@ -1,17 +1,22 @@
-"""Train a small causal language model like the one in data/embedded, on Python's own sources and documentation.
+"""Train a small causal language model like the one in data/embedded, on Python's own sources and
+documentation.
 
     python benchmarks/embedded_model.py                    # about an hour on two cores; writes runs/embedded-target
-    python benchmarks/embedded_model.py --init runs/embedded-target --out runs/longer --steps 120 --lr 1.5e-3
+    python benchmarks/embedded_model.py --init runs/embedded-target --out runs/longer --steps 120
+    --lr 1.5e-3
 
 How the files of data/embedded were made:
 
-- Tokenizer, config.json and model.safetensors: by earlier versions of this script, in four stages, each with --init the
-  one before. pretraining.json has the options of each, README.md describes them. This version has neither the windows
-  that repeat themselves nor the doubling of layers of those stages.
+- Tokenizer, config.json and model.safetensors: by earlier versions of this script, in four stages,
+each with --init the
+  one before. pretraining.json has the options of each, README.md describes them. This version has
+  neither the windows that repeat themselves nor the doubling of layers of those stages.
 - answers.jsonl: what the model continues prompts from its training text with, by
   `./launch.sh regenerate target.path=runs/embedded-target data=embedded out=answers.jsonl`.
-- drafter/: a drafter with head=selector, trained by `./launch.sh train` on 20,413 such answers (LOG.md, "tried for the
-  repository's drafter"); ngrams has what came at least five times in them, acceptance.json is from its evaluation.
+- drafter/: a drafter with head=selector, trained by `./launch.sh train` on 20,413 such answers
+(LOG.md, "tried for the
+  repository's drafter"); ngrams has what came at least five times in them, acceptance.json is from
+  its evaluation.
 - outside.jsonl: written by hand.
 """
 
@@ -44,8 +49,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 
 def language_reference(split: str) -> Iterator[Document]:
-    """Yield the chapters of Python's language reference, plain English that lies on every machine that has Python. A
-    chapter is held out by a hash of its name."""
+    """Yield the chapters of Python's language reference, plain English that lies on every machine
+    that has Python. A chapter is held out by a hash of its name."""
     for name, text in sorted(importlib.import_module("pydoc_data.topics").topics.items()):
         if is_held_out(name) == (split == "held_out"):
             yield Document("reference:" + name, text)
@@ -53,13 +58,19 @@ def language_reference(split: str) -> Iterator[Document]:
 
 def read_texts(split: str) -> list[str]:
     """Return the sources and chapters of a split, "train" or "held_out"."""
-    return [document.text for documents in (stdlib_documents, language_reference) for document in documents(split)]
+    return [
+        document.text
+        for documents in (stdlib_documents, language_reference)
+        for document in documents(split)
+    ]
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of exactly `vocabulary` ids, special tokens first."""
     bpe = ByteLevelBPETokenizer(add_prefix_space=False)
-    bpe.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    bpe.train_from_iterator(
+        texts, vocab_size=vocabulary, special_tokens=SPECIAL_TOKENS, show_progress=False
+    )
     end_of_text, mask, pad = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer,
@@ -72,12 +83,14 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """Return texts as one stream of token ids, each text closed by the end-of-text token."""
-    return torch.tensor([id for ids in tokenizer(texts)["input_ids"] for id in [*ids, tokenizer.eos_token_id]])
+    return torch.tensor(
+        [id for ids in tokenizer(texts)["input_ids"] for id in [*ids, tokenizer.eos_token_id]]
+    )
 
 
 def train_model(model: PreTrainedModel, stream: torch.Tensor, args: argparse.Namespace) -> float:
-    """Train on windows from anywhere in a stream of token ids (tokens,), by Muon and AdamW; return the last step's
-    loss, nats a token."""
+    """Train on windows from anywhere in a stream of token ids (tokens,), by Muon and AdamW; return
+    the last step's loss, nats a token."""
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=args.lr), decay=WEIGHT_DECAY)
     progress = Progress("training", "steps")
     loss = torch.tensor(float("nan"))
@@ -103,10 +116,16 @@ def mean_loss(model: PreTrainedModel, stream: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", default="runs/embedded-target", help="the folder that is written")
-    parser.add_argument("--init", help="a folder to go on from, tokenizer and weights, instead of random weights")
-    parser.add_argument("--sizes", default="embedded", help="a model whose config.json has the sizes of a new one")
+    parser.add_argument(
+        "--init", help="a folder to go on from, tokenizer and weights, instead of random weights"
+    )
+    parser.add_argument(
+        "--sizes", default="embedded", help="a model whose config.json has the sizes of a new one"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order")
     parser.add_argument("--batch", type=int, default=16, help="windows of 512 tokens a step")
     parser.add_argument("--steps", type=int, default=1000)
@@ -126,7 +145,11 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(stream):,} training tokens", flush=True)
 
     loss = train_model(model, stream, args)
-    results = {"loss": loss, "held_out_loss": mean_loss(model, held_out), "train_tokens": len(stream)}
+    results = {
+        "loss": loss,
+        "held_out_loss": mean_loss(model, held_out),
+        "train_tokens": len(stream),
+    }
     print(results)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -1,12 +1,15 @@
-"""What other arithmetic does to a target's distributions, beside its float32: on chats and on plain texts.
+"""What other arithmetic does to a target's distributions, beside its float32: on chats and on plain
+texts.
 
-    python benchmarks/fidelity.py --target FOLDER --dtype bfloat16 --chats answers.jsonl --texts prose.txt code.txt
-    python benchmarks/fidelity.py --target FOLDER --quantization int8 --chats answers.jsonl
+    python benchmarks/fidelity.py --target FOLDER --dtype bfloat16 --chats answers.jsonl --texts
+    prose.txt code.txt python benchmarks/fidelity.py --target FOLDER --quantization int8 --chats
+    answers.jsonl
 
-A row for the chats, as the template writes them, and one for every text, in documents of `--length` tokens: positions;
-the KL divergence of the next token's distribution, float32's to the other's, in nats a token; the share of positions
-with the same likeliest token; the perplexities, and by how much the other's is larger. Intervals hold 95% of bootstrap
-samples of the documents.
+A row for the chats, as the template writes them, and one for every text, in documents of `--length`
+tokens: positions; the KL divergence of the next token's distribution, float32's to the other's, in
+    nats a token; the share of positions
+with the same likeliest token; the perplexities, and by how much the other's is larger. Intervals
+hold 95% of bootstrap samples of the documents.
 """
 
 import argparse
@@ -40,7 +43,8 @@ def documents_of(path: str, tokenizer, args: argparse.Namespace) -> list[list[in
 
 
 def log_probs(target: Target, ids: list[int]) -> Iterator[torch.Tensor]:
-    """Yield the log-probabilities of what follows each token, (Q, V) float32, PIECE tokens at a time."""
+    """Yield the log-probabilities of what follows each token, (Q, V) float32, PIECE tokens at a
+    time."""
     with target.cache(1, len(ids)).add(1) as cache:
         for start in range(0, len(ids), PIECE):
             last = target.extend([ids[start : start + PIECE]], cache, ()).last
@@ -49,11 +53,17 @@ def log_probs(target: Target, ids: list[int]) -> Iterator[torch.Tensor]:
 
 @torch.inference_mode()
 def compare(exact: Target, other: Target, ids: list[int]) -> np.ndarray:
-    """Return sums over a document's positions: of 1, of KL, of equal choices and of both losses, (5,) float64."""
-    sums, following = np.zeros(5), torch.tensor(ids[1:])
-    for start, (ours, theirs) in enumerate(zip(log_probs(exact, ids), log_probs(other, ids), strict=True)):
+    """Return sums over a document's positions: of 1, of KL, of equal choices and of both losses,
+    (5,) float64."""
+    sums = np.zeros(5)
+    following = torch.tensor(ids[1:])
+    for start, (ours, theirs) in enumerate(
+        zip(log_probs(exact, ids), log_probs(other, ids), strict=True)
+    ):
         next_ids = following[start * PIECE :][: len(ours), None]
-        ours, theirs = ours[: len(next_ids)], theirs[: len(next_ids)]  # (Q, V) both
+        # (Q, V) both
+        ours = ours[: len(next_ids)]
+        theirs = theirs[: len(next_ids)]
         same = (ours.argmax(-1) == theirs.argmax(-1)).sum()
         losses = [-log.gather(1, next_ids).sum() for log in (ours, theirs)]
         sums += [len(ours), *map(float, ((ours.exp() * (ours - theirs)).sum(), same, *losses))]
@@ -64,17 +74,25 @@ def line(name: str, sums: np.ndarray) -> str:
     """Return a row of the table from the sums of all documents (P, 5)."""
     kl, same, ours, theirs = sums[:, 1:].sum(0) / sums[:, 0].sum()
     kl_range, same_range = (
-        interval(lambda drawn, column=column: sums[drawn, column].sum(1) / sums[drawn, 0].sum(1), len(sums))
+        interval(
+            lambda drawn, column=column: sums[drawn, column].sum(1) / sums[drawn, 0].sum(1),
+            len(sums),
+        )
         or [np.nan] * 2
         for column in (1, 2)
     )
     shown = f"{Path(name).name:<22}{sums[:, 0].sum():>9.0f}{kl:>9.4f} ({kl_range[0]:.4f} to {kl_range[1]:.4f})"
     shown += f"{100 * same:>8.1f} % ({100 * same_range[0]:.1f} to {100 * same_range[1]:.1f})"
-    return shown + f"{np.exp(ours):>10.3f}{np.exp(theirs):>10.3f}{100 * np.expm1(theirs - ours):>+8.2f} %"
+    return (
+        shown
+        + f"{np.exp(ours):>10.3f}{np.exp(theirs):>10.3f}{100 * np.expm1(theirs - ours):>+8.2f} %"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_target(parser)
     parser.add_argument("--chats", help="chats with answers, in any layout that data=jsonl reads")
     parser.add_argument("--texts", nargs="*", default=[], help="plain text files")
@@ -84,10 +102,14 @@ def main() -> None:
     args = parser.parse_args()
     other = target_of(args)
     exact = load_target(args.target, device="cpu", dtype="float32")
-    print(f"{'':<22}{'positions':>9}{'KL a token':>28}{'same top token':>26}{'float32':>10}{'other':>10}{'more':>10}")
+    print(
+        f"{'':<22}{'positions':>9}{'KL a token':>28}{'same top token':>26}{'float32':>10}{'other':>10}{'more':>10}"
+    )
     asked = [(args.chats, chats_of)] if args.chats else []
     for path, read in asked + [(text, documents_of) for text in args.texts]:
-        sums = [compare(exact, other, ids) for ids in read(path, exact.tokenizer, args) if len(ids) > 1]
+        sums = [
+            compare(exact, other, ids) for ids in read(path, exact.tokenizer, args) if len(ids) > 1
+        ]
         print(line(path, np.stack(sums)), flush=True)
 
 

@@ -1,8 +1,9 @@
-"""What the GPU scripts share: random models at real shapes, and what a piece of code asks of the device.
+"""What the GPU scripts share: random models at real shapes, and what a piece of code asks of the
+device.
 
-On a GPU torch's profiler counts launches. Where a module `nullgpu` can be imported, the device is a stand-in that
-counts launches, copies, waits, plans and graphs and computes nothing: numbers are then meaningless, and checks of them
-are off.
+On a GPU torch's profiler counts launches. Where a module `nullgpu` can be imported, the device is a
+stand-in that counts launches, copies, waits, plans and graphs and computes nothing: numbers are
+then meaningless, and checks of them are off.
 """
 
 import statistics
@@ -62,7 +63,8 @@ def pretend() -> None:
     layers.close = target.close = lambda *compared: True
     validation.CHECKS = dict.fromkeys(validation.CHECKS, lambda operation, device: "")
     # its results have as many entries as the device says; what lies on the host is computed
-    distinct, places = torch.Tensor.unique_consecutive, torch.Tensor.nonzero
+    distinct = torch.Tensor.unique_consecutive
+    places = torch.Tensor.nonzero
 
     def every(tensor: torch.Tensor) -> torch.Tensor:
         return torch.arange(len(tensor), device=tensor.device)
@@ -73,17 +75,21 @@ def pretend() -> None:
     def where(flags: torch.Tensor, **asked) -> torch.Tensor:
         return every(flags)[:, None] if flags.is_cuda else places(flags, **asked)
 
-    torch.Tensor.unique_consecutive, torch.Tensor.nonzero = pairs, where
+    torch.Tensor.unique_consecutive = pairs
+    torch.Tensor.nonzero = where
     finite = torch.isfinite  # or no training step would be taken
 
     def asked(tensor: torch.Tensor) -> torch.Tensor:
         return finite(tensor) if tensor.ndim else torch.tensor(finite(tensor).item() or True)
 
     torch.isfinite = asked
-    to_host, rounds = Runner._to_host, iter(range(1 << 60))
+    to_host = Runner._to_host
+    rounds = iter(range(1 << 60))
 
     def some(runner: Runner, packet: torch.Tensor) -> list[list[float]]:
-        rows, count, width = to_host(runner, packet), 1 + next(rounds) % 4, runner.length + 1
+        rows = to_host(runner, packet)
+        count = 1 + next(rounds) % 4
+        width = runner.length + 1
         return [[min(count, width), 5, *([7] * (len(row) - 2))] for row in rows]
 
     Runner._to_host = some
@@ -92,11 +98,18 @@ def pretend() -> None:
 def random_pair(
     shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, head: str = "none"
 ) -> tuple[Target, DFlash]:
-    """Return a target of a shape with random weights and a DFlash drafter of five layers for it, with a conditional
+    """Return a target of a shape with random weights and a DFlash drafter of five layers for it,
+    with a conditional
     head: a row of the table of heads, or a kind of the Markov head."""
     torch.manual_seed(seed)
     sizes = dict(zip(FIELDS, SHAPES[shape], strict=True))
-    config = Qwen3Config(**sizes, tie_word_embeddings=True, eos_token_id=None, attn_implementation="sdpa", dtype=dtype)
+    config = Qwen3Config(
+        **sizes,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+        dtype=dtype,
+    )
     with torch.device(device):
         target = Target(Qwen3ForCausalLM(config).to(dtype))
         layers = 2 if shape == "tiny" else 5
@@ -122,20 +135,30 @@ def watch() -> Iterator[Seen]:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
                 yield seen
             counts = {event.key: event.count for event in record.key_averages()}
-            launchers = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+            launchers = (
+                "cudaLaunchKernel",
+                "cudaLaunchKernelExC",
+                "cuLaunchKernel",
+                "cuLaunchKernelEx",
+            )
             seen.launches = sum(counts.get(name, 0) for name in (*launchers, "cudaMemsetAsync"))
             seen.graphs = counts.get("cudaGraphLaunch", 0)
     torch.cuda.set_sync_debug_mode("default")
     said = {id(warning): str(warning.message) for warning in caught}
-    found = [one for one in caught if "synchroniz" in said[id(one)] and "prototype" not in said[id(one)]]
-    seen.waits = tuple(f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}" for warning in found)
+    found = [
+        one for one in caught if "synchroniz" in said[id(one)] and "prototype" not in said[id(one)]
+    ]
+    seen.waits = tuple(
+        f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}" for warning in found
+    )
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 20) -> float:
     """Return how long a piece of work takes on the device, the median."""
     samples = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         function()
         end.record()

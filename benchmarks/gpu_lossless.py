@@ -1,11 +1,13 @@
-"""Losslessness on a GPU: the embedded target's texts, drafted and plain, captured and launched, alone and side by side.
+"""Losslessness on a GPU: the embedded target's texts, drafted and plain, captured and launched,
+alone and side by side.
 
     python benchmarks/gpu_lossless.py                      # some minutes
 
-One line for every precision, method, number of rows and way of launching: texts that are those of plain decoding, one
-text at a time, launched. In float32 all must be. In bfloat16 other batch shapes round differently, so that texts part
-where two tokens are equally good: they are counted, and less than half may. The drafter's n-grams are asked in rounds
-that are launched alone: rounds that look them up on the host are no graphs. Fails where captured rounds were none.
+One line for every precision, method, number of rows and way of launching: texts that are those of
+plain decoding, one text at a time, launched. In float32 all must be. In bfloat16 other batch shapes
+round differently, so that texts part where two tokens are equally good: they are counted, and less
+than half may. The drafter's n-grams are asked in rounds that are launched alone: rounds that look
+them up on the host are no graphs. Fails where captured rounds were none.
 """
 
 import argparse
@@ -17,7 +19,14 @@ from infer import Engine, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
 from infer.evaluation.evaluate import describe_device
 
-PROMPTS = ["import os\n\n\nclass Reader:\n", "def main():\n", "for line in lines:\n", '"""Return', "x = [", "try:\n"]
+PROMPTS = [
+    "import os\n\n\nclass Reader:\n",
+    "def main():\n",
+    "for line in lines:\n",
+    '"""Return',
+    "x = [",
+    "try:\n",
+]
 PROMPTS += ["# ", "if "]
 WAYS = [
     ("plain", 0, {}),
@@ -35,21 +44,29 @@ def write(
     target, drafter, prompts, method: str, nodes: int, rows: int, compile: bool, tokens: int, **text
 ) -> tuple[list[list[int]], bool]:
     """Return the texts, and whether rounds were replayed as graphs."""
-    known = "none" if compile or nullgpu is not None else None  # a stand-in's numbers are no tokens to look up
+    known = (
+        "none" if compile or nullgpu is not None else None
+    )  # a stand-in's numbers are no tokens to look up
     options = EngineConfig(method, max(nodes, 1), rows=rows, compile=compile, continuity=known)
     engine = Engine(target, None if method == "plain" else drafter, options, 512)
-    texts = [engine.submit(p, TextOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **text)) for p in prompts]
+    texts = [
+        engine.submit(p, TextOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **text))
+        for p in prompts
+    ]
     while engine.busy:
         engine.step()
     return [text.ids for text in texts], any(engine.runner.graphs.graphs.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--drafter", default="embedded")
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
-    device, faults = need_cuda(), []
+    device = need_cuda()
+    faults = []
     torch.backends.cuda.matmul.allow_tf32 = False
     print(f"{describe_device(device)}: {len(PROMPTS)} prompts, {args.tokens} tokens each")
     print(f"{'':<10}{'':<12}{'options':<42}{'rows':>5}{'compile':>9}{'same':>8}")
@@ -61,7 +78,9 @@ def main() -> None:
             expected, _ = write(target, None, prompts, "plain", 0, 1, False, args.tokens, **text)
             for rows in (1, 8):
                 for compile in (False, True):
-                    found, replayed = write(target, drafter, prompts, method, nodes, rows, compile, args.tokens, **text)
+                    found, replayed = write(
+                        target, drafter, prompts, method, nodes, rows, compile, args.tokens, **text
+                    )
                     way = f"{method} {nodes}, compile={compile}"
                     check(replayed == compile, f"{way}: replayed={replayed}", faults)
                     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
@@ -72,7 +91,9 @@ def main() -> None:
                     least = len(prompts) if dtype == "float32" else len(prompts) / 2
                     if nullgpu is None:
                         check(
-                            same >= least, f"{dtype} {name} {said} {rows} rows compile={compile}: {same} same", faults
+                            same >= least,
+                            f"{dtype} {name} {said} {rows} rows compile={compile}: {same} same",
+                            faults,
                         )
     finish(faults)
 

@@ -1,18 +1,22 @@
-"""A decoding round on a GPU: its stages against the time of reading the weights, and what it asks of the device.
+"""A decoding round on a GPU: its stages against the time of reading the weights, and what it asks
+of the device.
 
     python benchmarks/gpu_round.py                         # Qwen3-4B's shape, bfloat16, random weights; minutes
     python benchmarks/gpu_round.py --shape qwen3-8b --rows 8
     python benchmarks/gpu_round.py --head selector         # with a conditional head
     python benchmarks/gpu_round.py --shape tiny            # does the script work?
 
-First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of its stages, captured
-one by one; kernels launched outside the graph, graphs replayed, waits; kernels of the same round without a graph;
-memory of caches and graphs over that of the caches alone. Second: counts and memory of rounds with other options.
-Third: rounds of texts that come and go with mixed lengths, after as many others: what was still made.
+First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of
+its stages, captured one by one; kernels launched outside the graph, graphs replayed, waits; kernels
+of the same round without a graph; memory of caches and graphs over that of the caches alone.
+Second: counts and memory of rounds with other options.
+Third: rounds of texts that come and go with mixed lengths, after as many others: what was still
+    made.
 
-Fails where a round is not one graph with at most 25 launches beside it and one wait; where, with 16 rows, memory is
-above 1.1 times the cache up to 64 nodes; where mixed rounds never have 16 rows or make plans or programs; and
-where a device that computes takes other tokens in captured rounds than in launched ones.
+Fails where a round is not one graph with at most 25 launches beside it and one wait; where, with 16
+rows, memory is above 1.1 times the cache up to 64 nodes; where mixed rounds never have 16 rows or
+make plans or programs; and where a device that computes takes other tokens in captured rounds than
+in launched ones.
 """
 
 import argparse
@@ -31,7 +35,11 @@ from infer.engine.sampling import Sampling
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
 
-METHODS = [("plain", 0), ("chain", 15), *(("ddtree", nodes) for nodes in (16, 32, 64, 128, 256, 512))]
+METHODS = [
+    ("plain", 0),
+    ("chain", 15),
+    *(("ddtree", nodes) for nodes in (16, 32, 64, 128, 256, 512)),
+]
 OPTIONS = {
     "sampled": {"temperature": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 50},
@@ -51,7 +59,10 @@ def begin(engine: Engine, args, **text) -> Engine:
     """Return the engine in the middle of a text in every row."""
     for row in range(args.rows):
         prompt = [2 + (7 * i + row) % 400 for i in range(args.context + row)]
-        engine.submit(prompt, TextOptions(max_new_tokens=args.capacity - len(prompt) - 8, ignore_eos=True, **text))
+        engine.submit(
+            prompt,
+            TextOptions(max_new_tokens=args.capacity - len(prompt) - 8, ignore_eos=True, **text),
+        )
     for _ in range(4):
         engine.step()
     return engine
@@ -74,7 +85,8 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
     target, runner, memory = engine.target, engine.runner, engine.runner.memory
     rows = len(engine.scheduler.writing)
-    graphs, found = Graphs(target.device, runner.graphs.models), {}
+    graphs = Graphs(target.device, runner.graphs.models)
+    found = {}
 
     def timed(name: str, function) -> object:
         for _ in range(3):
@@ -87,11 +99,17 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), memory.bonus, 1, 1, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
-                proposal = timed("draft", lambda: propose(memory, nodes, engine.options, runner.ngram, (), asked))
+                proposal = timed(
+                    "draft", lambda: propose(memory, nodes, engine.options, runner.ngram, (), asked)
+                )
         tree, ancestors = timed("tree", lambda: build(runner, proposal))
-        features = timed("verify", lambda: target.verify(tree, ancestors, memory.cache, memory.layers))
+        features = timed(
+            "verify", lambda: target.verify(tree, ancestors, memory.cache, memory.layers)
+        )
         pieces = features.last.split(piece(rows), 1)
-        chosen = timed("head", lambda: torch.cat([target.head(part).argmax(-1) for part in pieces], 1))
+        chosen = timed(
+            "head", lambda: torch.cat([target.head(part).argmax(-1) for part in pieces], 1)
+        )
         timed("walk", lambda: walk(tree, chosen, ancestors))
     return found
 
@@ -109,16 +127,23 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
         whole = milliseconds(engine.step)
         parts = stages(engine, nodes)
         del engine
-        same, launched = "-", begin(make(target, drafter, method, nodes, args, compile=False), args)
+        same = "-"
+        launched = begin(make(target, drafter, method, nodes, args, compile=False), args)
         with watch() as apart:
             launched.step()
         if nullgpu is None:
             writing = launched.scheduler.writing
             while min(len(text.ids) for text in writing) < max(map(len, texts)):
                 launched.step()
-            agree = all(text.ids[: len(ids)] == ids for text, ids in zip(writing, texts, strict=True))
+            agree = all(
+                text.ids[: len(ids)] == ids for text, ids in zip(writing, texts, strict=True)
+            )
             same = "yes" if agree else "NO"
-            check(agree, f"{method} {nodes}: captured rounds write other texts than launched ones", faults)
+            check(
+                agree,
+                f"{method} {nodes}: captured rounds write other texts than launched ones",
+                faults,
+            )
         name = f"{method} {nodes}" if nodes else method
         print(f"{name:<12}{whole:>8.2f}{whole / floor:>10.2f}", end="")
         print("".join(f"{parts.get(part, 0):>8.2f}" for part in names), end="")
@@ -147,7 +172,11 @@ def check_memory(name: str, memory: float, args, faults: list[str]) -> None:
 def check_round(name: str, seen: Seen, faults: list[str]) -> None:
     """Note what a round asked too much of the device."""
     check(seen.graphs == 1, f"{name}: {seen.graphs} graphs replayed, not 1", faults)
-    check(seen.launches <= 25, f"{name}: {seen.launches} launches beside the graph, more than 25", faults)
+    check(
+        seen.launches <= 25,
+        f"{name}: {seen.launches} launches beside the graph, more than 25",
+        faults,
+    )
     check(len(seen.waits) == 1, f"{name}: waits at {seen.waits}", faults)
 
 
@@ -159,7 +188,10 @@ def options_table(target, drafter, args, faults: list[str]) -> None:
         memory = begun_memory(engine, args, **text)
         with watch() as seen:
             engine.step()
-        print(f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}{memory:>8.3f}", flush=True)
+        print(
+            f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}{memory:>8.3f}",
+            flush=True,
+        )
         del engine
         check_round(name, seen, faults)
         check_memory(name, memory, args, faults)
@@ -175,21 +207,28 @@ def programs() -> int:
 
 def mixed(target, drafter, args, faults: list[str]) -> None:
     """Texts of all lengths come and go in 16 rows."""
-    dice, options = random.Random(0), EngineConfig("ddtree", 64, rows=16)
-    engine, rows = Engine(target, drafter, options, args.capacity), set()
+    dice = random.Random(0)
+    options = EngineConfig("ddtree", 64, rows=16)
+    engine = Engine(target, drafter, options, args.capacity)
+    rows = set()
 
     def run() -> None:
         for _ in range(24):  # a crowd with short prompts, so that all rows are soon in use
             engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
         for _ in range(args.rounds):
             if dice.random() < 0.4:
-                prompt = [2 + dice.randrange(400) for _ in range(dice.randrange(1, args.capacity // 2))]
-                engine.submit(prompt, TextOptions(max_new_tokens=dice.randrange(1, 300), ignore_eos=True))
+                prompt = [
+                    2 + dice.randrange(400) for _ in range(dice.randrange(1, args.capacity // 2))
+                ]
+                engine.submit(
+                    prompt, TextOptions(max_new_tokens=dice.randrange(1, 300), ignore_eos=True)
+                )
             engine.step()
             rows.add(len(engine.scheduler.writing))
 
     run()
-    before, graphs = programs(), len(engine.runner.graphs.graphs)
+    before = programs()
+    graphs = len(engine.runner.graphs.graphs)
     with watch() as seen:
         run()
     made = {"plans": seen.plans, "programs": programs() - before}
@@ -201,24 +240,34 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=["qwen3-4b", "qwen3-8b", "tiny"], default="qwen3-4b")
-    parser.add_argument("--head", default="none", help="a conditional head of the drafter: selector, gated, rnn, ...")
+    parser.add_argument(
+        "--head",
+        default="none",
+        help="a conditional head of the drafter: selector, gated, rnn, ...",
+    )
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=500, help="of mixed lengths")
     args = parser.parse_args()
-    device, faults = need_cuda(), []
+    device = need_cuda()
+    faults = []
     dtype = torch.float32 if args.shape == "tiny" else torch.bfloat16
     target, drafter = random_pair(args.shape, device, dtype, head=args.head)
     weights = sum(parameter.nbytes for parameter in target.model.parameters())
     speed = bandwidth(device)
     floor = 1000 * weights / speed
     print(
-        f"{describe_device(device)}, {args.shape}, {dtype}, {weights / 1e9:.2f} GB of weights, {args.rows} rows", end=""
+        f"{describe_device(device)}, {args.shape}, {dtype}, {weights / 1e9:.2f} GB of weights, {args.rows} rows",
+        end="",
     )
-    print(f", {args.context} positions; copies at {speed / 1e9:.0f} GB/s: reading the weights takes {floor:.2f} ms")
+    print(
+        f", {args.context} positions; copies at {speed / 1e9:.0f} GB/s: reading the weights takes {floor:.2f} ms"
+    )
     if nullgpu is not None:
         print("a stand-in for a GPU that computes nothing: times are meaningless, counts are not")
     greedy_table(target, drafter, args, floor, faults)

@@ -1,4 +1,5 @@
-"""What training steps ask of a GPU: launches, waits, programs and memory, beside what `plan` says; random weights.
+"""What training steps ask of a GPU: launches, waits, programs and memory, beside what `plan` says;
+random weights.
 
     python benchmarks/gpu_train_counts.py                     # Qwen3-8B: 3,072 tokens, 512 anchors, eight passes a step
     python benchmarks/gpu_train_counts.py --shapes 0.6b 1.7b 4b long many hybrid
@@ -6,8 +7,8 @@
     python benchmarks/gpu_train_counts.py --recompute         # the drafter's layers computed again in the backward pass
     python benchmarks/gpu_train_counts.py --shapes tiny       # does the script work?
 
-Steps are those of a run: `Prefetch`, `train_step`, DeepSpeed around the drafter. The first two compile; the third is
-counted. Runs on the stand-in for a GPU too (`benchmarks/gpu.py`).
+Steps are those of a run: `Prefetch`, `train_step`, DeepSpeed around the drafter. The first two
+compile; the third is counted. Runs on the stand-in for a GPU too (`benchmarks/gpu.py`).
 """
 
 import argparse
@@ -18,7 +19,13 @@ from dataclasses import dataclass
 
 import torch
 from gpu import Seen, finish, need_cuda, watch
-from transformers import PretrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PretrainedConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from infer.config import DrafterConfig
 from infer.drafters.base import Drafter, new_drafter
@@ -30,7 +37,13 @@ from train.plan import StepShape, step_memory
 from train.processes import start_processes
 from train.step import train_step
 
-FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 FIELDS += ("vocab_size", "drafter", "length", "anchors", "block", "hybrid")
 SHAPES = {
     "8b": (4096, 12288, 36, 32, 8, 151_936, 5, 3072, 512, 16, False),
@@ -67,10 +80,18 @@ class RandomRows:
 
 def target_config(sizes: dict) -> PretrainedConfig:
     """Return the config of a Qwen3, or of a Qwen3.5 with three recurrent layers in four."""
-    config = {name: sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    config = {
+        name: sizes[name]
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    }
     config |= {name: sizes[name] for name in ("num_attention_heads", "num_key_value_heads")}
     config |= {"head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
-    config |= {"eos_token_id": None, "bos_token_id": None, "dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    config |= {
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "dtype": torch.bfloat16,
+        "attn_implementation": "sdpa",
+    }
     if not sizes["hybrid"]:
         return Qwen3Config(**config)
     return Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16)
@@ -78,10 +99,14 @@ def target_config(sizes: dict) -> PretrainedConfig:
 
 def run_config(sizes: dict, passes: int, recompute: bool = False, rows: int = 1) -> TrainConfig:
     """Return the configuration of a run of so many passes a step, of so many rows each."""
-    options = DrafterConfig(layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1)
+    options = DrafterConfig(
+        layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1
+    )
     train = TrainConfig(anchors=sizes["anchors"], drafter=options, recompute=recompute)
     train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
-    train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes * rows, rows
+    train.data.length = sizes["length"]
+    train.optim.batch = passes * rows
+    train.optim.micro = rows
     return train
 
 
@@ -121,27 +146,40 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
         torch.cuda.reset_peak_memory_stats()
         with watch() as seen:
             train_step(drafter, engine, target, drawn, config)
-    planned = step_memory(StepShape(config, target.model.config, config.optim.micro), config, 1, 2, 2, True)
+    planned = step_memory(
+        StepShape(config, target.model.config, config.optim.micro), config, 1, 2, 2, True
+    )
     passes = config.optim.batch // config.optim.micro
     return Asked(seen, passes, torch.cuda.max_memory_allocated() / 1e9, planned)
 
 
 def count(name: str, sizes: dict, config: TrainConfig) -> None:
     """Print what the third step of a shape asks of the device."""
-    asked, counters = third_step(sizes, config), torch._dynamo.utils.counters
-    seen, passes, whole = asked.seen, asked.passes, sum(asked.planned.values()) / 1e9
-    layers, again = sizes["num_hidden_layers"], ", recomputed" if config.recompute else ""
+    asked = third_step(sizes, config)
+    counters = torch._dynamo.utils.counters
+    seen = asked.seen
+    passes = asked.passes
+    whole = sum(asked.planned.values()) / 1e9
+    layers = sizes["num_hidden_layers"]
+    again = ", recomputed" if config.recompute else ""
     print(f"{name}: hidden {sizes['hidden_size']}, {layers} layers, {passes} passes{again}")
     print(f"  launches {seen.launches}, {seen.launches / passes:.0f} a pass")
     print(f"  waits    {len(seen.waits)}: {dict(Counter(seen.waits))}")
     print(f"  peak     {asked.peak:.2f} GB; planned {whole:.2f}, {whole / asked.peak:.3f} of it")
-    print("           " + ", ".join(f"{part} {size / 1e9:.2f}" for part, size in asked.planned.items()))
-    print(f"  compiled {counters['stats']['unique_graphs']} programs, graph breaks {dict(counters['graph_break'])}")
+    print(
+        "           "
+        + ", ".join(f"{part} {size / 1e9:.2f}" for part, size in asked.planned.items())
+    )
+    print(
+        f"  compiled {counters['stats']['unique_graphs']} programs, graph breaks {dict(counters['graph_break'])}"
+    )
     sys.stdout.flush()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=SHAPES)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--passes", type=int, default=8)

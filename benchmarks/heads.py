@@ -5,10 +5,10 @@
     python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together, as many seconds more
     python benchmarks/heads.py report                # tables
 
-Greedy decoding is lossless: the target's text is known before anything is drafted. Texts are replayed
-(infer/evaluation/replay.py), from features that are computed once for all drafters; τ is exactly what decoding gives.
-What is measured already is left out, so that the work can be done in pieces. Seconds are processor time of the one
-thread that trains, the same for every drafter.
+Greedy decoding is lossless: the target's text is known before anything is drafted. Texts are
+replayed (infer/evaluation/replay.py), from features that are computed once for all drafters; τ is
+exactly what decoding gives. What is measured already is left out, so that the work can be done in
+pieces. Seconds are processor time of the one thread that trains, the same for every drafter.
 """
 
 import argparse
@@ -77,7 +77,8 @@ class Taught:
 
 
 def configured(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainConfig:
-    """Return the configuration of a run with a head; joint ones are the default run's, with its weights."""
+    """Return the configuration of a run with a head; joint ones are the default run's, with its
+    weights."""
     config = TrainConfig(
         seed=seed,
         train="all" if joint else "head",
@@ -93,17 +94,23 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Write what all later stages share: texts, features of training rows, and the backbone."""
     target = load_target("embedded")
     data = DataConfig(source="embedded", length=256)
-    start = load_drafter(arguments.checkpoint, torch.float32, target_layers=target.config.num_hidden_layers)
+    start = load_drafter(
+        arguments.checkpoint, torch.float32, target_layers=target.config.num_hidden_layers
+    )
     layers = start.layer_ids
     arguments.folder.mkdir(parents=True, exist_ok=True)
     prompts = evaluation_prompts(data, target.tokenizer, arguments.prompts, 96, arguments.outside)
-    options = DecodeOptions(arguments.tokens, method="plain", positions=None, loop_period=LONGEST_PERIOD)
-    done, texts = decode(target, None, [prompt.ids for prompt in prompts], options), []
+    options = DecodeOptions(
+        arguments.tokens, method="plain", positions=None, loop_period=LONGEST_PERIOD
+    )
+    done = decode(target, None, [prompt.ids for prompt in prompts], options)
+    texts = []
     for text in done:
         context = features_of(target, layers, (text.prompt, text.ids))
         texts.append(asdict(Text(text.prompt + text.ids, len(text.prompt), context)))
     torch.save(texts, arguments.folder / "texts.pt")
-    dataset, stored = packed_rows(data, target.tokenizer, target.tokenizer_digest), []
+    dataset = packed_rows(data, target.tokenizer, target.tokenizer_digest)
+    stored = []
     for first in range(0, arguments.rows, 8):
         rows = batch(dataset, first, 8, 0)
         found = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
@@ -113,11 +120,16 @@ def prepare(arguments: argparse.Namespace) -> None:
     torch.save(stored, arguments.folder / "rows.pt")
     save_drafter(start.config, start.state_dict(), arguments.folder / "backbone")
     if start.head_row is not None:
-        weights = {k: v for k, v in start.state_dict().items() if not k.startswith(start.head_row.attribute)}
+        weights = {
+            k: v
+            for k, v in start.state_dict().items()
+            if not k.startswith(start.head_row.attribute)
+        }
         keys = {key.name for key in start.head_row.keys}
         start.config.dflash_config = {k: v for k, v in start.own.items() if k not in keys}
         save_drafter(start.config, weights, arguments.folder / "backbone")
-        # marginals that were trained beside a head are not the best there are: the same backbone, trained without
+        # marginals that were trained beside a head are not the best there are: the same backbone,
+        # trained without
         config = configured(arguments.folder / "backbone", HEADS["none"], True, 0)
         drafter, steps = learn(config, target, stored, {}, arguments.backbone_seconds)
         save_drafter(drafter.config, drafter.state_dict(), arguments.folder / "backbone")
@@ -125,16 +137,21 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float):
-    """Return a drafter that was trained for so many seconds of processor time, and the steps that it took. A frozen
-    drafter's states are computed once for all heads and seeds, by whether they stand before the last norm: `cache`."""
-    drafter, joint = initial_drafter(config, target), config.train == "all"
+    """Return a drafter that was trained for so many seconds of processor time, and the steps that
+    it took. A frozen drafter's states are computed once for all heads and seeds, by whether they
+    stand before the last norm: `cache`."""
+    drafter = initial_drafter(config, target)
+    joint = config.train == "all"
     if not joint and drafter.conditional_head.raw not in cache:
         cache[drafter.conditional_head.raw] = states_of(drafter, config, target, stored)
-    optimizer, steps, began = make_optimizer(drafter, config.optim), 0, time.process_time()
+    optimizer = make_optimizer(drafter, config.optim)
+    steps = 0
+    began = time.process_time()
     order = torch.randperm(len(stored), generator=seeded(config.seed, "order")).tolist()
     while (spent := time.process_time() - began) < seconds:
         set_rate(optimizer, learning_rate(config.optim, int(1000 * spent / seconds), 1000))
-        number, steps = order[steps % len(order)], steps + 1
+        number = order[steps % len(order)]
+        steps = steps + 1
         if joint:
             rows, context, last = stored[number]
             one = Taught(rows, draw_blocks(rows, config, steps), Features(context, last))
@@ -143,7 +160,11 @@ def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float
             one = some_of(cache[drafter.conditional_head.raw][number], config.anchors, drawn)
         if not one.blocks.supervised.any():  # a row of short texts has no room for an anchor
             continue
-        drafted = draft_states(drafter, target, one.rows, one.blocks, one.features) if joint else one.drafted
+        drafted = (
+            draft_states(drafter, target, one.rows, one.blocks, one.features)
+            if joint
+            else one.drafted
+        )
         found = score(drafter, drafted, target, one.rows, one.blocks, one.features, config)
         optimizer.zero_grad()
         (found.loss / one.blocks.supervised.sum()).backward()
@@ -157,7 +178,9 @@ def states_of(drafter, config: TrainConfig, target, stored: list) -> list[Taught
     """Return every row with as many blocks as are kept, and the drafter's states."""
     found = []
     for i, (rows, context, last) in enumerate(stored):
-        one = Taught(rows, draw_blocks(rows, replace(config, anchors=CACHED), i), Features(context, last))
+        one = Taught(
+            rows, draw_blocks(rows, replace(config, anchors=CACHED), i), Features(context, last)
+        )
         drafted = draft_states(drafter, target, one.rows, one.blocks, one.features)
         found.append(replace(one, drafted=drafted))
     return found
@@ -167,7 +190,11 @@ def some_of(one: Taught, count: int, generator: torch.Generator) -> Taught:
     """Return a row with `count` of its blocks."""
     picked = torch.randperm(CACHED, generator=generator)[:count]
     drafted = one.drafted.unflatten(0, (CACHED, -1))[picked].flatten(0, 1)
-    return replace(one, blocks=Blocks(*(part[:, picked] for part in vars(one.blocks).values())), drafted=drafted)
+    return replace(
+        one,
+        blocks=Blocks(*(part[:, picked] for part in vars(one.blocks).values())),
+        drafted=drafted,
+    )
 
 
 def measure(drafter, target, texts: list[Text]) -> dict[str, list[int]]:
@@ -175,8 +202,12 @@ def measure(drafter, target, texts: list[Text]) -> dict[str, list[int]]:
     orders = {str(budget): Order("ddtree", budget) for budget in BUDGETS}
     orders["chain"] = Order("chain", drafter.block_size - 1)
     written = [(text.ids[: text.prompt], text.ids[text.prompt :]) for text in texts]
-    found = replay(target, drafter, written, list(orders.values()), [text.context for text in texts])
-    return {name: [len(text.commits[order]) - 1 for text in found] for name, order in orders.items()}
+    found = replay(
+        target, drafter, written, list(orders.values()), [text.context for text in texts]
+    )
+    return {
+        name: [len(text.commits[order]) - 1 for text in found] for name, order in orders.items()
+    }
 
 
 @torch.no_grad()
@@ -200,7 +231,9 @@ def read_results(arguments: argparse.Namespace) -> list[dict]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train and measure heads, until the time is over; what is there already is left out."""
-    began, joint, cache = time.monotonic(), arguments.stage == "joint", {}
+    began = time.monotonic()
+    joint = arguments.stage == "joint"
+    cache = {}
     target = load_target("embedded")
     stored = torch.load(arguments.folder / "rows.pt", weights_only=True, mmap=True)
     done = {(one["mode"], one["head"], one["seed"]) for one in read_results(arguments)}
@@ -212,7 +245,8 @@ def run(arguments: argparse.Namespace) -> None:
                 continue
             folder = arguments.folder / f"{arguments.stage}-{name}-{seed}"
             if folder.exists():
-                drafter, steps = load_drafter(folder), int((folder / "steps").read_text())
+                drafter = load_drafter(folder)
+                steps = int((folder / "steps").read_text())
             else:
                 start = arguments.folder / (f"frozen-{name}-{seed}" if joint else "backbone")
                 head = HeadConfig() if joint else HEADS[name]  # a drafter that has one keeps it
@@ -229,7 +263,11 @@ def report(arguments: argparse.Namespace) -> None:
     for one in read_results(arguments):
         grouped.setdefault((one["mode"], one["head"]), []).append(one)
     for mode in ("frozen", "joint"):
-        print(f"\n{mode}\n| head | seeds | steps | " + " | ".join(["chain", *map(str, BUDGETS)]) + " |")
+        print(
+            f"\n{mode}\n| head | seeds | steps | "
+            + " | ".join(["chain", *map(str, BUDGETS)])
+            + " |"
+        )
         for (kind, name), runs in grouped.items():
             if kind == mode:
                 base = grouped.get((mode, "none"))
@@ -239,8 +277,12 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def cell(runs: list[dict], base: list[dict] | None, budget: str) -> str:
-    """Return τ, and its gain over no head with the interval that it would have over other prompts."""
-    sides = [(runs[0]["tokens"], np.mean([run["rounds"][budget] for run in side], 0)) for side in (runs, base or runs)]
+    """Return τ, and its gain over no head with the interval that it would have over other
+    prompts."""
+    sides = [
+        (runs[0]["tokens"], np.mean([run["rounds"][budget] for run in side], 0))
+        for side in (runs, base or runs)
+    ]
     own, others = (np.stack(side, -1) for side in sides)  # (n, 2) tokens and rounds of every prompt
     tau, (low, high) = acceptance_length(own)
     if base is None or base is runs:
@@ -253,7 +295,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", choices=("prepare", "frozen", "joint", "report"))
     parser.add_argument("--folder", type=Path, default=Path("runs/heads"))
-    parser.add_argument("--checkpoint", default="data/embedded/drafter", help="prepare: what becomes the backbone")
+    parser.add_argument(
+        "--checkpoint", default="data/embedded/drafter", help="prepare: what becomes the backbone"
+    )
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--outside", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
@@ -261,7 +305,9 @@ def main() -> None:
     parser.add_argument("--backbone-seconds", type=float, default=180)
     parser.add_argument("--heads", default=",".join(HEADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--seconds", type=float, default=30, help="of processor time, to train each")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="of processor time, to train each"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="begin nothing new after so many")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,27 +1,31 @@
-"""Is the budget that follows the load ever slower than the best of plain decoding and all fixed budgets?
+"""Is the budget that follows the load ever slower than the best of plain decoding and all fixed
+budgets?
 
     python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2  # 12 minutes, quiet
     python benchmarks/load.py DRAFTER --clients 1 64 --minutes 4
-    python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES --threads 2 --clients 1 8
+    python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES --threads
+    2 --clients 1 8
 
-As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the server's default has
-rows. All ways write the same texts in a turn, one a client and at least eight, other texts in the next turn, and every
-way keeps its engine: what `auto` learns, it keeps, and it meets another load each turn. Before the first turn every
-engine writes sixteen texts. In a turn the engines' steps alternate, the next one always by the engine that has used
-least time so far, so that a machine that is faster in one second than in the next is so for all ways; every way's clock
-counts its own steps alone.
+As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the
+server's default has rows. All ways write the same texts in a turn, one a client and at least eight,
+other texts in the next turn, and every way keeps its engine: what `auto` learns, it keeps, and it
+meets another load each turn. Before the first turn every engine writes sixteen texts. In a turn the
+engines' steps alternate, the next one always by the engine that has used least time so far, so that
+a machine that is faster in one second than in the next is so for all ways; every way's clock counts
+its own steps alone.
 
-The first three turns at each number of clients choose the best way other than `auto`, by the tokens a second in all of
-them; what falls below 0.9 of the best leaves. The turns after them compare `auto` with that way alone on texts that did
-not choose it: the best of many noisy figures would flatter it. Numbers of clients take turns so that each has as much
-of the time.
+The first three turns at each number of clients choose the best way other than `auto`, by the tokens
+a second in all of them; what falls below 0.9 of the best leaves. The turns after them compare
+`auto` with that way alone on texts that did not choose it: the best of many noisy figures would
+flatter it. Numbers of clients take turns so that each has as much of the time.
 
-Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second of
-every way in the turns that choose (- after it left: of the first ones), the chosen way, how many turns compare; tokens
-a second of `auto` over those of that way in the first turn by itself, and in all turns that compare, with the interval
-of 95% (turns resampled); whether all ways wrote the same texts; of plain decoding and `auto`, in the turns that choose,
-the milliseconds to a text's first piece and between two pieces, the 50th and 99th percentile. Last: at which numbers of
-clients the interval begins at 0.95 or above.
+Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed:
+tokens a second of every way in the turns that choose (- after it left: of the first ones), the
+chosen way, how many turns compare; tokens a second of `auto` over those of that way in the first
+turn by itself, and in all turns that compare, with the interval of 95% (turns resampled); whether
+all ways wrote the same texts; of plain decoding and `auto`, in the turns that choose, the
+milliseconds to a text's first piece and between two pieces, the 50th and 99th percentile. Last: at
+which numbers of clients the interval begins at 0.95 or above.
 """
 
 import argparse
@@ -43,9 +47,13 @@ from infer.config import EngineConfig, TargetConfig, TextOptions
 from infer.evaluation.ruler import FEWEST, interval
 
 BUDGETS = (2, 4, 8, 16, 64)
-WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS}
+WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
+    f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS
+}
 BESIDE = ("plain", "auto")  # whose waiting times are printed
-ROWS, LEAST = EngineConfig().rows, 8  # texts side by side at most; of a turn at least
+# texts side by side at most; of a turn at least
+ROWS = EngineConfig().rows
+LEAST = 8
 CHOOSING = 3  # turns
 LEAVES = 0.9  # of the best: a way that is slower is not compared any more
 GOAL = 0.95
@@ -81,11 +89,16 @@ class Load:
         return sum(self.tokens[: len(seconds)]) / sum(seconds)
 
     def choose(self) -> None:
-        """Let ways leave that are slow; all but the best and `auto` after the last turn that chooses."""
+        """Let ways leave that are slow; all but the best and `auto` after the last turn that
+        chooses."""
         fixed = [way for way in self.ways if way != "auto"]
         best = max(fixed, key=self.speed)
         if len(self.tokens) < CHOOSING:
-            self.ways = [way for way in self.ways if way in BESIDE or self.speed(way) > LEAVES * self.speed(best)]
+            self.ways = [
+                way
+                for way in self.ways
+                if way in BESIDE or self.speed(way) > LEAVES * self.speed(best)
+            ]
         elif len(self.tokens) == CHOOSING:
             self.ways = [best, "auto"]
 
@@ -95,25 +108,36 @@ class Load:
         return sum(best[turn] for turn in turns) / sum(auto[turn] for turn in turns)
 
     def interval(self) -> tuple[float, float]:
-        """Return the interval of that ratio in the turns that compare; of a few turns nothing is known."""
+        """Return the interval of that ratio in the turns that compare; of a few turns nothing is
+        known."""
         best, auto = (np.array(self.seen[way].seconds[CHOOSING:]) for way in self.ways)
-        return tuple(interval(lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best)) or (0, np.inf))
+        return tuple(
+            interval(lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best))
+            or (0, np.inf)
+        )
 
 
 class Part:
-    """A way's part of a turn: the texts that are asked for, as many at a time as there are clients. All times are
-    seconds of its own steps."""
+    """A way's part of a turn: the texts that are asked for, as many at a time as there are clients.
+    All times are seconds of its own steps."""
 
-    def __init__(self, engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]]) -> None:
-        self.engine, self.clients, self.asked = engine, clients, asked
-        self.took, self.times = 0.0, {}  # by text: when it was asked for, and when it grew
+    def __init__(
+        self, engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]]
+    ) -> None:
+        self.engine = engine
+        self.clients = clients
+        self.asked = asked
+        # by text: when it was asked for, and when it grew
+        self.took = 0.0
+        self.times = {}
 
     @property
     def busy(self) -> bool:
         return self.engine.busy or len(self.times) < len(self.asked)
 
     def step(self) -> None:
-        began, mark = self.took, self.engine.clock()
+        began = self.took
+        mark = self.engine.clock()
         if not self.engine.busy:
             for each in self.asked[len(self.times) :][: self.clients]:
                 self.times[self.engine.submit(*each)] = [began]
@@ -127,7 +151,9 @@ class Part:
         times = self.times.values()
         if len(seen.seconds) < CHOOSING:
             seen.firsts += [1000 * (time[1] - time[0]) for time in times]
-            seen.pauses += [1000 * (after - before) for time in times for before, after in pairwise(time[1:])]
+            seen.pauses += [
+                1000 * (after - before) for time in times for before, after in pairwise(time[1:])
+            ]
         seen.seconds.append(self.took)
         return [text.ids for text in self.times]
 
@@ -138,9 +164,12 @@ def write(parts: Collection[Part]) -> None:
         min(busy, key=lambda part: part.took).step()
 
 
-def take_turn(load: Load, engines: dict[str, Engine], asked: list[tuple[list[int], TextOptions]]) -> None:
+def take_turn(
+    load: Load, engines: dict[str, Engine], asked: list[tuple[list[int], TextOptions]]
+) -> None:
     """Let all ways that still take part write the next texts."""
-    turn, count = len(load.tokens), max(load.clients, LEAST)
+    turn = len(load.tokens)
+    count = max(load.clients, LEAST)
     texts = [asked[(turn * count + i) % len(asked)] for i in range(count)]
     order = load.ways[:: -1 if turn % 2 else 1]
     parts = {way: Part(engines[way], load.clients, texts) for way in order}
@@ -172,10 +201,16 @@ WIDTH[1 + COLUMNS.index("auto / best, 95%")] = 24
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter"
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--minutes", type=float, default=12, help="it ends by then, after five turns that compare")
+    parser.add_argument(
+        "--minutes", type=float, default=12, help="it ends by then, after five turns that compare"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
     add_target(parser)
     add_prompts(parser)
@@ -184,11 +219,16 @@ def main() -> None:
     began = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
-    place = TargetConfig(args.target, dtype=args.dtype, device="cpu", quantization=args.quantization or "none")
+    place = TargetConfig(
+        args.target, dtype=args.dtype, device="cpu", quantization=args.quantization or "none"
+    )
     target, drafter = models.load(place, args.drafter)
     prompts = prompts_of(args, target.tokenizer)
     capacity = max(map(len, prompts)) + 64
-    asked = [(ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True)) for i, ids in enumerate(prompts)]
+    asked = [
+        (ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
+        for i, ids in enumerate(prompts)
+    ]
     engines = {
         way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), capacity, clock)
         for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()

@@ -1,10 +1,12 @@
-"""What grammars cost and give: tokens a round and a second under a schema, and the grammar's share of a round.
+"""What grammars cost and give: tokens a round and a second under a schema, and the grammar's share
+of a round.
 
     python benchmarks/structured.py
 
-The first table is of the embedded target and drafter; its ways take turns, prompt by prompt: constrained plain
-decoding, DDTree whose drafter knows nothing of the grammar, and DDTree under the grammar. The second is of rounds of 64
-nodes, also for a random target with a vocabulary of 131,072. Seconds are the processor's, of one thread.
+The first table is of the embedded target and drafter; its ways take turns, prompt by prompt:
+constrained plain decoding, DDTree whose drafter knows nothing of the grammar, and DDTree under the
+grammar. The second is of rounds of 64 nodes, also for a random target with a vocabulary of 131,072.
+Seconds are the processor's, of one thread.
 """
 
 import argparse
@@ -48,7 +50,8 @@ BIG = 131_072
 def big_target() -> tuple[Target, Drafter]:
     """Return a random target with many tokens of letters, and a random drafter for it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary, merges = {letter: i for i, letter in enumerate(letters)}, []
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    merges = []
     small = string.ascii_lowercase
     for size in (2, 3, 4):
         for first, *rest in itertools.product("Ġ" + small + '"', *[small] * (size - 1)):
@@ -58,7 +61,10 @@ def big_target() -> tuple[Target, Drafter]:
                 merges.append((word[:-1], word[-1]))
     vocabulary["<end>"] = len(vocabulary)
     backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -81,7 +87,12 @@ def big_target() -> tuple[Target, Drafter]:
 
 def write(target, drafter, prompt, options, method, budget=16, knows=True, around=()):
     """Write a text; return it, and the processor seconds. knows: the tree follows the grammar."""
-    engine = Engine(target, drafter, EngineConfig(method, budget, rows=1), len(prompt) + options.max_new_tokens + 1)
+    engine = Engine(
+        target,
+        drafter,
+        EngineConfig(method, budget, rows=1),
+        len(prompt) + options.max_new_tokens + 1,
+    )
     if not knows:
         engine.runner.method = replace(engine.runner.method, ranked=False)
     follow_grammars = runner.follow_grammars
@@ -111,12 +122,19 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
 
 def gains(target, drafter, prompts, tokens) -> None:
     """Print tokens a round and a second of the three ways."""
-    ways = {"plain": ("plain", True), "drafter without": ("ddtree", False), "drafter with": ("ddtree", True)}
+    ways = {
+        "plain": ("plain", True),
+        "drafter without": ("ddtree", False),
+        "drafter with": ("ddtree", True),
+    }
     print(f"{'':<12}{'':>11}" + "".join(f"{way:>26}" for way in ways))
     for (name, shape), heat in itertools.product(ASKED.items(), (0.0, 0.7)):
-        taus, speeds, same = defaultdict(list), defaultdict(list), True
+        taus = defaultdict(list)
+        speeds = defaultdict(list)
+        same = True
         for number, prompt in enumerate(prompts):
-            options, ids = TextOptions(max_new_tokens=tokens, temperature=heat, seed=number, **shape), set()
+            options = TextOptions(max_new_tokens=tokens, temperature=heat, seed=number, **shape)
+            ids = set()
             for way, (method, knows) in ways.items():
                 text, seconds, _ = write(target, drafter, prompt, options, method, knows=knows)
                 taus[way].append((len(text.ids) - 1, max(1, text.stats.rounds)))
@@ -126,23 +144,32 @@ def gains(target, drafter, prompts, tokens) -> None:
         cells = []
         for way in ways:
             tau = sum(kept for kept, _ in taus[way]) / sum(rounds for _, rounds in taus[way])
-            ratio = statistics.median(a / b for a, b in zip(speeds[way], speeds["plain"], strict=True))
+            ratio = statistics.median(
+                a / b for a, b in zip(speeds[way], speeds["plain"], strict=True)
+            )
             cells.append(f"{tau:>8.2f} {statistics.median(speeds[way]):>8.0f}/s {ratio:>5.2f}x")
-        print(f"{name:<12}{f't = {heat}':>11}" + "".join(f"{cell:>26}" for cell in cells) + f"   same texts: {same}")
+        print(
+            f"{name:<12}{f't = {heat}':>11}"
+            + "".join(f"{cell:>26}" for cell in cells)
+            + f"   same texts: {same}"
+        )
 
 
 def shares(target, drafter, prompts, tokens) -> None:
-    """Print the grammar's share of rounds of 64 nodes: trees under it, what it forces, masks of the target."""
+    """Print the grammar's share of rounds of 64 nodes: trees under it, what it forces, masks of the
+    target."""
     around = ("round", "follow_grammars", "mask")
     for name, shape in ASKED.items():
-        total, rounds = defaultdict(float), 0
+        total = defaultdict(float)
+        rounds = 0
         for number, prompt in enumerate(prompts):
             options = TextOptions(max_new_tokens=tokens, temperature=0.7, seed=number, **shape)
             text, _, spent = write(target, drafter, prompt, options, "ddtree", 64, True, around)
             rounds += text.stats.rounds
             for key, seconds in spent.items():
                 total[key] += seconds
-        round_, parts = total.pop("round"), total
+        round_ = total.pop("round")
+        parts = total
         said = ", ".join(f"{key} {1000 * value / rounds:.2f}" for key, value in parts.items())
         print(
             f"{target.name:<16}{name:<12} a round {1000 * round_ / rounds:6.1f} ms, the grammar's part "
@@ -151,16 +178,23 @@ def shares(target, drafter, prompts, tokens) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    target, drafter = load_target("embedded", device="cpu"), load_drafter("embedded")
+    target = load_target("embedded", device="cpu")
+    drafter = load_drafter("embedded")
     prompts = held_out(target.tokenizer, args.prompts, 64)
     gains(target, drafter, prompts, args.tokens)
     shares(target, drafter, prompts, args.tokens)
-    shares(*big_target(), [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))], args.tokens // 2)
+    shares(
+        *big_target(),
+        [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))],
+        args.tokens // 2,
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Which models can be targets: one tiny random model of every class that `AutoModelForCausalLM` knows, checked.
+"""Which models can be targets: one tiny random model of every class that `AutoModelForCausalLM`
+knows, checked.
 
     python benchmarks/targets.py [--only llama,mamba] [--write docs/targets.md]
 
-A model is right if in float32 every node of random trees behind two prompts of unlike lengths, before and after a path
-was committed, has the logits of its own sequence by transformers itself, and packed documents have those of single
-ones. `--write` puts the lists between the marks of the page. About ten minutes on a core.
+A model is right if in float32 every node of random trees behind two prompts of unlike lengths,
+before and after a path was committed, has the logits of its own sequence by transformers itself,
+and packed documents have those of single ones. `--write` puts the lists between the marks of the
+page. About ten minutes on a core.
 """
 
 import argparse
@@ -27,46 +29,101 @@ from infer.targets.target import Target, pad_ids
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal
 
-V, LARGEST, TOLERANCE = 97, 20_000_000, 2e-4
+V = 97
+LARGEST = 20_000_000
+TOLERANCE = 2e-4
 OUTCOMES = ("right", "refused", "wrong", "no tiny model")
 # sizes of a tiny model by any of the names that configurations have for them
 TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), V),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim", "word_embed_proj_dim", "width"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "embed_dim",
+            "emb_dim",
+            "word_embed_proj_dim",
+            "width",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 48
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 256),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "expert_hidden_size"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_shared_experts", "n_shared_experts"), 1),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2
+    ),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16
+    ),
+    **dict.fromkeys(
+        ("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "expert_hidden_size"), 16
+    ),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "num_shared_experts",
+            "n_shared_experts",
+        ),
+        1,
+    ),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_headdim", "mamba_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(
+        ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "linear_num_value_heads"), 4
+    ),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "index_n_heads"), 6),
     **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups"), 2),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 5),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 12),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
-    **{"num_key_value_heads": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "mamba_d_ssm": 64},
-    **{"mamba_expand": 2, "laurel_rank": 4, "num_kv_shared_layers": 2, "num_mem_blocks": 1, "rotary_dim": 4},
+    **{
+        "num_key_value_heads": 2,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "mamba_d_ssm": 64,
+    },
+    **{
+        "mamba_expand": 2,
+        "laurel_rank": 4,
+        "num_kv_shared_layers": 2,
+        "num_mem_blocks": 1,
+        "rotary_dim": 4,
+    },
 }
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 MLA = {"num_key_value_heads": 4}
 # what the names above do not decide
 OWN = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "bailing_hybrid", "youtu"), MLA),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "bailing_hybrid", "youtu"),
+        MLA,
+    ),
     **dict.fromkeys(("longcat_flash", "minicpm3", "axk1"), MLA),
-    **dict.fromkeys(("granitemoehybrid", "kimi_linear", "bailing_hybrid"), {"layer_types": LINEAR} | MLA),
+    **dict.fromkeys(
+        ("granitemoehybrid", "kimi_linear", "bailing_hybrid"), {"layer_types": LINEAR} | MLA
+    ),
     "bamba": {"attn_layer_indices": [2]},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_head_dim": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_head_dim": 8,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "use_mem_rope": True},
     "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -83,15 +140,28 @@ class Verdict:
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
-    """Return a configuration of this model type with small sizes: in its text part, where it has parts."""
+    """Return a configuration of this model type with small sizes: in its text part, where it has
+    parts."""
     known = type(AutoConfig.for_model(kind))
     parts = getattr(known, "sub_configs", {})
     if "text_config" in parts:
         text = tiny_config(AutoConfig.for_model(kind).get_text_config().model_type)
         return known(text_config=text.to_dict())
-    sizes = {key: value for key, value in TINY.items() if hasattr(known, key) or key in known.attribute_map}
-    sizes = {key: value for key, value in sizes.items() if not isinstance(getattr(known, key, None), property)}
-    ends = {name: 0 if getattr(known, name, None) is not None else None for name in ENDS if hasattr(known, name)}
+    sizes = {
+        key: value
+        for key, value in TINY.items()
+        if hasattr(known, key) or key in known.attribute_map
+    }
+    sizes = {
+        key: value
+        for key, value in sizes.items()
+        if not isinstance(getattr(known, key, None), property)
+    }
+    ends = {
+        name: 0 if getattr(known, name, None) is not None else None
+        for name in ENDS
+        if hasattr(known, name)
+    }
     return known(**sizes | ends | OWN.get(kind, {}))
 
 
@@ -100,7 +170,9 @@ def tiny_model(config: PretrainedConfig) -> nn.Module:
     meta = without_memory(config)
     if sum(parameter.numel() for parameter in meta.parameters()) > LARGEST:
         raise ValueError("its sizes have other names")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=meta.config._attn_implementation)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=meta.config._attn_implementation
+    )
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data = 0.25 * torch.randn(parameter.shape, generator=generator)
@@ -115,13 +187,18 @@ def differs(ours: torch.Tensor, own: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def tree_difference(target: Target, lengths: Sequence[int] = (5, 21), rounds: int = 2, nodes: int = 12) -> float:
-    """Return how far nodes of random trees differ from their own sequences, over rounds with commits between, behind
-    prompts that enter in two passes."""
-    generator, vocabulary = torch.Generator().manual_seed(2), target.head_weight.shape[0]
-    rows, room = range(len(lengths)), max(lengths) + 6 * rounds + nodes + 1
+def tree_difference(
+    target: Target, lengths: Sequence[int] = (5, 21), rounds: int = 2, nodes: int = 12
+) -> float:
+    """Return how far nodes of random trees differ from their own sequences, over rounds with
+    commits between, behind prompts that enter in two passes."""
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = target.head_weight.shape[0]
+    rows = range(len(lengths))
+    room = max(lengths) + 6 * rounds + nodes + 1
     texts = [torch.randint(1, V, (length,), generator=generator).tolist() for length in lengths]
-    cache, worst = target.cache(len(rows), room), 0.0
+    cache = target.cache(len(rows), room)
+    worst = 0.0
     with cache.add(len(rows)) as part:
         target.extend([text[: len(text) // 3 * 2] for text in texts], part, ())
         target.extend([text[len(text) // 3 * 2 :] for text in texts], part, ())
@@ -182,7 +259,11 @@ def judge(kind: str) -> Verdict:
         worst = max(tree_difference(target), packed_difference(target))
     except Exception as error:
         return Verdict(kind, "wrong", first_line(error))
-    return Verdict(kind, "right" if worst < TOLERANCE else "wrong", f"logits differ by {worst:.0e} of the largest")
+    return Verdict(
+        kind,
+        "right" if worst < TOLERANCE else "wrong",
+        f"logits differ by {worst:.0e} of the largest",
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -205,7 +286,10 @@ def listing(verdicts: list[Verdict]) -> str:
     lines = [
         f"transformers {transformers.__version__}, `python benchmarks/targets.py --write docs/targets.md`:\n",
         "| outcome | why | number | model types |\n| --- | --- | ---: | --- |",
-        *(f"| {outcome} | {why} | {len(kinds)} | {', '.join(kinds)} |" for (outcome, why), kinds in order),
+        *(
+            f"| {outcome} | {why} | {len(kinds)} | {', '.join(kinds)} |"
+            for (outcome, why), kinds in order
+        ),
     ]
     return "\n".join(lines)
 
@@ -226,7 +310,9 @@ def main() -> None:
     if args.write:
         page = args.write.read_text()
         marked = re.compile("(<!-- classes -->\n).*?(<!-- /classes -->)", re.DOTALL)
-        args.write.write_text(marked.sub(lambda found: f"{found[1]}{listing(verdicts)}\n{found[2]}", page))
+        args.write.write_text(
+            marked.sub(lambda found: f"{found[1]}{listing(verdicts)}\n{found[2]}", page)
+        )
 
 
 if __name__ == "__main__":

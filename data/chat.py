@@ -1,13 +1,19 @@
 """Rows of every layout in, one form out. What a chat template makes of a chat: data/template.py.
 
-A row becomes {"prompt", "text", "cut", "chat"}: a chat has `chat` and nothing else, any other row none.
+A row becomes {"prompt", "text", "cut", "chat"}: a chat has `chat` and nothing else, any other row
+none.
 """
 
 import json
 
 from data.counts import ExcludedExample, InvalidExample
 
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}  # ShareGPT's names
 # why an answer ended that is whole; any other reason cut it
 ENDED = (None, "stop", "tool_calls", "function_call")
 THOUGHT = "reasoning_content"  # our key; OpenAI-compatible servers say that or "reasoning"
@@ -31,11 +37,14 @@ def renamed(given: object, names: dict[str, str], wrong: str) -> dict:
     """Return an object with our names for its keys, without those that hold nothing; ours count
     more."""
     given = {key: value for key, value in checked(given, dict, wrong).items() if value is not None}
-    return {names.get(key, key): value for key, value in given.items() if names.get(key) not in given}
+    return {
+        names.get(key, key): value for key, value in given.items() if names.get(key) not in given
+    }
 
 
 def parsed(value: object, kind: type, what: str):
-    """Return a value that may be written as JSON. Raises InvalidExample if it is of another kind."""
+    """Return a value that may be written as JSON. Raises InvalidExample if it is of another
+    kind."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -45,9 +54,10 @@ def parsed(value: object, kind: type, what: str):
 
 
 def normalise(row: object, answered: bool = True) -> dict:
-    """Return one row of any known layout as {"prompt", "text", "cut", "chat"}. A chat is {"messages",
-    "tools", "template"}, the last being what its template is told (`chat_template_kwargs`). If it is to
-    be `answered`, its last message is an answer, else what is behind the last question is left out.
+    """Return one row of any known layout as {"prompt", "text", "cut", "chat"}. A chat is
+    {"messages", "tools", "template"}, the last being what its template is told
+    (`chat_template_kwargs`). If it is to be `answered`, its last message is an answer, else what is
+    behind the last question is left out.
 
     An answer that did not come to its end ("finish" or "finish_reason" says so) is the last one; if
     that was in the middle of a thought, it is left out, with its question. `cut` says the same of a
@@ -55,15 +65,21 @@ def normalise(row: object, answered: bool = True) -> dict:
 
     Layouts: {"messages": [{"role", "content"}]} with "tools" and "chat_template_kwargs" (what
     `./launch.sh regenerate` writes), with "response" behind them if the last one is the user's;
-    ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"} or "completion", texts or
-    both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises InvalidExample with
-    what is wrong, ExcludedExample where there is nothing to learn, or nothing to ask.
+    ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"} or "completion", texts
+    or both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises InvalidExample
+    with what is wrong, ExcludedExample where there is nothing to learn, or nothing to ask.
     """
     row = renamed(row, COLUMNS, "a row is a JSON object")
-    prompt, response = row.get("prompt", ""), row.get("response", "")
+    prompt = row.get("prompt", "")
+    response = row.get("response", "")
     if "instruction" in row and "output" in row:
         asked = "\n\n".join(str(row[part]) for part in ("instruction", "input") if row.get(part))
-        row = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]}
+        row = {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": row["output"]},
+            ]
+        }
     elif isinstance(prompt, list) and isinstance(response, list):
         row["messages"] = prompt + response
     if row.get("messages"):
@@ -84,12 +100,16 @@ def _chat(row: dict, answered: bool) -> dict:
     """Return a chat of `normalise`."""
     messages = [_message(turn) for turn in checked(row["messages"], list, "messages is a list")]
     if messages[-1]["role"] != "assistant" and "response" in row:
-        messages.append(_message({"role": "assistant", "content": row["response"], "finish": row.get("finish")}))
+        messages.append(
+            _message({"role": "assistant", "content": row["response"], "finish": row.get("finish")})
+        )
     messages = _up_to_cut(messages) if answered else messages
     while messages and (messages[-1]["role"] == "assistant") != answered:
         messages.pop()  # a question without an answer has no loss
     answers = [turn for turn in messages if turn["role"] == "assistant"]
-    if answered and not any(turn["content"].strip() or turn.keys() & {"tool_calls", THOUGHT} for turn in answers):
+    if answered and not any(
+        turn["content"].strip() or turn.keys() & {"tool_calls", THOUGHT} for turn in answers
+    ):
         raise ExcludedExample(NO_ANSWER)
     if not messages:
         raise ExcludedExample("no question of the user")
@@ -102,8 +122,8 @@ def _chat(row: dict, answered: bool) -> dict:
 
 
 def _up_to_cut(messages: list[dict]) -> list[dict]:
-    """Return the messages up to the first answer that did not come to its end, without it if it is a
-    cut thought."""
+    """Return the messages up to the first answer that did not come to its end, without it if it is
+    a cut thought."""
     for i, turn in enumerate(messages):
         if turn["role"] == "assistant" and turn.get("finish") not in ENDED:
             opened = "<think>" in turn["content"] and "</think>" not in turn["content"]
@@ -117,20 +137,26 @@ def _up_to_cut(messages: list[dict]) -> list[dict]:
 
 
 def _message(turn: object) -> dict:
-    """Return a message with what a template may show of it, and what is known of how it was written."""
+    """Return a message with what a template may show of it, and what is known of how it was
+    written."""
     turn = renamed(turn, KEYS, "messages is a list of objects with role and content")
     if turn.get("function_call"):
         raise InvalidExample("function_call is the old form of tool_calls: give those")
-    calls, thought = turn.get("tool_calls"), turn.get(THOUGHT)
+    calls = turn.get("tool_calls")
+    thought = turn.get(THOUGHT)
     content = turn.get("content", "" if calls or thought else None)
     if isinstance(content, list):  # OpenAI's parts
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+        ):
             raise ExcludedExample("a message has a part that is no text")
         content = "".join(part["text"] for part in content)
     for part in (turn.get("role"), content):
         checked(part, str, "a message without role or content as text", f"it has {', '.join(turn)}")
     message = {"role": ROLES.get(turn["role"], turn["role"]), "content": content}
-    message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    message |= {
+        key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)
+    }
     if message["role"] != "assistant":
         return message
     if isinstance(thought, str) and thought.strip():
@@ -158,7 +184,10 @@ def _call(call: object) -> dict:
     infer/utils/chat_template.py gives them to a template as it takes them."""
     wrong = "a tool call without a name"
     inside = checked(checked(call, dict, wrong).get("function", call), dict, wrong)
-    name, arguments = checked(inside.get("name"), str, wrong), inside.get("arguments") or {}
+    name = checked(inside.get("name"), str, wrong)
+    arguments = inside.get("arguments") or {}
     parsed(arguments, object, "arguments of a tool call")
     made = {"name": name, "arguments": arguments}
-    return {"type": "function", "function": made} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+    return {"type": "function", "function": made} | (
+        {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    )

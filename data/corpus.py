@@ -1,8 +1,8 @@
 """Documents of the Python standard library, before tokenisation.
 
-The embedded default reads the source files of the Python standard library, which lie on every machine
-that has Python, so a first run needs no download. `jsonl` reads the user's own files. The embedded
-target was pre-trained on prose besides, such as Python's language reference.
+The embedded default reads the source files of the Python standard library, which lie on every
+machine that has Python, so a first run needs no download. `jsonl` reads the user's own files. The
+embedded target was pre-trained on prose besides, such as Python's language reference.
 """
 
 import hashlib
@@ -11,11 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT_SHARE = 1 / 20  # of the library's files serve validation and prompts, none of them training
+HELD_OUT_SHARE = (
+    1 / 20
+)  # of the library's files serve validation and prompts, none of them training
 
 # Generated tables (character maps, the text of the help system) and tests, which many distributions
 # leave out.
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib-dynload"}
+_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "lib-dynload",
+}
 
 
 @dataclass(frozen=True)

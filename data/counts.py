@@ -1,5 +1,5 @@
-"""How many examples of a data set are learnt from, and why the others are not: what `data`, `plan` and
-training print."""
+"""How many examples of a data set are learnt from, and why the others are not: what `data`, `plan`
+and training print."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class InvalidExample(ExampleError):
 
 
 class ExcludedExample(ExampleError):
-    """Raised for a sound example that a rule leaves out: it has no answer, the chat template cannot show
-    it."""
+    """Raised for a sound example that a rule leaves out: it has no answer, the chat template cannot
+    show it."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class ExampleCounts:
         self.excluded[reason] = self.excluded.get(reason, 0) + count
 
     def invalidate(self, reason: str, described: str, count: int = 1) -> None:
-        """Count broken examples; `described`: where the first of them is, and what is wrong with it."""
+        """Count broken examples; `described`: where the first of them is, and what is wrong with
+        it."""
         self.invalid[reason] = self.invalid.get(reason, 0) + count
         self.first_invalid = self.first_invalid or described
 
@@ -105,5 +106,7 @@ def _reason_lines(label: str, reasons: dict[str, int]) -> list[str]:
     lines = [f"{label:<11}{count:,}: {reason}" for reason, count in ordered[:MAX_REASON_LINES]]
     further = ordered[MAX_REASON_LINES:]
     if further:
-        lines.append(f"{label:<11}{sum(count for _, count in further):,}: {len(further)} other reasons")
+        lines.append(
+            f"{label:<11}{sum(count for _, count in further):,}: {len(further)} other reasons"
+        )
     return lines

@@ -1,8 +1,8 @@
 """Rows to packed training rows: tokenise, cut to length, fill rows, mark what carries loss.
 
-T row length. A packed row has `ids`, `positions` (restarting in every document), `documents` (numbered
-from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,). A piece is the token
-ids of a text of at most T tokens, and which of them carry loss.
+T row length. A packed row has `ids`, `positions` (restarting in every document), `documents`
+(numbered from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,). A piece
+is the token ids of a text of at most T tokens, and which of them carry loss.
 """
 
 import errno
@@ -33,17 +33,21 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of writi
 
 
 def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
-    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts are
-    split.
+    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts
+    are split.
 
-    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat,
-    the answers do, with what ends them. Raises ExcludedExample for a chat that the template does not
-    show as it is and where there is nothing to learn, InvalidExample for ids that are no tokens.
+    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a
+    chat, the answers do, with what ends them. Raises ExcludedExample for a chat that the template
+    does not show as it is and where there is nothing to learn, InvalidExample for ids that are no
+    tokens.
     """
     if row["chat"]:
         texts = tokenize_chat(tokenizer, row["chat"])
     else:
-        prompt, text = (tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "text"))
+        prompt, text = (
+            tokenizer(row[part], add_special_tokens=False)["input_ids"]
+            for part in ("prompt", "text")
+        )
         if not row["cut"] and tokenizer.eos_token_id is not None:
             text = [*text, tokenizer.eos_token_id]
         texts = [(prompt + text, [False] * len(prompt) + [True] * len(text))]
@@ -59,9 +63,9 @@ def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[b
 
 
 def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
-    """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest first,
-    each into the fullest row that has room for it. Rows and what is in them keep the order of the
-    pieces."""
+    """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest
+    first, each into the fullest row that has room for it. Rows and what is in them keep the order
+    of the pieces."""
     numbered = enumerate(lengths)
     while window := list(islice(numbered, WINDOW)):
         rows: list[list[int]] = []
@@ -70,7 +74,8 @@ def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
             at = bisect_left(rooms, (size, -1))
             if at == len(rooms):
                 rows.append([])
-                room, row = length, len(rows) - 1
+                room = length
+                row = len(rows) - 1
             else:
                 room, row = rooms.pop(at)
             rows[row].append(i)
@@ -101,7 +106,8 @@ def stored_rows(config: DataConfig) -> Iterator[dict]:
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Rows of a data set, None where no example is learnt from; and what became of all its examples."""
+    """Rows of a data set, None where no example is learnt from; and what became of all its
+    examples."""
 
     rows: "Dataset | None"
     counts: ExampleCounts
@@ -114,7 +120,9 @@ def raw_rows(config: DataConfig) -> CountedRows:
     columns = Features({"row": Value("string"), "counts": Value("string")})
     digest = source_digest(config)
     with plain_errors():
-        stored = Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
+        stored = Dataset.from_generator(
+            stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest
+        )
     counts = ExampleCounts(**json.loads(stored[-1]["counts"]))
     return CountedRows(stored.select(range(len(stored) - 1)).select_columns("row"), counts)
 
@@ -137,9 +145,9 @@ def plain_errors() -> Iterator[None]:
 
 
 def mixed_rows(config: DataConfig) -> CountedRows:
-    """Return the training rows of all data sets of a configuration, in numbers proportional to their
-    weights, such that the scarcest is used up. Which rows these are does not depend on the run's
-    seed."""
+    """Return the training rows of all data sets of a configuration, in numbers proportional to
+    their weights, such that the scarcest is used up. Which rows these are does not depend on the
+    run's seed."""
     from datasets import concatenate_datasets
 
     counts = ExampleCounts()
@@ -150,7 +158,10 @@ def mixed_rows(config: DataConfig) -> CountedRows:
         parts.append((counted.rows, weight))
     if len(parts) > 1:
         scale = min(len(rows) / weight for rows, weight in parts)
-        parts = [(rows.shuffle(seed=0).select(range(round(scale * weight))), weight) for rows, weight in parts]
+        parts = [
+            (rows.shuffle(seed=0).select(range(round(scale * weight))), weight)
+            for rows, weight in parts
+        ]
     rows = concatenate_datasets([rows for rows, _ in parts])
     if config.limit is not None:
         rows = rows.select(range(min(config.limit, len(rows))))
@@ -160,14 +171,22 @@ def mixed_rows(config: DataConfig) -> CountedRows:
 
 
 def tokenize(
-    rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
+    rows: dict[str, list],
+    indices: list[int],
+    rank: int | None,
+    total: int,
+    processes: int,
+    progress,
+    **options,
 ) -> dict[str, list]:
-    """Return the pieces of some of `total` rows, and report how far all processes have come. An example
-    that is not learnt from becomes a piece without tokens, with the reason under `excluded` or
-    `invalid`, and the whole sentence under `described`."""
+    """Return the pieces of some of `total` rows, and report how far all processes have come. An
+    example that is not learnt from becomes a piece without tokens, with the reason under `excluded`
+    or `invalid`, and the whole sentence under `described`."""
     columns = {name: [] for name in ("ids", "loss", "excluded", "invalid", "described")}
 
-    def add_piece(ids: list[int], loss: list[bool], excluded: str = "", invalid: str = "", described: str = "") -> None:
+    def add_piece(
+        ids: list[int], loss: list[bool], excluded: str = "", invalid: str = "", described: str = ""
+    ) -> None:
         for name, value in zip(columns, (ids, loss, excluded, invalid, described), strict=True):
             columns[name].append(value)
 
@@ -204,18 +223,23 @@ def count_rejected(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts
 def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
     """Yield the packed rows of a tokenised data set."""
     pieces = tokenized.select_columns(["ids", "loss"])
-    yield from (lay_out(**pieces[row], length=length) for row in best_fit(tokenized["size"], length))
+    yield from (
+        lay_out(**pieces[row], length=length) for row in best_fit(tokenized["size"], length)
+    )
 
 
 def prepare_rows(
-    config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
+    config: DataConfig,
+    tokenizer,
+    digest: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CountedRows:
     """Return the training set, a `datasets.Dataset` whose rows are dictionaries of (T,) tensors,
     memory-mapped; and what became of all examples.
 
     It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and
-    `digest` of the tokenizer and its chat template. `progress(texts done, texts)` is called meanwhile.
-    Raises ValueError when more than `max_invalid` of the examples are broken.
+    `digest` of the tokenizer and its chat template. `progress(texts done, texts)` is called
+    meanwhile. Raises ValueError when more than `max_invalid` of the examples are broken.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
@@ -250,11 +274,15 @@ def prepare_rows(
     if not counts.used:
         return CountedRows(None, counts)
     if counts.used < len(raw):
-        tokenized = tokenized.filter(lambda size: size > 0, input_columns="size", new_fingerprint=f"{key}-sound")
+        tokenized = tokenized.filter(
+            lambda size: size > 0, input_columns="size", new_fingerprint=f"{key}-sound"
+        )
     with plain_errors():
         packed = Dataset.from_generator(
             filled_rows,
-            features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
+            features=Features(
+                lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}
+            ),
             gen_kwargs={"tokenized": tokenized, "length": config.length},
             fingerprint=f"{key}-packed",
             writer_batch_size=256,
@@ -263,7 +291,10 @@ def prepare_rows(
 
 
 def packed_rows(
-    config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
+    config: DataConfig,
+    tokenizer,
+    digest: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> "Dataset":
     """Return the rows of `prepare_rows`. Raises ValueError where there are none."""
     prepared = prepare_rows(config, tokenizer, digest, progress)
@@ -284,8 +315,9 @@ def refuse_no_rows(counts: ExampleCounts) -> None:
 
 
 def token_documents(config: DataConfig, tokenizer, counts: ExampleCounts) -> Iterator[list[int]]:
-    """Yield every training row, uncut, as token ids: what an n-gram model counts. Add what became of
-    all examples to `counts`. Raises ValueError when more than `max_invalid` of them are broken."""
+    """Yield every training row, uncut, as token ids: what an n-gram model counts. Add what became
+    of all examples to `counts`. Raises ValueError when more than `max_invalid` of them are
+    broken."""
     mixed = mixed_rows(config)
     counts.add(mixed.counts)
     for stored in mixed.rows:

@@ -1,5 +1,5 @@
-"""Questions that a chat model writes itself (Magpie, 2406.08464): its template up to a user's words, gone
-on with until the user's turn ends; and which of them are worth an answer."""
+"""Questions that a chat model writes itself (Magpie, 2406.08464): its template up to a user's
+words, gone on with until the user's turn ends; and which of them are worth an answer."""
 
 import re
 from collections import Counter
@@ -31,16 +31,26 @@ def opening(tokenizer, system: str | None = None) -> Opening:
     ValueError where the template does not show that, or has nothing before a user's words."""
     before = [{"role": "system", "content": system}] if system else []
     messages = [*before, {"role": "user", "content": MARK}]
-    asked = apply(tokenizer, messages, {"tools": [], "template": {}}, ask=True) if source(tokenizer) else ""
+    asked = (
+        apply(tokenizer, messages, {"tools": [], "template": {}}, ask=True)
+        if source(tokenizer)
+        else ""
+    )
     text, _, behind = asked.partition(MARK)
     text = text.rstrip(" ")  # most tokenizers have a space at the beginning of a word
     ids = tokenizer(text)["input_ids"]
-    if ids[:2] == [tokenizer.bos_token_id] * 2:  # the template writes it, and the tokenizer another one
+    if (
+        ids[:2] == [tokenizer.bos_token_id] * 2
+    ):  # the template writes it, and the tokenizer another one
         text = text.removeprefix(tokenizer.bos_token)
     if system and system.strip() not in text:
-        raise ValueError("questions.system: this model's chat template does not show system prompts, leave it out")
+        raise ValueError(
+            "questions.system: this model's chat template does not show system prompts, leave it out"
+        )
     if not text:
-        raise ValueError("data=self is for chat models: this one's chat template has nothing before a user's words")
+        raise ValueError(
+            "data=self is for chat models: this one's chat template has nothing before a user's words"
+        )
     ends = behind.strip(" ").rstrip() or behind
     first = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"][:1]
     if first and not tokenizer.decode(first, skip_special_tokens=True):
@@ -49,12 +59,16 @@ def opening(tokenizer, system: str | None = None) -> Opening:
 
 
 def sifted(written: Iterable[dict], tokenizer, fewest: int) -> tuple[dict[int, str], Counter]:
-    """Return the questions that are worth an answer, by their rows, and how many are not, by reason.
+    """Return the questions that are worth an answer, by their rows, and how many are not, by
+    reason.
 
-    written: {"index", "response", "finish"} in order, "length" and "loop" for those that did not end
+    written: {"index", "response", "finish"} in order, "length" and "loop" for those that did not
+        end
     fewest: tokens of a question
     """
-    kept, dropped, seen = {}, Counter(), set()
+    kept = {}
+    dropped = Counter()
+    seen = set()
     for row in written:
         text = row["response"].strip()
         start = " ".join(re.findall(r"\w+", text.lower()))[:ALIKE]

@@ -1,5 +1,5 @@
-"""Rows to learn from: files, data sets of the hub, mixtures of them; each example once. What becomes of
-every example is counted (data/counts.py).
+"""Rows to learn from: files, data sets of the hub, mixtures of them; each example once. What
+becomes of every example is counted (data/counts.py).
 
 A row is {"prompt", "text", "cut", "chat"}, see data/chat.py, and "where", its file and line.
 """
@@ -23,13 +23,15 @@ ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")  # of files that are read
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or
-# another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices such
-# a change.
+# another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices
+# such a change.
 FORMAT = 6
 LONGEST = 64 << 20  # characters of a line, bytes of a text
-# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind
-# the first 500.
-HELD_OUT, FEW, OF_FEW = 50, 500, 10
+# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those
+# behind the first 500.
+HELD_OUT = 50
+FEW = 500
+OF_FEW = 10
 
 
 @dataclass
@@ -50,17 +52,18 @@ class DataPart:
 class DataConfig:
     """What to train on.
 
-    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources;
-        jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts;
-        self: of regenerate, questions that the target writes. A path that exists means jsonl
-    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each;
-        of hub, the name, or a folder with a copy of the data set and its README.md
+    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's
+        sources; jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of
+        them, in parts; self: of regenerate, questions that the target writes. A path that exists
+        means jsonl
+    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text
+        each; of hub, the name, or a folder with a copy of the data set and its README.md
     split: of hub, which split
     parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
     length: tokens in a packed row; longer texts are split
     limit: most documents that are taken; None: all. Of self, how many questions are written
-    max_invalid: largest share of the examples that may be broken (no JSON, wrong types); more end the
-        run. Examples that a rule leaves out, as without an answer, do not count
+    max_invalid: largest share of the examples that may be broken (no JSON, wrong types); more end
+        the run. Examples that a rule leaves out, as without an answer, do not count
     """
 
     source: str = "embedded"
@@ -79,21 +82,31 @@ class DataConfig:
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
         if self.source in ("jsonl", "hub") and not self.path:
-            raise ValueError(f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>")
+            raise ValueError(
+                f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>"
+            )
         if self.source == "self" and self.limit is None:
-            raise ValueError("data.source=self needs data.limit=<how many questions the target writes>")
+            raise ValueError(
+                "data.source=self needs data.limit=<how many questions the target writes>"
+            )
         if self.path is not None:
             self._check_path()
         if (self.source == "mixture") != bool(self.parts):
-            raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
+            raise ValueError(
+                "data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together"
+            )
         if any(not part.weight > 0 for part in self.parts):
-            raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
+            raise ValueError(
+                f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}"
+            )
         for name, least in (("limit", 1), ("max_invalid", 0), ("length", 16)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name}={value}: at least {least}")
         if self.max_invalid > 1:
-            raise ValueError(f"data.max_invalid={self.max_invalid:g}: a share of the examples, from 0 to 1")
+            raise ValueError(
+                f"data.max_invalid={self.max_invalid:g}: a share of the examples, from 0 to 1"
+            )
 
     def _check_path(self) -> None:
         """Raise ValueError for a path that the source does not read."""
@@ -105,14 +118,18 @@ class DataConfig:
         if self.source == "hub" and not Path(self.path).exists() and names_a_file(self.path):
             raise ValueError(f"{missing}, and no name on the hub, which is <owner>/<name>")
         if self.source in ("embedded", "stdlib"):
-            hub = "" if names_a_file(self.path) else f"; of a data set on the hub: data=hub data.path={self.path}"
+            hub = (
+                ""
+                if names_a_file(self.path)
+                else f"; of a data set on the hub: data=hub data.path={self.path}"
+            )
             raise ValueError(missing + hub)
 
 
 def resolve_source(source: str, path: str | None) -> str:
     """Return the source that is read: a path that exists is a file or folder of the user's own,
-    whatever the source was. `self` and `mixture` have no path. A folder with a README.md is a copy of a
-    data set of the hub where the source is `hub`."""
+    whatever the source was. `self` and `mixture` have no path. A folder with a README.md is a copy
+    of a data set of the hub where the source is `hub`."""
     if not path or source in ("self", "mixture") or not Path(path).exists():
         return source
     if source == "hub" and (Path(path) / "README.md").is_file():
@@ -121,14 +138,14 @@ def resolve_source(source: str, path: str | None) -> str:
 
 
 def names_a_file(path: str) -> bool:
-    """Return whether a path can only be meant as a file or folder: it has a suffix of files that are
-    read, or is no <owner>/<name>."""
+    """Return whether a path can only be meant as a file or folder: it has a suffix of files that
+    are read, or is no <owner>/<name>."""
     return path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
 def check_source(config: DataConfig, target: str, instead: str = "") -> None:
-    """Raise ValueError where another target would read what the embedded one wrote. `instead`: what a
-    command takes besides."""
+    """Raise ValueError where another target would read what the embedded one wrote. `instead`: what
+    a command takes besides."""
     if config.source == "embedded" and target != "embedded":
         raise ValueError(
             "data.source=embedded is what the embedded target wrote: use data.path=<your files>, "
@@ -153,10 +170,16 @@ def files_of(path: str) -> list[Path]:
     never end."""
     found = [Path(path)]
     if found[0].is_dir():
-        found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet", "txt") for file in found[0].rglob(f"*.{kind}"))
+        found = sorted(
+            file
+            for kind in ("jsonl", "jsonl.gz", "parquet", "txt")
+            for file in found[0].rglob(f"*.{kind}")
+        )
     for file in found:
         if file.exists() and not file.is_file():
-            raise ValueError(f"data.path={path}: {file} is no regular file, but a device, pipe or folder")
+            raise ValueError(
+                f"data.path={path}: {file} is no regular file, but a device, pipe or folder"
+            )
     return found
 
 
@@ -172,12 +195,15 @@ def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
         rows = load_dataset(config.path, split=config.split)
     except (OSError, ValueError) as error:  # a ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"data.path={config.path}, split {config.split}: could not be read ({reason})") from error
+        raise ValueError(
+            f"data.path={config.path}, split {config.split}: could not be read ({reason})"
+        ) from error
     yield from ((f"{config.path}, row {number}", row) for number, row in enumerate(rows))
 
 
 def _lines(file: Path) -> Iterator[object]:
-    """Yield a row a line. A line of more than LONGEST characters comes in parts, which are no JSON."""
+    """Yield a row a line. A line of more than LONGEST characters comes in parts, which are no
+    JSON."""
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
         while line := lines.readline(LONGEST):
@@ -195,7 +221,9 @@ def _parquet(file: Path) -> Iterator[object]:
 
 
 def _list(file: Path) -> Iterator[object]:
-    yield from checked(json.loads(file.read_text(encoding="utf-8-sig")), list, "it is not one list of rows")
+    yield from checked(
+        json.loads(file.read_text(encoding="utf-8-sig")), list, "it is not one list of rows"
+    )
 
 
 def _text(file: Path) -> Iterator[object]:
@@ -204,20 +232,26 @@ def _text(file: Path) -> Iterator[object]:
     yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
 
 
-# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is no
-# part of a row.
+# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is
+# no part of a row.
 FILES = {".parquet": ("row", _parquet), ".json": ("entry", _list), ".txt": ("text", _text)}
 
 
 def file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes as
-    its error. Raises ValueError, naming the file, where it is damaged."""
+    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes
+    as its error. Raises ValueError, naming the file, where it is damaged."""
     unit, read = FILES.get(file.suffix, ("line", _lines))
     number = 0
     try:
         for number, row in enumerate(read(file), 1):
             yield f"{file}, {unit} {number}", row
-    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # of pyarrow, json and gzip
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        EOFError,
+        zlib.error,
+    ) as error:  # of pyarrow, json and gzip
         raise ValueError(f"{file}: damaged or cut off after {unit} {number} ({error})") from error
 
 
@@ -230,13 +264,15 @@ def refuse_unwritten(config: DataConfig) -> None:
         )
 
 
-def read_rows(config: DataConfig, answered: bool = True, counts: ExampleCounts | None = None) -> Iterator[dict]:
-    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages,
-    which end with an answer or, if not `answered`, with a question. Only digests of the rows are kept
-    in memory.
+def read_rows(
+    config: DataConfig, answered: bool = True, counts: ExampleCounts | None = None
+) -> Iterator[dict]:
+    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's
+    messages, which end with an answer or, if not `answered`, with a question. Only digests of the
+    rows are kept in memory.
 
-    `counts` says, when all is read, what became of every example. Raises ValueError, naming file and
-    line, when more than `max_invalid` of them are broken, or there are none.
+    `counts` says, when all is read, what became of every example. Raises ValueError, naming file
+    and line, when more than `max_invalid` of them are broken, or there are none.
     """
     refuse_unwritten(config)
     counts = ExampleCounts() if counts is None else counts
@@ -266,18 +302,21 @@ def read_rows(config: DataConfig, answered: bool = True, counts: ExampleCounts |
 
 
 def is_held_out(number: int) -> bool:
-    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows from
-    the number alone, so that rows can be read without knowing how many there are."""
+    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows
+    from the number alone, so that rows can be read without knowing how many there are."""
     return number % (OF_FEW if number < FEW else HELD_OUT) == 0
 
 
 def held_out_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows that training never sees: the library's held-out files, or those of the user's own
-    that `is_held_out`; of a mixture, in turns from all its parts."""
+    """Yield the rows that training never sees: the library's held-out files, or those of the user's
+    own that `is_held_out`; of a mixture, in turns from all its parts."""
     if config.source in ("embedded", "stdlib"):
         yield from _library("held_out")
         return
-    parts = [(row for i, row in enumerate(read_rows(part)) if is_held_out(i)) for part, _ in single(config)]
+    parts = [
+        (row for i, row in enumerate(read_rows(part)) if is_held_out(i))
+        for part, _ in single(config)
+    ]
     yield from in_turn(parts)
 
 
@@ -288,8 +327,8 @@ def in_turn(sources: Iterable[Iterable]) -> Iterator:
 
 
 def training_rows(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
-    """Yield the rows of one data set to train on. `counts`: as of `read_rows`, of what was read until
-    data.limit rows were there."""
+    """Yield the rows of one data set to train on. `counts`: as of `read_rows`, of what was read
+    until data.limit rows were there."""
     counts = ExampleCounts() if counts is None else counts
     if config.source == "stdlib":
         rows = _library("train", counts)
@@ -334,9 +373,15 @@ def questions(config: DataConfig, counts: ExampleCounts | None = None) -> Iterat
 
 
 def source_digest(config: DataConfig) -> str:
-    """Return a digest of what shapes the rows of one data set before they are packed: where they come
-    from, their files' sizes and times, FORMAT, and of Python's own sources the version."""
-    files = files_of(config.path) if config.source == "jsonl" else [ANSWERS] if config.source == "embedded" else []
+    """Return a digest of what shapes the rows of one data set before they are packed: where they
+    come from, their files' sizes and times, FORMAT, and of Python's own sources the version."""
+    files = (
+        files_of(config.path)
+        if config.source == "jsonl"
+        else [ANSWERS]
+        if config.source == "embedded"
+        else []
+    )
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     chosen = [config.source, config.path, config.split, config.limit]
     version = sys.version if config.source == "stdlib" else None

@@ -1,5 +1,5 @@
-"""Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and of
-masked diffusion models that draft for themselves: `load_masked`, `generate`.
+"""Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and
+of masked diffusion models that draft for themselves: `load_masked`, `generate`.
 
 Needs torch, transformers, safetensors, numpy and numba. Names are imported on first use, so
 that `infer.config` loads without torch. infer/main.py is the entry point of the commands.

@@ -1,5 +1,14 @@
-from infer.api import Generation as Generation, generate as generate, open_engine as open_engine, stream as stream
-from infer.config import DecodeOptions as DecodeOptions, DrafterConfig as DrafterConfig, EngineConfig as EngineConfig
+from infer.api import (
+    Generation as Generation,
+    generate as generate,
+    open_engine as open_engine,
+    stream as stream,
+)
+from infer.config import (
+    DecodeOptions as DecodeOptions,
+    DrafterConfig as DrafterConfig,
+    EngineConfig as EngineConfig,
+)
 from infer.drafters.dart.model import DART as DART
 from infer.drafters.dflash.model import DFlash as DFlash
 from infer.engine.engine import Engine as Engine

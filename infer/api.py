@@ -22,7 +22,8 @@ from infer.utils.chat_template import readable_messages
 
 
 class OtherTarget(Protocol):
-    """A model that is no causal language model (`infer.targets.kinds`), whose optional package decodes it."""
+    """A model that is no causal language model (`infer.targets.kinds`), whose optional package
+    decodes it."""
 
     name: str
     tokenizer: object | None
@@ -32,13 +33,15 @@ class OtherTarget(Protocol):
 
 AnyTarget = Target | OtherTarget
 Options = TextOptions  # DecodeOptions; of another target than a causal one, its `options_class`
-Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
+Prompt = (
+    str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
+)  # a text, token ids, or the messages of a chat
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `text` ends before a stop string and has no special tokens; `ids` hold an end token
-    if one came."""
+    """One answer. `text` ends before a stop string and has no special tokens; `ids` hold an end
+    token if one came."""
 
     text: str | None  # None when the target has no tokenizer
     ids: list[int]
@@ -60,18 +63,19 @@ def generate(
     **overrides: object,
 ) -> Generation | list[Generation]:
     """Continue one prompt or many: a string, token ids, or chat messages ({"role": ..., "content":
-    ...}), which go through the tokenizer's chat template. Options are those of `DecodeOptions`, as one
-    object or by name: `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7,
-    seed=1)`.
+    ...}), which go through the tokenizer's chat template. Options are those of `DecodeOptions`, as
+    one object or by name: `generate(target, drafter, "import os", max_new_tokens=64,
+    temperature=0.7, seed=1)`.
 
     A masked diffusion model (`load_masked`) has the options of `MaskedOptions`, and None as its
     drafter.
 
-    The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text
-    for the same seed, whatever the method, budget and drafter. Of many prompts, number i is sampled
-    with `derived_seed(seed, i)`, and the first with the seed itself: each gets the text that it gets
-    alone with that seed. `processors` are Hugging Face logits processors; each sees the true prefix of
-    every token it judges. Raises ValueError for options or prompts that make no sense.
+    The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same
+    text for the same seed, whatever the method, budget and drafter. Of many prompts, number i is
+    sampled with `derived_seed(seed, i)`, and the first with the seed itself: each gets the text
+    that it gets alone with that seed. `processors` are Hugging Face logits processors; each sees
+    the true prefix of every token it judges. Raises ValueError for options or prompts that make no
+    sense.
     """
     options = settings(target, options, overrides)
     one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), (int, dict))
@@ -80,7 +84,9 @@ def generate(
     answers = []
     for text in decode(target, drafter, ids, options, clock, processors=processors):
         words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
-        said = Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
+        said = Generation(
+            words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats
+        )
         answers.append(said)
     return answers[0] if one else answers
 
@@ -98,7 +104,9 @@ def stream(
     options = settings(target, options, overrides)
     ids = encode(target, prompt)
     check_length(target, options, [ids])
-    engine = open_engine(target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens)
+    engine = open_engine(
+        target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens
+    )
     return _pieces(engine, TextStream(target, engine.submit(ids, options, processors)))
 
 
@@ -116,12 +124,14 @@ def open_engine(
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes this kind of model. `options`: an EngineConfig, or what the model's
-    `engine_class` takes. Raises ValueError where options or drafter do not fit it."""
+    """Return the engine that decodes this kind of model. `options`: an EngineConfig, or what the
+    model's `engine_class` takes. Raises ValueError where options or drafter do not fit it."""
     if not has_own_engine(target):
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
-        raise ValueError(f"{target.name} is no causal language model and drafts for itself: give None as its drafter")
+        raise ValueError(
+            f"{target.name} is no causal language model and drafts for itself: give None as its drafter"
+        )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
 
@@ -134,15 +144,17 @@ def decode(
     seeds: list[int] | None = None,
     processors: abc.Sequence[Processor] = (),
 ) -> list[Sequence]:
-    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in the
-    same order. `seeds` gives every text its sampling seed; without them they are derived from
+    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in
+    the same order. `seeds` gives every text its sampling seed; without them they are derived from
     options.seed, one for each text."""
     options.check()
     if not prompts:
         return []
     seeds = [derived_seed(options.seed, i) for i in range(len(prompts))] if seeds is None else seeds
     longest = max(map(len, prompts)) + options.max_new_tokens
-    engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
+    engine = open_engine(
+        target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock
+    )
     texts = [
         engine.submit(prompt, replace(options, seed=seed), processors)
         for prompt, seed in zip(prompts, seeds, strict=True)
@@ -155,33 +167,44 @@ def decode(
 class TextStream:
     """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are
     characters whose bytes are not all there yet or may still change, and ends that may turn out to
-    begin a stop string. special: special tokens are part of the text, but an end token at its end is
-    not."""
+    begin a stop string. special: special tokens are part of the text, but an end token at its end
+    is not."""
 
     def __init__(self, target: AnyTarget, text: Sequence, special: bool = False) -> None:
         if target.tokenizer is None:
             raise ValueError("this target has no tokenizer: there is no text to stream")
-        self.target, self.text, self.special = target, text, special
+        self.target = target
+        self.text = text
+        self.special = special
         self.given = 0  # characters
         self.held = ""
-        self.start = self.read = 0  # tokens: `held` has those before `read`, decoding begins at `start`
+        self.start = self.read = (
+            0  # tokens: `held` has those before `read`, decoding begins at `start`
+        )
 
     def next(self) -> str:
         """Return the text since the last call. The pieces of a finished text make up its
         `answer_text`."""
         if self.text.finish is not None:
-            piece = answer_text(self.target, self.text.ids, self.text.options, self.special)[self.given :]
+            piece = answer_text(self.target, self.text.ids, self.text.options, self.special)[
+                self.given :
+            ]
         else:
             # A few tokens before the new ones are decoded with them: some tokenizers drop a leading
             # space.
-            tokenizer, ids = self.target.tokenizer, self.text.ids
+            tokenizer = self.target.tokenizer
+            ids = self.text.ids
             firm = firm_length(tokenizer, ids, self.read)
             window = words_of(tokenizer, ids[self.start : firm], self.special)
             if firm > self.read and not window.endswith("\ufffd"):
-                self.held += window[len(words_of(tokenizer, ids[self.start : self.read], self.special)) :]
-                self.start, self.read = self.read, firm
+                self.held += window[
+                    len(words_of(tokenizer, ids[self.start : self.read], self.special)) :
+                ]
+                self.start = self.read
+                self.read = firm
             certain = len(self.held) - self._undecided()
-            piece, self.held = self.held[:certain], self.held[certain:]
+            piece = self.held[:certain]
+            self.held = self.held[certain:]
         self.given += len(piece)
         return piece
 
@@ -190,11 +213,14 @@ class TextStream:
         stops = self.text.options.stop
         longest = max(map(len, stops), default=0)
         sizes = range(min(longest - 1, len(self.held)), 0, -1)
-        return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0)
+        return next(
+            (size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0
+        )
 
 
 def has_own_engine(target: AnyTarget) -> bool:
-    """Return whether a model is no causal language model and brings engine and options of its own."""
+    """Return whether a model is no causal language model and brings engine and options of its
+    own."""
     return not isinstance(target, Target)
 
 
@@ -212,11 +238,15 @@ def positions_of(target: AnyTarget) -> int:
 
 
 def check_length(target: AnyTarget, options: Options, prompts: list[list[int]]) -> None:
-    """Raise ValueError when the target has fewer positions than a prompt and its answer may take."""
+    """Raise ValueError when the target has fewer positions than a prompt and its answer may
+    take."""
     answer = options.room(options.max_new_tokens)
-    positions, limit = max(map(len, prompts), default=0) + answer, positions_of(target)
+    positions = max(map(len, prompts), default=0) + answer
+    limit = positions_of(target)
     if positions > limit:
-        raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
+        raise ValueError(
+            f"prompt and answer may take {positions} positions, the target has {limit}: shorten either"
+        )
 
 
 def encode(
@@ -226,8 +256,8 @@ def encode(
     tools: abc.Sequence[dict] = (),
 ) -> list[int]:
     """Return a prompt's token ids; messages go through the chat template, which is told
-    `template_options`, such as {"enable_thinking": False}, and shown `tools`. Raises ValueError where
-    there is no template, or none that knows the options."""
+    `template_options`, such as {"enable_thinking": False}, and shown `tools`. Raises ValueError
+    where there is no template, or none that knows the options."""
     tokenizer = target.tokenizer
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not chat:
@@ -249,7 +279,10 @@ def encode(
         else:
             found = tokenizer(prompt)
         return found["input_ids"]
-    except (TypeError, TemplateError) as error:  # half of a surrogate pair; roles that the template refuses
+    except (
+        TypeError,
+        TemplateError,
+    ) as error:  # half of a surrogate pair; roles that the template refuses
         raise ValueError(f"the prompt cannot be read: {error}") from error
 
 
@@ -260,10 +293,14 @@ def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]
     words = set(re.findall(r"\w+", tokenizer.get_chat_template())) if options else set()
     for name in options:
         if name in own or name == "messages" or name not in words:
-            raise ValueError(f"chat_template_kwargs.{name}: this model's chat template has no such option")
+            raise ValueError(
+                f"chat_template_kwargs.{name}: this model's chat template has no such option"
+            )
 
 
-def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False) -> str:
+def answer_text(
+    target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False
+) -> str:
     """Return the answer, cut before the first stop string, without an end token at its end; and
     without special tokens, unless `special`."""
     if ids and ids[-1] in target.end_ids:

@@ -1,8 +1,8 @@
-"""The entry point of every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the environment and
-hands on to it.
+"""The entry point of every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the
+environment and hands on to it.
 
-What a command needs is imported when it runs. A command is a row here and a file with its options and
-its `run`.
+What a command needs is imported when it runs. A command is a row here and a file with its options
+and its `run`.
 """
 
 import sys
@@ -17,8 +17,8 @@ from infer.utils.optional import explain_missing, is_installed
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, in a line; its options and its function as "module:name". Its file in conf/ has
-    the command's name."""
+    """What a command does, in a line; its options and its function as "module:name". Its file in
+    conf/ has the command's name."""
 
     help: str
     options: str
@@ -39,7 +39,9 @@ def own(name: str, help: str) -> Command:
 
 
 _ROWS = {
-    "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"),
+    "train": Command(
+        "train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"
+    ),
     "eval": own("eval", "decode held-out prompts with a checkpoint"),
     "compare": own("compare", "evaluate several checkpoints with every tree"),
     "data": own("data", "show what would be learnt of a data set"),
@@ -52,10 +54,16 @@ _ROWS = {
     "check": own("check", "say which engines would load a drafter"),
     "doctor": own("doctor", "say why a drafter's acceptance is low"),
     "features": Command(
-        "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
+        "store what training needs of a target",
+        "train.config:FeaturesConfig",
+        "train.features:store_features",
     ),
-    "plan": Command("estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan"),
-    "study": Command("train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"),
+    "plan": Command(
+        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan"
+    ),
+    "study": Command(
+        "train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"
+    ),
     "diffusion": Command(
         "train a masked diffusion model from a causal one",
         "train.masked.config:DiffusionConfig",
@@ -67,8 +75,8 @@ COMMANDS = {name: row for name, row in _ROWS.items() if is_installed(row.options
 
 @quiet_where_unread()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command that the arguments name, those of the process by default. What the user got wrong
-    is one sentence on stderr and exit code 2."""
+    """Run the command that the arguments name, those of the process by default. What the user got
+    wrong is one sentence on stderr and exit code 2."""
     name, *overrides = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("help", "--help", "-h"):
         lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())

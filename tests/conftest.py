@@ -24,11 +24,15 @@ from types import ModuleType
 
 import pytest  # and no torch: the process that hands out the tests needs none
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # pytest's processes share the rows that they pack, and nobody else
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+):  # pytest's processes share the rows that they pack, and nobody else
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest itself runs twice side by side
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # of the processes that tests start, too: pytest itself runs twice side by side
+)
 os.environ["WANDB_MODE"] = "offline"
 
 TINY = {  # what all tiny random models have in common
@@ -58,7 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is here to stay: it is not looked through for garbage again and again."""
+    """What has been imported is here to stay: it is not looked through for garbage again and
+    again."""
     gc.collect()
     gc.freeze()
 
@@ -74,12 +79,14 @@ def repo() -> Path:
 
 
 class ForkServer:
-    """The client of fork_server.py, which starts processes of the project's commands: one server for all of pytest's
-    processes, started by the first of them."""
+    """The client of fork_server.py, which starts processes of the project's commands: one server
+    for all of pytest's processes, started by the first of them."""
 
     def __init__(self, repo: Path, folder: Path) -> None:
-        self.repo, self.socket = repo, socket.socket(socket.AF_UNIX)
-        path, deadline = folder / "forks", time.monotonic() + 600
+        self.repo = repo
+        self.socket = socket.socket(socket.AF_UNIX)
+        path = folder / "forks"
+        deadline = time.monotonic() + 600
         with (folder / "forks.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             started = None
@@ -88,11 +95,15 @@ class ForkServer:
                     self.socket.connect(str(path))
                     break
                 except OSError:  # nobody has started it, or it has just been, or it has just ended
-                    assert time.monotonic() < deadline and (started is None or started.poll() is None)
+                    assert time.monotonic() < deadline and (
+                        started is None or started.poll() is None
+                    )
                 if started is None:
                     command = [sys.executable, str(repo / "tests" / "fork_server.py"), str(path)]
                     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-                    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(repo)}, **quiet)
+                    started = subprocess.Popen(
+                        command, env=os.environ | {"PYTHONPATH": str(repo)}, **quiet
+                    )
                 time.sleep(0.02)
         self.lines = self.socket.makefile("rw")
 
@@ -109,15 +120,31 @@ class Command:
     """A running command of one or more processes. When one of them fails, the others are killed."""
 
     def __init__(
-        self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int, variables: dict
+        self,
+        server: ForkServer,
+        output: Path,
+        script: str,
+        arguments: list[str],
+        processes: int,
+        variables: dict,
     ) -> None:
-        self.server, self.output, self.returncode = server, output, None
+        self.server = server
+        self.output = output
+        self.returncode = None
         output.touch()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        cluster = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        common = {"script": str(server.repo / script), "arguments": arguments, "output": str(output)}
+        cluster = {
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        common = {
+            "script": str(server.repo / script),
+            "arguments": arguments,
+            "output": str(output),
+        }
         self.running = []
         for rank in range(processes):
             place = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
@@ -158,9 +185,11 @@ class Command:
 
 @pytest.fixture(scope="session")
 def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
-    """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script arguments`, but already
-    imported."""
-    servers, commands, folder = [], [], tmp_path_factory.mktemp("commands")
+    """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script
+    arguments`, but already imported."""
+    servers = []
+    commands = []
+    folder = tmp_path_factory.mktemp("commands")
 
     def start(script: str, arguments: list[str], processes: int = 1, **environment: str) -> Command:
         if not servers:
@@ -185,7 +214,8 @@ def shared_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_once(shared_folder):
-    """(name, make) -> a folder that `make(folder)` has filled, once for all of pytest's processes: the others wait."""
+    """(name, make) -> a folder that `make(folder)` has filled, once for all of pytest's processes:
+    the others wait."""
     shared = shared_folder
 
     def once(name: str, make) -> Path:
@@ -207,7 +237,9 @@ def load_program(repo):
     """name -> the program of that name in tests/robustness, as a module."""
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, repo / "tests" / "robustness" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            name, repo / "tests" / "robustness" / f"{name}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -217,7 +249,8 @@ def load_program(repo):
 
 @pytest.fixture
 def file_size_limit():
-    """(bytes) -> a context in which no file grows beyond that, as on a full disk: the kernel says EFBIG."""
+    """(bytes) -> a context in which no file grows beyond that, as on a full disk: the kernel says
+    EFBIG."""
 
     @contextmanager
     def limit(size: int) -> Iterator[None]:
@@ -241,20 +274,29 @@ def embedded():
 
 @pytest.fixture(scope="session")
 def shallow(make_once) -> Path:
-    """A folder with the embedded target's first four layers and its tokenizer: for runs that need a target, whatever it
-    says. Read only."""
+    """A folder with the embedded target's first four layers and its tokenizer: for runs that need a
+    target, whatever it says. Read only."""
 
     def cut(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
 
         from infer.targets.loading import EMBEDDED
 
-        shutil.copytree(EMBEDDED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("drafter", "*.jsonl"))
+        shutil.copytree(
+            EMBEDDED,
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("drafter", "*.jsonl"),
+        )
         config = json.loads((EMBEDDED / "config.json").read_text())
         config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
         (folder / "config.json").write_text(json.dumps(config))
         tensors = load_file(EMBEDDED / "model.safetensors")
-        kept = {name: it for name, it in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < 4}
+        kept = {
+            name: it
+            for name, it in tensors.items()
+            if ".layers." not in name or int(name.split(".")[2]) < 4
+        }
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
     return make_once("shallow", cut)
@@ -262,7 +304,8 @@ def shallow(make_once) -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_target(shallow):
-    """These four layers, float32, with the tokenizer: for tests of what stands around a target. Read only."""
+    """These four layers, float32, with the tokenizer: for tests of what stands around a target.
+    Read only."""
     from infer import load_target
 
     return load_target(str(shallow), dtype="float32", device="cpu")
@@ -270,13 +313,19 @@ def shallow_target(shallow):
 
 @pytest.fixture(scope="session")
 def random_qwen3():
-    """A factory of small Qwen3 models with random weights, sharp enough that tokens differ: (seed, **what differs)."""
+    """A factory of small Qwen3 models with random weights, sharp enough that tokens differ: (seed,
+    **what differs)."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def make(seed: int = 0, **sizes) -> Qwen3ForCausalLM:
         torch.manual_seed(seed)
-        usual = {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.2}
+        usual = {
+            "vocab_size": 97,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.2,
+        }
         return Qwen3ForCausalLM(Qwen3Config(**TINY | usual | sizes))
 
     return make
@@ -284,8 +333,8 @@ def random_qwen3():
 
 @pytest.fixture(scope="session")
 def make_tiny(random_qwen3):
-    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
-    the target, family) -> (target, drafter)."""
+    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed,
+    layers, depth of the target, family) -> (target, drafter)."""
     import torch
 
     from infer.config import DrafterConfig
@@ -316,7 +365,8 @@ def make_tiny(random_qwen3):
 
 @pytest.fixture(scope="session")
 def random_target():
-    """(transformers config) -> a target with random weights; its norms, biases and sinks are random too."""
+    """(transformers config) -> a target with random weights; its norms, biases and sinks are random
+    too."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -338,7 +388,8 @@ def random_target():
 
 @pytest.fixture(scope="session")
 def ngrams(tmp_path_factory) -> Path:
-    """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for `make_tiny`'s targets."""
+    """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for
+    `make_tiny`'s targets."""
     import torch
 
     from infer.ngrams.count import count_ngrams
@@ -358,14 +409,17 @@ def ngrams(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_masked(random_qwen3):
-    """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in confidence."""
+    """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in
+    confidence."""
     from infer.masked.model import MaskedModel
 
     def make(shifted: bool = False, seed: int = 2) -> MaskedModel:
         sizes = {"vocab_size": 64, "max_position_embeddings": 128, "initializer_range": 0.4}
         body = random_qwen3(seed, **sizes).eval().requires_grad_(False)
         for layer in body.model.layers:
-            layer.self_attn.o_proj.weight *= 0.25  # what stands elsewhere matters, but not so much that no draft holds
+            layer.self_attn.o_proj.weight *= (
+                0.25  # what stands elsewhere matters, but not so much that no draft holds
+            )
         return MaskedModel(body, None, 60, shifted, "tiny")
 
     return make

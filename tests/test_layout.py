@@ -1,4 +1,5 @@
-"""The rules of the code, checked by reading it: imports, packages, names, sizes, and what must not be written."""
+"""The rules of the code, checked by reading it: imports, packages, names, sizes, and what must not
+be written."""
 
 import ast
 import pydoc
@@ -27,10 +28,12 @@ MAX_DEPENDENCIES = 78  # between packages and top files of infer/: 187 before th
 MAX_FUNCTION_LINES = 60
 MAX_PACKAGE_DOCSTRING_LINES = 4  # what lives here; what it may import; where to start reading
 
-# Package -> packages that it may not import. infer/cli may import data and train inside functions, and the modules of
-# OPTION_MODULES, which load no torch, where a command's options have their dataclasses as fields.
+# Package -> packages that it may not import. infer/cli may import data and train inside functions,
+# and the modules of OPTION_MODULES, which load no torch, where a command's options have their
+# dataclasses as fields.
 FORBIDDEN_IMPORTS = {"data": {"infer", "train"}, "infer": {"train", "data"}, "train": set()}
-# What data may import all the same: how a chat template takes tool calls is one function for training and decoding.
+# What data may import all the same: how a chat template takes tool calls is one function for
+# training and decoding.
 SHARED_MODULES = {"infer.utils.chat_template"}
 
 # Package of infer/ -> what it may import of infer/ besides itself and infer.config.
@@ -52,10 +55,13 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "serving": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation"},
     "cli": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation", "serving"},
 }
-# Optional packages: no other module imports one of theirs, and only these tables name them, as "module:name".
+# Optional packages: no other module imports one of theirs, and only these tables name them, as
+# "module:name".
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     name: tuple(path.removesuffix(".py").replace("/", ".") for path in package["code"])
-    for name, package in tomllib.loads((ROOT / "tests" / "optional_packages.toml").read_text()).items()
+    for name, package in tomllib.loads(
+        (ROOT / "tests" / "optional_packages.toml").read_text()
+    ).items()
 }
 TABLES = {
     "infer/__init__.py",
@@ -68,14 +74,27 @@ TABLES = {
     "infer/trees/methods.py",
 }
 # Module or package -> those that may import it besides itself.
-IMPORTED_ONLY_BY = {module: set(modules) for modules in OPTIONAL_PACKAGES.values() for module in modules}
+IMPORTED_ONLY_BY = {
+    module: set(modules) for modules in OPTIONAL_PACKAGES.values() for module in modules
+}
 CODE_IN_INIT = {"infer/__init__.py", "infer/trees/__init__.py", "infer/drafters/__init__.py"}
 
 OPTION_MODULES = {"data.rows", "data.suites"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
-# Nothing that infer/ may do without: with all of these missing, loading and generating are still importable.
-OPTIONAL_LIBRARIES = ("train", "data", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "llguidance")
+# Nothing that infer/ may do without: with all of these missing, loading and generating are still
+# importable.
+OPTIONAL_LIBRARIES = (
+    "train",
+    "data",
+    "deepspeed",
+    "hydra",
+    "omegaconf",
+    "datasets",
+    "wandb",
+    "rich",
+    "llguidance",
+)
 
 REGISTRY_HOSTS = rb"(pypi|pythonhosted|download\.pytorch|anaconda|registry\.npmjs)\.org"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -124,11 +143,16 @@ def imported(found: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def import_faults(code: str, package: str, cli: bool = False) -> list[str]:
-    """Imports in `code`, a file of `package`, that are relative or go against the direction. cli: a file of infer/cli,
-    where only imports outside functions are judged."""
+    """Imports in `code`, a file of `package`, that are relative or go against the direction. cli: a
+    file of infer/cli, where only imports outside functions are judged."""
     relative = [name for name in imported_modules(code) if name.startswith(".")]
     allowed = OPTION_MODULES if cli else set()
-    inside = {each for node in nodes(code) if cli and isinstance(node, FUNCTIONS) for each in ast.walk(node)}
+    inside = {
+        each
+        for node in nodes(code)
+        if cli and isinstance(node, FUNCTIONS)
+        for each in ast.walk(node)
+    }
     outside = [
         name
         for name in imported(node for node in nodes(code) if node not in inside)
@@ -143,8 +167,8 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(code: str, modules: set[str]) -> set[str]:
-    """Those of `modules` that `code` imports, also inside functions and under TYPE_CHECKING. `from a import b` is an
-    import of a.b where that is a module, and of a elsewhere."""
+    """Those of `modules` that `code` imports, also inside functions and under TYPE_CHECKING. `from
+    a import b` is an import of a.b where that is a module, and of a elsewhere."""
     found = set()
     for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -170,12 +194,19 @@ def names_in(path: Path) -> set[str]:
 
 
 def missing_names(code: str, modules: dict[str, Path]) -> list[str]:
-    """What `code` imports by name from files that do not have it; `modules` are the files by name."""
+    """What `code` imports by name from files that do not have it; `modules` are the files by
+    name."""
     faults = []
     for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module in modules:
-            names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
-            faults += [f"{node.module}.{name}" for name in names if name not in names_in(modules[node.module])]
+            names = [
+                alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules
+            ]
+            faults += [
+                f"{node.module}.{name}"
+                for name in names
+                if name not in names_in(modules[node.module])
+            ]
     return faults
 
 
@@ -187,7 +218,8 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a circle, the first one again at the end; empty if there is none."""
+    """Return modules that import each other in a circle, the first one again at the end; empty if
+    there is none."""
     done: set[str] = set()
 
     def search(name: str, path: list[str]) -> list[str]:
@@ -213,21 +245,29 @@ def is_within(module: str, packages: Iterable[str]) -> bool:
 
 
 def package_of(module: str) -> str | None:
-    """The package of a module of infer/: "trees" for infer.trees.ddtree, None for infer, infer.api, ..."""
+    """The package of a module of infer/: "trees" for infer.trees.ddtree, None for infer, infer.api,
+    ..."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "infer" and len(parts) > 1 and parts[1] in ALLOWED_IMPORTS else None
+    return (
+        parts[1] if parts[0] == "infer" and len(parts) > 1 and parts[1] in ALLOWED_IMPORTS else None
+    )
 
 
 def package_faults(graph: dict[str, set[str]]) -> list[str]:
-    """Imports of infer/ that the table ALLOWED_IMPORTS does not allow. Modules of one optional package import each
-    other."""
+    """Imports of infer/ that the table ALLOWED_IMPORTS does not allow. Modules of one optional
+    package import each other."""
     faults = []
     for module, imported in graph.items():
         package = package_of(module)
         if package is None:
             continue
         allowed = {package, "config", *ALLOWED_IMPORTS[package]}
-        siblings = [name for names in OPTIONAL_PACKAGES.values() if is_within(module, names) for name in names]
+        siblings = [
+            name
+            for names in OPTIONAL_PACKAGES.values()
+            if is_within(module, names)
+            for name in names
+        ]
         for name in imported:
             if name.split(".")[0] == "infer" and not is_within(name, siblings):
                 faults += [f"{module} -> {name}"] * ((name + ".api").split(".")[1] not in allowed)
@@ -240,14 +280,22 @@ def importer_faults(graph: dict[str, set[str]]) -> list[str]:
     for package, importers in IMPORTED_ONLY_BY.items():
         for module in graph:
             if not is_within(module, (package, *importers)):
-                faults += [f"{module} -> {name}" for name in sorted(graph[module]) if is_within(name, [package])]
+                faults += [
+                    f"{module} -> {name}"
+                    for name in sorted(graph[module])
+                    if is_within(name, [package])
+                ]
     return faults
 
 
 def names_of_optional_modules(code: str) -> list[str]:
     """Texts in `code` that name a module of an optional package, as a row of a table does."""
     modules = [module for modules in OPTIONAL_PACKAGES.values() for module in modules]
-    texts = [node.value for node in nodes(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [
+        node.value
+        for node in nodes(code)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     return [text for text in texts if is_within(text.partition(":")[0], modules)]
 
 
@@ -267,7 +315,8 @@ def function_faults(code: str) -> list[str]:
 
 
 def unsafe_calls(code: str) -> list[str]:
-    """What in `code` could run somebody else's code: unpickling, eval, exec, code from a model repository."""
+    """What in `code` could run somebody else's code: unpickling, eval, exec, code from a model
+    repository."""
     faults = [f"import {name}" for name in imported_modules(code) if name.split(".")[0] in PICKLES]
     for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
@@ -278,7 +327,10 @@ def unsafe_calls(code: str) -> list[str]:
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         if name in ("eval", "exec", "builtins.eval", "builtins.exec"):
             faults.append(name)
-        if name in ("torch.load", "torch.serialization.load") and keywords.get("weights_only") != "True":
+        if (
+            name in ("torch.load", "torch.serialization.load")
+            and keywords.get("weights_only") != "True"
+        ):
             faults.append(name)
         if keywords.get("trust_remote_code") == "True":
             faults.append("trust_remote_code=True")
@@ -315,7 +367,9 @@ def test_nothing_imports_an_optional_package():
     assert importer_faults(module_graph()) == []
     core = {"train.loop": {"train.masked.config"}, "train.masked.config": {"infer.masked.model"}}
     assert importer_faults(core) == ["train.loop -> train.masked.config"]
-    assert importer_faults({"infer.cli.eval": {"infer.doctor"}}) == ["infer.cli.eval -> infer.doctor"]
+    assert importer_faults({"infer.cli.eval": {"infer.doctor"}}) == [
+        "infer.cli.eval -> infer.doctor"
+    ]
     assert importer_faults({"infer.trees.ddtree": {"infer.trees.continuity"}}) != []
 
 
@@ -323,33 +377,56 @@ def test_only_tables_name_optional_packages():
     naming = {
         str(path.relative_to(ROOT))
         for path in sources(*PACKAGES)
-        if not is_within(module_name(path), IMPORTED_ONLY_BY) and names_of_optional_modules(path.read_text())
+        if not is_within(module_name(path), IMPORTED_ONLY_BY)
+        and names_of_optional_modules(path.read_text())
     }
     assert naming <= TABLES
-    assert names_of_optional_modules('"infer.masked.x:f", "infer.maskedness:f", "a"') == ["infer.masked.x:f"]
+    assert names_of_optional_modules('"infer.masked.x:f", "infer.maskedness:f", "a"') == [
+        "infer.masked.x:f"
+    ]
 
 
 def test_the_packages_check_sees_faults():
     code = "if TYPE_CHECKING:\n    from infer.engine.engine import Engine\ndef f():\n    from infer.trees import tree\n"
-    modules = {"infer", "infer.api", "infer.engine.engine", "infer.trees", "infer.trees.tree", "infer.config"}
-    imported = imports_of(code + "import infer.config\nfrom infer import api, generate\nimport torch", modules)
+    modules = {
+        "infer",
+        "infer.api",
+        "infer.engine.engine",
+        "infer.trees",
+        "infer.trees.tree",
+        "infer.config",
+    }
+    imported = imports_of(
+        code + "import infer.config\nfrom infer import api, generate\nimport torch", modules
+    )
     assert imported == modules - {"infer.trees"}
-    faults = package_faults({"infer.drafters.base": imported, "infer.main": imported, "train.loop": imported})
+    faults = package_faults(
+        {"infer.drafters.base": imported, "infer.main": imported, "train.loop": imported}
+    )
     start = "infer.drafters.base -> "
     assert faults == [start + name for name in ("infer", "infer.api", "infer.engine.engine")]
 
 
 def test_every_folder_of_infer_is_a_package_and_its_top_is_small():
     folders = {path.parent.name for path in (ROOT / "infer").glob("*/__init__.py")}
-    optional = {module.removeprefix("infer.") for modules in OPTIONAL_PACKAGES.values() for module in modules}
+    optional = {
+        module.removeprefix("infer.")
+        for modules in OPTIONAL_PACKAGES.values()
+        for module in modules
+    }
     assert set(ALLOWED_IMPORTS) - optional <= folders <= set(ALLOWED_IMPORTS)
     top = sorted(path.name for path in (ROOT / "infer").glob("*.py"))
     assert len(top) <= MAX_TOP_FILES, top
 
 
 def test_dependencies_between_packages_are_few():
-    """Of packages and files at the top of infer/: one depends on another if something in it imports from there."""
-    graph = {a: {b for b in names if b.startswith("infer")} for a, names in module_graph().items() if a[:5] == "infer"}
+    """Of packages and files at the top of infer/: one depends on another if something in it imports
+    from there."""
+    graph = {
+        a: {b for b in names if b.startswith("infer")}
+        for a, names in module_graph().items()
+        if a[:5] == "infer"
+    }
     pairs = {(package_of(a) or a, package_of(b) or b) for a, names in graph.items() for b in names}
     assert 40 < len([pair for pair in pairs if pair[0] != pair[1]]) <= MAX_DEPENDENCIES
 
@@ -365,7 +442,8 @@ def test_the_circle_check_sees_circles():
 
 @pytest.mark.parametrize("path", sources("infer", "train", name="*/__init__.py"), ids=module_name)
 def test_packages_say_what_lives_there(path):
-    """What lives here, what it may import, where to start reading; nothing else but where a table lives."""
+    """What lives here, what it may import, where to start reading; nothing else but where a table
+    lives."""
     tree = ast.parse(path.read_text())
     said = (ast.get_docstring(tree) or "").strip()
     assert said and "TODO" not in said
@@ -375,13 +453,17 @@ def test_packages_say_what_lives_there(path):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_functions_are_short_and_return_no_long_tuples(package):
-    faults = {str(path.relative_to(ROOT)): function_faults(path.read_text()) for path in sources(package)}
+    faults = {
+        str(path.relative_to(ROOT)): function_faults(path.read_text()) for path in sources(package)
+    }
     assert not {path: found for path, found in faults.items() if found}
 
 
 def test_the_function_check_sees_faults():
     long = "def f():\n" + "    x = 1\n" * 60
-    assert function_faults(long) == ["f: 61 lines"] and not function_faults(long.removesuffix("    x = 1\n"))
+    assert function_faults(long) == ["f: 61 lines"] and not function_faults(
+        long.removesuffix("    x = 1\n")
+    )
     assert function_faults("def g():\n    return 1, 2, 3") == ["g: a tuple longer than two"]
     assert function_faults("async def g():\n    return 1, 2") == []
 
@@ -395,17 +477,24 @@ def test_tests_import_no_test():
 
 
 def test_scripts_import_what_is_there():
-    """Most of benchmarks/ and tests/robustness/ no test runs: what is renamed or moved would leave them behind."""
+    """Most of benchmarks/ and tests/robustness/ no test runs: what is renamed or moved would leave
+    them behind."""
     modules = {module_name(path): path for path in sources(*PACKAGES)}
     modules |= {path.stem: path for path in sources("benchmarks")}
     public = {f"infer.{name}" for name in infer.__all__}
-    faults = {str(path): missing_names(path.read_text(), modules) for path in sources("benchmarks", "tests/robustness")}
+    faults = {
+        str(path): missing_names(path.read_text(), modules)
+        for path in sources("benchmarks", "tests/robustness")
+    }
     assert not {path: {*names} - public for path, names in faults.items() if {*names} - public}
-    assert missing_names("def f():\n    from train.plan import gone, StepShape", modules) == ["train.plan.gone"]
+    assert missing_names("def f():\n    from train.plan import gone, StepShape", modules) == [
+        "train.plan.gone"
+    ]
 
 
 def test_no_module_hides_another():
-    """`python train/main.py` puts train/ first on the path: a file queue.py there would replace the library's."""
+    """`python train/main.py` puts train/ first on the path: a file queue.py there would replace the
+    library's."""
     taken = {*sys.stdlib_module_names, *packages_distributions(), *PACKAGES}
     entries = [path for package in PACKAGES for path in (ROOT / package).iterdir()]
     modules = [path for path in entries if path.suffix == ".py" or (path / "__init__.py").is_file()]
@@ -414,21 +503,40 @@ def test_no_module_hides_another():
 
 
 def test_nothing_runs_foreign_code():
-    faults = {str(path.relative_to(ROOT)): unsafe_calls(path.read_text()) for path in sources(*PACKAGES, "benchmarks")}
+    faults = {
+        str(path.relative_to(ROOT)): unsafe_calls(path.read_text())
+        for path in sources(*PACKAGES, "benchmarks")
+    }
     assert not {path: calls for path, calls in faults.items() if calls}
 
 
 def test_the_foreign_code_check_sees_faults():
-    assert unsafe_calls("torch.load(f)\ntorch.load(f, weights_only=False)") == ["torch.load", "torch.load"]
-    assert unsafe_calls("from torch import load\nimport pickle") == ["import pickle", "from torch import load"]
-    assert unsafe_calls("eval(x)\nAuto.load(n, trust_remote_code=True)") == ["eval", "trust_remote_code=True"]
-    assert not unsafe_calls("torch.load(f, weights_only=True)\nmodel.eval()\nload(n, trust_remote_code=c.trust)")
+    assert unsafe_calls("torch.load(f)\ntorch.load(f, weights_only=False)") == [
+        "torch.load",
+        "torch.load",
+    ]
+    assert unsafe_calls("from torch import load\nimport pickle") == [
+        "import pickle",
+        "from torch import load",
+    ]
+    assert unsafe_calls("eval(x)\nAuto.load(n, trust_remote_code=True)") == [
+        "eval",
+        "trust_remote_code=True",
+    ]
+    assert not unsafe_calls(
+        "torch.load(f, weights_only=True)\nmodel.eval()\nload(n, trust_remote_code=c.trust)"
+    )
 
 
 def test_configurations_name_no_code_but_hydras_callback():
     files = sorted((ROOT / "conf").rglob("*.yaml"))
     assert files
-    targets = [line.strip() for path in files for line in path.read_text().splitlines() if "_target_" in line]
+    targets = [
+        line.strip()
+        for path in files
+        for line in path.read_text().splitlines()
+        if "_target_" in line
+    ]
     assert targets == ["_target_: train.sweep.SweepTable"]
 
 
@@ -449,7 +557,10 @@ def test_files_name_no_machine_and_no_registry():
     assert pattern.search(b"see https://files." + b"pythonhosted" + b".org/x") and pattern.search(
         b'open("/ro' + b'ot/x")'
     )
-    found = {str(path.relative_to(ROOT)): pattern.findall(path.read_bytes()) for path in committed_files()}
+    found = {
+        str(path.relative_to(ROOT)): pattern.findall(path.read_bytes())
+        for path in committed_files()
+    }
     assert not {path: hits for path, hits in found.items() if hits}
 
 
@@ -468,8 +579,9 @@ def test_the_api_lists_and_explains_itself():
 
 
 def test_every_file_of_the_packages_is_installed():
-    """Setuptools installs files of packages alone, and prints a long warning for a folder of files that is none: each
-    folder of conf, data, infer and train is a package, and package-data has all of its files."""
+    """Setuptools installs files of packages alone, and prints a long warning for a folder of files
+    that is none: each folder of conf, data, infer and train is a package, and package-data has all
+    of its files."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     names = {path.relative_to(ROOT) for path in committed_files()}
     files = [name for name in names if name.parts[0] in {*PACKAGES, "conf"} and len(name.parts) > 1]
@@ -481,7 +593,11 @@ def test_every_file_of_the_packages_is_installed():
         return not excluded and any(fnmatchcase(name, pattern) for pattern in patterns["include"])
 
     assert {name for name in folders if is_package(name)} == folders
-    assert not [name for name in ("tests", "docs", "runs", "benchmarks", "infer.__pycache__") if is_package(name)]
+    assert not [
+        name
+        for name in ("tests", "docs", "runs", "benchmarks", "infer.__pycache__")
+        if is_package(name)
+    ]
     data = options["package-data"]["*"]
     assert all(any(fnmatchcase(name.name, pattern) for pattern in data) for name in files)
 
@@ -489,7 +605,9 @@ def test_every_file_of_the_packages_is_installed():
 def test_missing_modules_are_named_with_the_extra_that_brings_them():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extra, modules in EXTRA_MODULES.items():
-        packages = [re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]]
+        packages = [
+            re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]
+        ]
         assert sorted(modules) == sorted(package.replace("-", "_") for package in packages)
         assert f"[{extra}]" in describe_missing(modules[0])
     assert "[" not in describe_missing("einops")
@@ -513,5 +631,9 @@ def test_the_version_is_pyprojects_wherever_it_is_asked_for(monkeypatch, capsys)
 
 def test_text_files_are_written_in_one_place():
     """Whole, and without secrets: by infer/utils/files.py."""
-    writers = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES) if ".write_text(" in path.read_text()]
+    writers = [
+        str(path.relative_to(ROOT))
+        for path in sources(*PACKAGES)
+        if ".write_text(" in path.read_text()
+    ]
     assert writers == ["infer/utils/files.py"]

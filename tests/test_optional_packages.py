@@ -1,5 +1,5 @@
-"""Optional packages are deleted in a copy of the repository, all together and, with -m robustness, each alone: the core
-decodes, trains and serves there."""
+"""Optional packages are deleted in a copy of the repository, all together and, with -m robustness,
+each alone: the core decodes, trains and serves there."""
 
 import os
 import re
@@ -45,8 +45,14 @@ FULL = [
 MIN_FULL_TESTS = 150  # that pass: a test that needs an optional package is skipped, and few do
 # optional package -> a command that needs it, and the end of the sentence that refuses it
 REFUSED = {
-    "masked": (["diffusion"], "command diffusion is not in this installation: train/masked is missing"),
-    "doctor": (["doctor"], "command doctor is not in this installation: infer/cli/doctor.py is missing"),
+    "masked": (
+        ["diffusion"],
+        "command diffusion is not in this installation: train/masked is missing",
+    ),
+    "doctor": (
+        ["doctor"],
+        "command doctor is not in this installation: infer/cli/doctor.py is missing",
+    ),
     "int8_cpu": (
         ["generate", "target.quantization=int8", "decoding.method=plain"],
         "quantization=int8 is not in this installation: infer/int8_cpu is missing",
@@ -60,19 +66,24 @@ REFUSED = {
 
 @pytest.fixture
 def copy_without(tmp_path) -> Callable[..., Path]:
-    """(optional packages) -> the folder of a copy of the repository without them, their tests and configurations."""
+    """(optional packages) -> the folder of a copy of the repository without them, their tests and
+    configurations."""
 
     def copy(*names: str) -> Path:
         folder = tmp_path / "copy"
         folder.mkdir()
         (folder / "data").symlink_to(ROOT / "data")
-        unfinished = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # compiled code that other processes are writing
+        unfinished = shutil.ignore_patterns(
+            "*.pyc.*", "*.tmp.*"
+        )  # compiled code that other processes are writing
         for path in COPIED:
             if (ROOT / path).is_dir():
                 shutil.copytree(ROOT / path, folder / path, ignore=unfinished)
             else:
                 shutil.copy2(ROOT / path, folder / path)
-        for path in [path for name in names for path in (*PACKAGES[name]["code"], *PACKAGES[name]["own"])]:
+        for path in [
+            path for name in names for path in (*PACKAGES[name]["code"], *PACKAGES[name]["own"])
+        ]:
             if (folder / path).is_dir():
                 shutil.rmtree(folder / path)
             elif Path(path).parts[0] in COPIED:
@@ -95,9 +106,14 @@ def run_tests(folder: Path, tests: list[str]) -> str:
 def test_the_core_works_without_all_of_them(copy_without):
     folder = copy_without(*PACKAGES)
     assert "skipped" not in run_tests(folder, QUICK)
-    for arguments, sentence in REFUSED.values():  # a server's requests are refused in tests/infer/serving
+    for (
+        arguments,
+        sentence,
+    ) in REFUSED.values():  # a server's requests are refused in tests/infer/serving
         command = [sys.executable, str(folder / "infer" / "main.py"), *arguments]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True
+        )
         assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
 
 

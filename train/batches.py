@@ -47,9 +47,9 @@ def seeded(*parts: int) -> torch.Generator:
 
 
 def prepared_rows(config: TrainConfig, target: Target) -> CountedRows:
-    """Return the packed rows, and what became of all examples: one process of each machine makes them,
-    the others find them in the cache. Raises ValueError where there are no rows, and, naming the cache,
-    if that is damaged or cannot be written."""
+    """Return the packed rows, and what became of all examples: one process of each machine makes
+    them, the others find them in the cache. Raises ValueError where there are no rows, and, naming
+    the cache, if that is damaged or cannot be written."""
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
 
@@ -72,18 +72,20 @@ def prepared_rows(config: TrainConfig, target: Target) -> CountedRows:
 
 
 def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
-    """Return the number of the first draw of a process's pass: a pure function, so that resuming needs
-    no state, and a step has the same rows however they are spread over processes."""
+    """Return the number of the first draw of a process's pass: a pure function, so that resuming
+    needs no state, and a step has the same rows however they are spread over processes."""
     count, _ = micro_batch(config, world)
     return step * config.optim.batch + (turn * world + rank) * count
 
 
 def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
-    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them.
-    Anchors belong to a draw, not to a batch: the same ones come out however the rows are spread over
-    processes and micro-steps."""
+    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind
+    them. Anchors belong to a draw, not to a batch: the same ones come out however the rows are
+    spread over processes and micro-steps."""
     count = len(rows["ids"])
-    jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
+    jitter = [
+        torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)
+    ]
     drawn = torch.stack(jitter).to(rows["ids"].device)
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, config.document_anchors)
     until_gap = DIVERGENCES[config.objective.divergence].until_gap
@@ -91,19 +93,24 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
 
 
 class Prefetch:
-    """The passes of steps, by their numbers, in order; each step's are read and laid out by a thread
-    while the one before is computed."""
+    """The passes of steps, by their numbers, in order; each step's are read and laid out by a
+    thread while the one before is computed."""
 
     def __init__(self, dataset, config: TrainConfig, steps: Iterable[int], pinned: bool) -> None:
-        self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.steps, self.thread = iter(steps), ThreadPoolExecutor(1)
+        self.dataset = dataset
+        self.config = config
+        self.pinned = pinned
+        self.steps = iter(steps)
+        self.thread = ThreadPoolExecutor(1)
         self.ahead = self.thread.submit(self.read)
 
     def read(self) -> StepRows:
         """Return the passes of the next step; none behind the last."""
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         share, passes = micro_batch(self.config, world)
-        options, read = self.config.objective, []
+        options = self.config.objective
+        read = []
         weights = position_weights(options, self.config.drafter.block_size - 1)
         step = next(self.steps, None)
         for i in range(passes if step is not None else 0):
@@ -120,11 +127,17 @@ class Prefetch:
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     def __call__(self) -> StepRows:
-        """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
+        """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be
+        read."""
         error = self.ahead.exception()
         if error is not None:
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
-            where = f" from {', '.join(files)}" if files else ""  # stored features name their shard themselves
-            raise Stopped(f"training rows cannot be read{where}: {type(error).__name__}: {error}") from error
-        rows, self.ahead = self.ahead.result(), self.thread.submit(self.read)
+            where = (
+                f" from {', '.join(files)}" if files else ""
+            )  # stored features name their shard themselves
+            raise Stopped(
+                f"training rows cannot be read{where}: {type(error).__name__}: {error}"
+            ) from error
+        rows = self.ahead.result()
+        self.ahead = self.thread.submit(self.read)
         return rows

@@ -1,7 +1,8 @@
-"""The whole configuration of a training run. No torch here: a wrong option is refused before it loads.
+"""The whole configuration of a training run. No torch here: a wrong option is refused before it
+loads.
 
-A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices that
-differ.
+A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices
+that differ.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class ObjectiveConfig:
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
         exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive, see
         train/divergences.py
-    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block
-        16 and 4 for block 8
+    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for
+        block 16 and 4 for block 8
     unary: with a conditional head: so many times the divergence without its corrections is added
     chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
     """
@@ -40,7 +41,9 @@ class ObjectiveConfig:
         """Raise ValueError for an objective that does not exist."""
         one_of(self, "objective.", divergence=DIVERGENCES, weights=WEIGHTS)
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
-            raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
+            raise ValueError(
+                f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma"
+            )
         at_least(self, "objective.", chunk_rows=1, unary=0)
 
 
@@ -48,7 +51,8 @@ class ObjectiveConfig:
 class OptimConfig:
     """Warm-up and half a cosine.
 
-    name: the optimiser. adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
+    name: the optimiser. adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage
+        0)
     lr: peak learning rate
     betas: AdamW's two decay rates
     warmup: share of all steps
@@ -58,13 +62,13 @@ class OptimConfig:
         process's share of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
-    minutes: length of the run in minutes of its steps, whatever steps and epochs say; what comes before
-        the first step, evaluations and saves do not count
-    clock: what minutes are of. wall: as a clock on the wall; processor: on a CPU the processor time of
-        the main thread, which other programs do not shorten but which may take several times as long on
-        the wall
-    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on a CPU with AMX, else
-        float32; on a CPU the target's too while it teaches. Weights stay float32, and
+    minutes: length of the run in minutes of its steps, whatever steps and epochs say; what comes
+        before the first step, evaluations and saves do not count
+    clock: what minutes are of. wall: as a clock on the wall; processor: on a CPU the processor time
+        of the main thread, which other programs do not shorten but which may take several times as
+        long on the wall
+    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on a CPU with
+        AMX, else float32; on a CPU the target's too while it teaches. Weights stay float32, and
         so do evaluations there
     """
 
@@ -148,14 +152,14 @@ class TrainConfig:
     anchors: blocks per packed row, at most
     document_anchors: of these, blocks per document at most (512 in the published recipe); None: no
         limit
-    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees that
-        ask them
+    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees
+        that ask them
     checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
-    save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none
-        besides
+    save_minutes: minutes between saves of the training state, besides those at checkpoints; None:
+        none besides
     compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
-    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work;
-        None: where a step would not fit the device otherwise
+    recompute: compute the drafter's layers again in the backward pass: less memory, a third more
+        work; None: where a step would not fit the device otherwise
     self_check: compare the first batch with a slow plain computation before training
     stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
     wandb: log to Weights & Biases as well; the project is WANDB_PROJECT's, else blockdraft
@@ -198,7 +202,9 @@ class TrainConfig:
         one_of(self, train=("all", "head"))
         above_zero(self, "", "stall_minutes", "save_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
-            raise ValueError(f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them")
+            raise ValueError(
+                f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them"
+            )
         check_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
             check_head_training(self)  # what a drafter of init has is seen when its folder is read
@@ -207,9 +213,13 @@ class TrainConfig:
             raise ValueError(f"name={self.name}: a plain folder name")
         check_source(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
-            raise ValueError(f"features={self.features}: no stored features there; ./launch.sh features makes them")
+            raise ValueError(
+                f"features={self.features}: no stored features there; ./launch.sh features makes them"
+            )
         if self.features and self.target.shard:
-            raise ValueError("features= needs no target in memory, and target.shard=true spreads one: choose")
+            raise ValueError(
+                "features= needs no target in memory, and target.shard=true spreads one: choose"
+            )
         if self.anchors > self.data.length - 2:
             raise ValueError(
                 f"anchors={self.anchors}: a row of data.length={self.data.length} tokens has room for "
@@ -224,17 +234,28 @@ class TrainConfig:
 def check_head_training(config: TrainConfig) -> None:
     """Raise ValueError where a conditional head cannot be trained as asked, or there is none.
     `config.drafter` is complete: `resolve_init` has read the drafter's folder."""
-    name, stage = config.drafter.head.name, config.deepspeed.stage
+    name = config.drafter.head.name
+    stage = config.deepspeed.stage
     row = HEADS.get(name)
     if config.train == "head":
         if config.drafter.init is None:
-            raise ValueError("train=head trains a head on an existing drafter: give drafter.init=<folder or hub id>")
+            raise ValueError(
+                "train=head trains a head on an existing drafter: give drafter.init=<folder or hub id>"
+            )
         if row is None:
-            raise ValueError("train=head: the drafter has no conditional head, give head=markov or another one")
+            raise ValueError(
+                "train=head: the drafter has no conditional head, give head=markov or another one"
+            )
         if stage > 0:
-            raise ValueError(f"train=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0")
+            raise ValueError(
+                f"train=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0"
+            )
     if row is not None and stage > 2:
-        raise ValueError(f"head={name} needs weights whole that deepspeed.stage={stage} cuts up: use 0, 1, 2")
+        raise ValueError(
+            f"head={name} needs weights whole that deepspeed.stage={stage} cuts up: use 0, 1, 2"
+        )
     if config.objective.unary and (row is None or not row.corrects):
         takers = " or ".join(row.name for row in HEADS.values() if row.corrects)
-        raise ValueError(f"objective.unary={config.objective.unary} is for head={takers}, not for head={name}")
+        raise ValueError(
+            f"objective.unary={config.objective.unary} is for head={takers}, not for head={name}"
+        )

@@ -1,11 +1,11 @@
-"""The formulas of the objective, as two tables: divergences between target and drafter, and weights of
-positions.
+"""The formulas of the objective, as two tables: divergences between target and drafter, and weights
+of positions.
 
-A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`) and
-the tests all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and name it
-in a file in conf/objective/. Training differentiates the formula with autograd, chunk by chunk. A row
-may also have its gradient derived by hand, which is 1.4 to 1.5 times as fast and needs less memory; the
-most rows below do.
+A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`)
+and the tests all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and
+name it in a file in conf/objective/. Training differentiates the formula with autograd, chunk by
+chunk. A row may also have its gradient derived by hand, which is 1.4 to 1.5 times as fast and needs
+less memory; the most rows below do.
 
 This module does not import torch, because `train/config.py` checks names against the tables before
 torch loads: formulas use methods of the tensors that they are given.
@@ -46,7 +46,9 @@ class Divergence:
     by_hand: "Callable[[Chunk], tuple[Tensor, Tensor]] | None" = None
     of_labels: bool = False  # does not read p, so that it is not computed
     reads_log_q: bool = False  # by hand it reads sum_v p log q
-    until_gap: bool = False  # a block ends before its first label without loss: what lies behind is not learnt
+    until_gap: bool = (
+        False  # a block ends before its first label without loss: what lies behind is not learnt
+    )
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Weighting:
     """How much the positions t = 1 .. L of a block count."""
 
     by_position: "Callable[[Tensor, object], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
-    # a further factor, known once a block is drafted: the drafter's probability of each label (G, L), which
-    # ones count (G, L) -> (G, L)
+    # a further factor, known once a block is drafted: the drafter's probability of each label (G,
+    # L), which ones count (G, L) -> (G, L)
     by_block: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
 
@@ -85,8 +87,8 @@ def overlap(log_p: "Tensor", log_q: "Tensor") -> "Tensor":
 
 
 def overlap_by_hand(p: "Tensor", q: "Tensor") -> "tuple[Tensor, Tensor]":
-    """a, and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p. Overwrites
-    q."""
+    """a, and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p.
+    Overwrites q."""
     gained = q * (q < p)
     overlap = p.minimum(q).sum(-1)
     return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
@@ -147,6 +149,8 @@ DIVERGENCES = {
 
 WEIGHTS = {
     "gamma": Weighting(lambda steps, config: config.gamma**steps),  # DART section 3.3
-    "exponential": Weighting(lambda steps, config: (-steps / config.gamma).exp()),  # the DFlash recipe
+    "exponential": Weighting(
+        lambda steps, config: (-steps / config.gamma).exp()
+    ),  # the DFlash recipe
     "dpace": Weighting(lambda steps, config: steps.new_ones(steps.shape), dpace),
 }

@@ -8,11 +8,13 @@ needs no target.
         context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K) and
                                                last_scale (n, T)
 
-n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then
+n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed,
+then
 listed: a run that was stopped goes on after the last listed one.
 
-The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and every
-row with its CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads ahead.
+The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and
+every row with its CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads
+ahead.
 """
 
 import json
@@ -30,18 +32,30 @@ from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
 from infer.utils.errors import disk, going_on
-from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
+from infer.utils.files import (
+    atomic_write,
+    json_digest,
+    refuse_other_settings,
+    replacing,
+    save_readable,
+)
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 
 MANIFEST = "manifest.json"
 NO_INFLUENCE = ("data.max_invalid",)  # options that change no row
 SHARD = 512 * 10**6  # bytes, about
-COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
+COLUMNS = {
+    "ids": torch.int32,
+    "positions": torch.int32,
+    "documents": torch.int32,
+    "loss": torch.bool,
+}
 
 
 def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors (..., D) as int8 and the scale of each, (...,) float32: the largest entry becomes 127."""
+    """Vectors (..., D) as int8 and the scale of each, (...,) float32: the largest entry becomes
+    127."""
     scale = states.abs().amax(-1).float().clamp(min=1e-12) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
@@ -59,8 +73,11 @@ def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Featur
     return Features(whole("context").flatten(2), whole("last"))
 
 
-def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
-    """Return what stored features depend on; training from them is refused if one of these differs."""
+def dependencies(
+    config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]
+) -> dict:
+    """Return what stored features depend on; training from them is refused if one of these
+    differs."""
     known = {
         "target": {
             "path": config.target.path,
@@ -82,12 +99,22 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 
 
 @torch.no_grad()
-def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
-    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with
-    what a stopped run left. Raises ValueError when the folder holds features of something else."""
-    out, known = Path(config.out), dependencies(config, target, layers)
+def write_features(
+    config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance
+) -> Path:
+    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on
+    with what a stopped run left. Raises ValueError when the folder holds features of something
+    else."""
+    out = Path(config.out)
+    known = dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
-    manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
+    manifest = {
+        "format": 1,
+        "store": config.store,
+        **known,
+        "rows": len(dataset),
+        "length": config.data.length,
+    }
     manifest["shards"] = []
     if (out / MANIFEST).exists():
         found = read_manifest(out)
@@ -114,9 +141,14 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
     return out
 
 
-def with_features(target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str) -> dict:
-    """Run the target over a packed row of (T,) columns; return it with its features, on the host."""
-    ids, positions, documents = (row[name][None].to(target.device) for name in ("ids", "positions", "documents"))
+def with_features(
+    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
+) -> dict:
+    """Run the target over a packed row of (T,) columns; return it with its features, on the
+    host."""
+    ids, positions, documents = (
+        row[name][None].to(target.device) for name in ("ids", "positions", "documents")
+    )
     features = target.packed_features(ids, positions, documents, layers)
     context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
     out = {name: row[name].to(kind) for name, kind in COLUMNS.items()}
@@ -144,7 +176,9 @@ def manifest_digest(manifest: dict) -> str:
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Write the manifest with its own digest, atomically."""
     with disk(f"{MANIFEST} of {folder}"):
-        atomic_write(folder / MANIFEST, json.dumps(manifest | {"sha256": manifest_digest(manifest)}) + "\n")
+        atomic_write(
+            folder / MANIFEST, json.dumps(manifest | {"sha256": manifest_digest(manifest)}) + "\n"
+        )
 
 
 def read_manifest(folder: Path) -> dict:
@@ -152,7 +186,9 @@ def read_manifest(folder: Path) -> dict:
     FileNotFoundError."""
     file = folder / MANIFEST
     if not file.is_file():
-        raise FileNotFoundError(f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one")
+        raise FileNotFoundError(
+            f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one"
+        )
     try:
         manifest = json.loads(file.read_text())
         sound = manifest["format"] == 1 and manifest["sha256"] == manifest_digest(manifest)
@@ -174,25 +210,35 @@ class StoredRows:
         self.manifest = read_manifest(self.folder)
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
-            raise ValueError(f"{self.folder} is not finished: the same ./launch.sh features command goes on with it")
+            raise ValueError(
+                f"{self.folder} is not finished: the same ./launch.sh features command goes on with it"
+            )
         for shard in shards:
             file = self.folder / shard["file"]
             if not file.is_file():
                 raise ValueError(f"{file} is missing")
             if file.stat().st_size != shard["bytes"]:
-                raise ValueError(f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}")
+                raise ValueError(
+                    f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}"
+                )
         self._places = [(n, i) for n, shard in enumerate(shards) for i in range(shard["rows"])]
         self._open: dict[int, object] = {}  # shards that were read from
-        self._chosen: list[int] | None = None  # of the stored layers, those that a run taps; None: all
+        self._chosen: list[int] | None = (
+            None  # of the stored layers, those that a run taps; None: all
+        )
 
     def check(self, expected: dict) -> None:
-        """Raise ValueError, naming what differs, unless the features are what `dependencies` says that
-        a run needs, or have more layers: rows then have the run's."""
-        known, layers = {key: self.manifest[key] for key in expected}, expected["layers"]
+        """Raise ValueError, naming what differs, unless the features are what `dependencies` says
+        that a run needs, or have more layers: rows then have the run's."""
+        known = {key: self.manifest[key] for key in expected}
+        layers = expected["layers"]
         # once not recorded
         known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]
         if {*layers} <= {*known["layers"]}:
-            self._chosen, known["layers"] = [known["layers"].index(layer) for layer in layers], layers
+            self._chosen, known["layers"] = (
+                [known["layers"].index(layer) for layer in layers],
+                layers,
+            )
         message = f"{self.folder} has features of another {{keys}}"
         refuse_other_settings(known, expected, message, NO_INFLUENCE)
 
@@ -226,12 +272,20 @@ class StoredRows:
         rows = [self._row(index) for index in indices]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         if self._chosen is not None:
-            batch |= {name: batch[name][:, :, self._chosen] for name in batch if name.startswith("context")}
-        return {name: value.long() if value.dtype == torch.int32 else value for name, value in batch.items()}
+            batch |= {
+                name: batch[name][:, :, self._chosen]
+                for name in batch
+                if name.startswith("context")
+            }
+        return {
+            name: value.long() if value.dtype == torch.int32 else value
+            for name, value in batch.items()
+        }
 
 
 def store_features(config: FeaturesConfig) -> None:
-    """`./launch.sh features`: packs the data and runs the target. Says how much it will be first."""
+    """`./launch.sh features`: packs the data and runs the target. Says how much it will be
+    first."""
     from infer.drafters.base import tapped_layers
     from infer.targets.loading import open_target
     from infer.utils.progress import Progress
@@ -240,13 +294,19 @@ def store_features(config: FeaturesConfig) -> None:
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     target = open_target(config.target)
     layers = tapped_layers(config.drafter, target.config)
-    tokenizer, digest = target.tokenizer, target.tokenizer_digest
+    tokenizer = target.tokenizer
+    digest = target.tokenizer_digest
     prepared = prepare_rows(config.data, tokenizer, digest, Progress("tokenising", "texts"))
     refuse_no_rows(prepared.counts)
     dataset = prepared.rows
-    size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
+    size = len(dataset) * row_bytes(
+        config.data.length, len(layers), target.config.hidden_size, config.store
+    )
     print(*prepared.counts.lines(), sep="\n")
-    print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
+    print(
+        f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}",
+        flush=True,
+    )
     with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")

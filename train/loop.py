@@ -40,8 +40,8 @@ MOST_SKIPPED = 5  # steps in a row with a loss or gradient that is not finite; t
 def train(config: TrainConfig) -> Path:
     """Train a drafter from a checked configuration; return the run's folder.
 
-    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is
-    begun, Stopped for what ends a run that was begun.
+    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before
+    anything is begun, Stopped for what ends a run that was begun.
     """
     device = own_device(config.target.device)
     start_processes(device)
@@ -78,13 +78,19 @@ def run_steps(run: RunState) -> Path:
             skipped = count_skipped(run, step, metrics, skipped, log)
             minutes = (time.perf_counter() - saved_at) / 60
             due = run.config.save_minutes is not None and minutes > run.config.save_minutes
-            stop, save_due, spent = agreed([stopping.number is not None, due, metrics["seconds"]], run.device)
+            stop, save_due, spent = agreed(
+                [stopping.number is not None, due, metrics["seconds"]], run.device
+            )
             whole = course.advance(spent)
             if whole or stop or save_due:
                 HEARTBEAT.at(f"training: step {step}, saving")
-                saved = save(run.folder, step, run.drafter, run.engine, run.dtype if whole else None)
+                saved = save(
+                    run.folder, step, run.drafter, run.engine, run.dtype if whole else None
+                )
                 if whole and not stop:  # else the same command evaluates it
-                    with stopped_at_once(f"{saved} is whole, and the same command evaluates it and goes on from there"):
+                    with stopped_at_once(
+                        f"{saved} is whole, and the same command evaluates it and goes on from there"
+                    ):
                         evaluate(run, log)
                 saved_at = time.perf_counter()
             if stop:
@@ -113,19 +119,28 @@ def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
     numbers = train_step(run.drafter, run.engine, run.target, rows, config).numbers()
     speed = config.optim.batch * config.data.length / (time.perf_counter() - began)
     cost = {"tokens_per_second": speed, "peak_gb": peak_memory(run.device) / 1e9}
-    line = {"step": step, "seconds": course.seconds + clock() - before, "lr": rate, **cost, **numbers}
+    line = {
+        "step": step,
+        "seconds": course.seconds + clock() - before,
+        "lr": rate,
+        **cost,
+        **numbers,
+    }
     log.total = course.total
     log.step(line)
     return line
 
 
 def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog) -> int:
-    """Return how many steps were skipped in a row, `before` up to the last one, and name the rows of
-    this one if it was. Raises Stopped after too many."""
+    """Return how many steps were skipped in a row, `before` up to the last one, and name the rows
+    of this one if it was. Raises Stopped after too many."""
     if line["grad_norm"] is not None:
         return 0
-    first, count = (step - 1) * run.config.optim.batch, run.config.optim.batch
-    shown = [str(row_index(first + i, len(run.dataset), run.config.seed)) for i in range(min(count, 16))]
+    first = (step - 1) * run.config.optim.batch
+    count = run.config.optim.batch
+    shown = [
+        str(row_index(first + i, len(run.dataset), run.config.seed)) for i in range(min(count, 16))
+    ]
     which = "loss and gradient are" if line["loss"] is None else "gradient is"
     what = f"step {step} is skipped: its {which} not finite; its rows of the training set are {', '.join(shown)}"
     if before + 1 == MOST_SKIPPED:
@@ -138,8 +153,10 @@ def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog
 
 
 def evaluate(run: RunState, log: RunLog) -> None:
-    """Decode held-out prompts with the checkpoint of the step that was taken, and update the report."""
-    step, over = run.course.step, run.course.over
+    """Decode held-out prompts with the checkpoint of the step that was taken, and update the
+    report."""
+    step = run.course.step
+    over = run.course.over
     if not run.config.evaluation.prompts:
         return
     HEARTBEAT.at(f"evaluating step {step}")
@@ -151,8 +168,14 @@ def evaluate(run: RunState, log: RunLog) -> None:
 def finish(run: RunState, log: RunLog) -> None:
     """Report skipped steps and write the last report."""
     log.progress.close()
-    lost = sum(line["grad_norm"] is None for line in read_log(run.folder)) if dist.get_rank() == 0 else 0
+    lost = (
+        sum(line["grad_norm"] is None for line in read_log(run.folder))
+        if dist.get_rank() == 0
+        else 0
+    )
     if lost:
-        log.say(f"{lost} of {run.course.step} steps were skipped, as their loss or gradient was not finite")
+        log.say(
+            f"{lost} of {run.course.step} steps were skipped, as their loss or gradient was not finite"
+        )
     first_only(lambda: finish_report(run.folder, log))
     dist.barrier()

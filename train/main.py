@@ -1,4 +1,5 @@
-"""`python train/main.py [overrides]`, alone or under torchrun: Hydra in, dataclass out, one call."""
+"""`python train/main.py [overrides]`, alone or under torchrun: Hydra in, dataclass out, one
+call."""
 
 import gc
 import os
@@ -23,7 +24,9 @@ def run(config: TrainConfig) -> None:
         config.name = folder.name
     try:
         refuse_unwritten(config.data)
-        from train.loop import train  # torch and friends load only once the configuration is known to be good
+        from train.loop import (
+            train,
+        )  # torch and friends load only once the configuration is known to be good
 
         train(config)
     finally:
@@ -32,8 +35,8 @@ def run(config: TrainConfig) -> None:
 
 @contextmanager
 def leave_process() -> Iterator[None]:
-    """Leave the process after the block without its exit handlers: a finished gloo process sometimes aborts
-    there, and one that failed may wait there for a hanging thread."""
+    """Leave the process after the block without its exit handlers: a finished gloo process
+    sometimes aborts there, and one that failed may wait there for a hanging thread."""
     code = 0
     try:
         yield

@@ -1,5 +1,5 @@
-"""The optimiser (AdamW, or Muon for matrices and AdamW for everything else) and the schedules of its
-rate."""
+"""The optimiser (AdamW, or Muon for matrices and AdamW for everything else) and the schedules of
+its rate."""
 
 import math
 from collections.abc import Callable
@@ -15,15 +15,15 @@ TABLES = ("embed_tokens.weight", "lm_head.weight", "layer_fusion_weights", *head
 
 
 def has_bfloat16() -> bool:
-    """Return whether this CPU multiplies matrices of bfloat16 (AMX). With AVX-512's BF16 alone a training
-    pass takes 1.8 times as long as in float32."""
+    """Return whether this CPU multiplies matrices of bfloat16 (AMX). With AVX-512's BF16 alone a
+    training pass takes 1.8 times as long as in float32."""
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
 
 
 def orthogonalised(matrix: torch.Tensor, group: dict) -> torch.Tensor:
-    """Return the nearest matrix with orthogonal rows or columns, roughly, in the matrix's dtype: Muon's
-    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon) with the coefficients and steps
-    of a parameter group."""
+    """Return the nearest matrix with orthogonal rows or columns, roughly, in the matrix's dtype:
+    Muon's Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon) with the coefficients
+    and steps of a parameter group."""
     a, b, c = group["ns_coefficients"]
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=group["eps"])
@@ -34,8 +34,8 @@ def orthogonalised(matrix: torch.Tensor, group: dict) -> torch.Tensor:
 
 
 class WideMuon(torch.optim.Muon):
-    """Muon with products in the gradients' dtype: torch's are in bfloat16, which takes a CPU without
-    such products seven times as long as float32."""
+    """Muon with products in the gradients' dtype: torch's are in bfloat16, which takes a CPU
+    without such products seven times as long as float32."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -52,20 +52,32 @@ class WideMuon(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are
-    scaled to the size that AdamW's have, so that both take the same learning rate."""
+    """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps
+    are scaled to the size that AdamW's have, so that both take the same learning rate."""
 
     def __init__(
-        self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig, decay: float
+        self,
+        matrices: list[torch.Tensor],
+        others: list[torch.Tensor],
+        config: OptimConfig,
+        decay: float,
     ) -> None:
-        half = matrices[0].is_cuda or (config.precision != "float32" and has_bfloat16()) if matrices else True
+        half = (
+            matrices[0].is_cuda or (config.precision != "float32" and has_bfloat16())
+            if matrices
+            else True
+        )
         kind = torch.optim.Muon if half else WideMuon
         muon = partial(kind, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         adamw = partial(torch.optim.AdamW, betas=tuple(config.betas), weight_decay=0.0)
         shares = ((muon, matrices), (adamw, others))
         self.parts = [make(share, lr=config.lr) for make, share in shares if share]
-        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": config.lr})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # theirs, not copies
+        super().__init__(
+            [group for part in self.parts for group in part.param_groups], {"lr": config.lr}
+        )
+        self.param_groups = [
+            group for part in self.parts for group in part.param_groups
+        ]  # theirs, not copies
         for part in self.parts:
             part.state = self.state
 
@@ -76,23 +88,29 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, decay: float = 0.0) -> torch.optim.Optimizer:
-    """Make the optimiser that the configuration names, for a drafter or a whole model; `decay`: weight
-    decay of Muon's matrices. An embedding and a head count as tables of vectors, one for each token,
-    and not as matrices of Muon. What is frozen is left out."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def make_optimizer(
+    model: nn.Module, config: OptimConfig, decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """Make the optimiser that the configuration names, for a drafter or a whole model; `decay`:
+    weight decay of Muon's matrices. An embedding and a head count as tables of vectors, one for
+    each token, and not as matrices of Muon. What is frozen is left out."""
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(TABLES)]
     others = [p for name, p in named if p.ndim != 2 or name.endswith(TABLES)]
     if config.name == "muon":
         return MuonAdamW(matrices, others, config, decay)
     # there a quarter of the time; CUDA's is torch's choice
     fused = True if next(model.parameters()).is_cpu else None
-    return torch.optim.AdamW([*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused)
+    return torch.optim.AdamW(
+        [*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused
+    )
 
 
 def learning_rate(optim: OptimConfig, step: float, total: float) -> float:
-    """Return the rate of a step, counted from 0, or of one that begins after so many of `total` seconds:
-    linear warm-up, then half a cosine to zero."""
+    """Return the rate of a step, counted from 0, or of one that begins after so many of `total`
+    seconds: linear warm-up, then half a cosine to zero."""
     warmup = max(1, round(optim.warmup * total))
     if step < warmup:
         return optim.lr * min(1.0, (step + 1) / warmup)

@@ -1,10 +1,10 @@
-"""What a training run takes, before it is begun: `./launch.sh plan [the overrides of the run]`. Memory
-and operations follow by formulas from the target's config.json and the configuration; time from the
-rate of large matrix products, measured where the device is at hand.
+"""What a training run takes, before it is begun: `./launch.sh plan [the overrides of the run]`.
+Memory and operations follow by formulas from the target's config.json and the configuration; time
+from the rate of large matrix products, measured where the device is at hand.
 
 B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
-Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I
-intermediate size, V tokens that the drafter knows.
+Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head
+size, I intermediate size, V tokens that the drafter knows.
 """
 
 import os
@@ -42,13 +42,16 @@ FITS = 0.9  # of a device's memory, at most, that a step may be planned to take
 
 
 class StepShape:
-    """The sizes that a step's work depends on, from a run's configuration and its target's config.json;
-    `rows` of a pass if they are not the whole step's."""
+    """The sizes that a step's work depends on, from a run's configuration and its target's
+    config.json; `rows` of a pass if they are not the whole step's."""
 
-    def __init__(self, config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
-        text, rows = theirs.get_text_config(), rows or config.optim.batch
+        text = theirs.get_text_config()
+        rows = rows or config.optim.batch
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(theirs)
             drafter = new_drafter(config.drafter, None, text)
@@ -65,7 +68,9 @@ class StepShape:
         self.drafted = blocks * (self.block - 1)  # B * N * L, supervised rows at most
         self.chunk_rows = min(config.objective.chunk_rows, self.drafted)
         # features that the drafter's query, key and value projections take
-        self.input_size = next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight"))
+        self.input_size = next(
+            w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight")
+        )
         self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
         self.tapped = len(drafter.layer_ids)  # layers of the target whose outputs are features
         self.layers = config.drafter.layers
@@ -78,16 +83,20 @@ class StepShape:
         self.target_layers = text.num_hidden_layers
         self.target_parameters = sum(counts.values())
         # of these, embedding and head
-        self.target_ends = sum({id(p): p.numel() for table in tables for p in table.parameters()}.values())
+        self.target_ends = sum(
+            {id(p): p.numel() for table in tables for p in table.parameters()}.values()
+        )
 
 
 def step_memory(
     shape: StepShape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool
 ) -> dict[str, float]:
-    """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product: bytes
-    of an entry in the drafter's products (2 under autocast)."""
-    s, parameters = shape, shape.drafter_parameters
-    stage, offload = config.deepspeed.stage, config.deepspeed.offload
+    """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product:
+    bytes of an entry in the drafter's products (2 under autocast)."""
+    s = shape
+    parameters = shape.drafter_parameters
+    stage = config.deepspeed.stage
+    offload = config.deepspeed.offload
     shared = world if stage >= 1 else 1
     layers = s.target_parameters - s.target_ends
     if config.features:
@@ -108,18 +117,25 @@ def step_memory(
     per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)
     layer = product * (s.queries * per_query + s.context * per_context)
     mask = 0 if cuda else 4 * s.queries * (s.seen + GROUP)  # each of its pieces sees so many keys
-    ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
+    ends = (
+        4 * (3 * s.context + 6 * s.queries) * s.hidden
+    )  # before the first and behind the last layer
     kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row
     chunk = 4 * (4 if cuda else 1 + distinct) * s.chunk_rows * s.known
-    backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
+    backward = (
+        3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
+    )
     gradients = 4 * parameters / (world if stage >= 2 else 1)
-    if config.optim.batch * s.length <= s.context * world:  # one pass a step: they come while activations go
+    if (
+        config.optim.batch * s.length <= s.context * world
+    ):  # one pass a step: they come while activations go
         gradients = max(0, gradients - kept)
     gradients += 4 * min(parameters, BUCKET) if stage else 0
     return {
         "target": target,
-        "drafter": 4 * parameters / (world if stage == 3 else 1) + (2 * parameters if product == 2 else 0),
+        "drafter": 4 * parameters / (world if stage == 3 else 1)
+        + (2 * parameters if product == 2 else 0),
         "gradients": gradients,
         "optimiser": 0 if offload else moments / shared,
         "features": features,
@@ -137,13 +153,22 @@ def device_memory(device: torch.device, processes: int) -> float:
 
 
 def with_recompute(
-    config: TrainConfig, shape: StepShape, world: int, weight: int, product: int, cuda: bool, room: float | None
+    config: TrainConfig,
+    shape: StepShape,
+    world: int,
+    weight: int,
+    product: int,
+    cuda: bool,
+    room: float | None,
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration, with layers computed again in the backward pass where that is left open
-    and a step would not fit otherwise, and a line that says what it takes. room: bytes of a device,
-    None where it is not at hand; otherwise as `step_memory`."""
+    """Return the configuration, with layers computed again in the backward pass where that is left
+    open and a step would not fit otherwise, and a line that says what it takes. room: bytes of a
+    device, None where it is not at hand; otherwise as `step_memory`."""
     ways = {again: replace(config, recompute=again) for again in (False, True)}
-    sizes = {again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values()) for again in ways}
+    sizes = {
+        again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values())
+        for again in ways
+    }
     chosen = config.recompute
     if chosen is None:
         chosen = room is not None and sizes[False] > FITS * room
@@ -151,9 +176,7 @@ def with_recompute(
     line += "" if room is None else f", of {in_bytes(room)}"
     line += f"; {in_bytes(sizes[not chosen])} with recompute={str(not chosen).lower()}"
     if room is not None and sizes[chosen] > FITS * room:
-        line += (
-            ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take less"
-        )
+        line += ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take less"
     return ways[chosen], line
 
 
@@ -167,12 +190,16 @@ def total_steps(config: TrainConfig, rows: float) -> int:
 def length_of(config: TrainConfig, rows: int) -> str:
     """Say how long a run over a number of packed rows is."""
     minutes = config.optim.minutes
-    return f"{total_steps(config, rows):,} steps" if minutes is None else f"{minutes:g} minutes of steps"
+    return (
+        f"{total_steps(config, rows):,} steps"
+        if minutes is None
+        else f"{minutes:g} minutes of steps"
+    )
 
 
 def target_config(config: TrainConfig) -> "PretrainedConfig":
-    """Return the target's config.json: from its folder, else made of the sizes in conf/target/, else
-    from the hub."""
+    """Return the target's config.json: from its folder, else made of the sizes in conf/target/,
+    else from the hub."""
     from transformers import AutoConfig
 
     options = config.target
@@ -199,8 +226,8 @@ class Work:
 
 
 def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
-    """Return the work of a run on this machine's device, or with target.device=cuda on a GPU. Raises
-    ValueError as the run would."""
+    """Return the work of a run on this machine's device, or with target.device=cuda on a GPU.
+    Raises ValueError as the run would."""
     world = int(os.environ.get("NPROC") or 1)
     there = torch.cuda.is_available()
     asked = config.target.device.partition(":")[0]
@@ -208,7 +235,12 @@ def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
     device = torch.device("cuda" if cuda else "cpu")
     room = device_memory(device, world) if cuda <= there else None
     shape = StepShape(config, theirs, micro_batch(config, world)[0])
-    sizes = world, target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize, cuda
+    sizes = (
+        world,
+        target_dtype(config, device).itemsize,
+        compute_dtype(config, device).itemsize,
+        cuda,
+    )
     config, line = with_recompute(config, shape, *sizes, room)
     return Work(config, shape, world, device, room, step_memory(shape, config, *sizes), line)
 
@@ -216,16 +248,17 @@ def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
 def process_memory(work: Work) -> float:
     """Return the bytes of a CPU process at its peak: this one's libraries, and beside what training
     keeps either the rest of a step or, in an evaluation, float32 copies of the target's weights."""
-    parts, copy = work.memory, 4 * work.shape.target_parameters
+    parts = work.memory
+    copy = 4 * work.shape.target_parameters
     libraries = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     kept = sum(parts[name] for name in ("target", "drafter", "optimiser"))
     return libraries + max(sum(parts.values()), kept + copy + (parts["target"] != copy) * copy)
 
 
 def rows_of(config: TrainConfig, tokenizer) -> CountedRows:
-    """Return the training rows, which the run will find in the cache, and what became of all examples;
-    no rows where no example has something to learn, as with questions that the target is still to
-    answer, or where the data are not on this machine yet."""
+    """Return the training rows, which the run will find in the cache, and what became of all
+    examples; no rows where no example has something to learn, as with questions that the target is
+    still to answer, or where the data are not on this machine yet."""
     if config.data.source == "self" or any(data.source == "hub" for data, _ in single(config.data)):
         return CountedRows(None, ExampleCounts())
     progress = Progress("tokenising", "texts")
@@ -245,19 +278,25 @@ def time_line(config: TrainConfig, prepared: CountedRows | None) -> str:
     if config.optim.minutes is not None:
         return f"{config.optim.minutes:g} minutes of steps, without evaluations"
     if config.optim.steps is None and not known:
-        return "unknown: the number of steps follows from the data, which are not on this machine yet"
+        return (
+            "unknown: the number of steps follows from the data, which are not on this machine yet"
+        )
     rows = len(prepared.rows) if known else 0
     return f"{total_steps(config, rows):,} steps, without evaluations"
 
 
-def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:
+def mask_of(
+    config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None"
+) -> str:
     """Return the drafter's mask token in words. Raises ValueError where there is none."""
     mask = config.drafter.mask_token_id
     if FAMILIES[config.drafter.family].mask_token and mask is None:
         text = theirs.get_text_config()
         configs = (load_generation_config(config.target.path), theirs, text)
         ends = end_tokens(configs, tokenizer, text.vocab_size)
-        mask = default_mask_token(tokenizer, text.vocab_size, ends, rows and (lambda: used_ids(rows)))
+        mask = default_mask_token(
+            tokenizer, text.vocab_size, ends, rows and (lambda: used_ids(rows))
+        )
     return named_mask(mask, tokenizer)
 
 
@@ -271,14 +310,17 @@ def print_plan(config: TrainConfig) -> None:
     refuse_unsupported(theirs)
     work = work_of(config, theirs)
     try:
-        tokenizer = load_tokenizer(options.path, options.trust_remote_code, options.chat_template_kwargs)
+        tokenizer = load_tokenizer(
+            options.path, options.trust_remote_code, options.chat_template_kwargs
+        )
     except FileNotFoundError:  # of a model in conf/target that cannot be reached
         pass
     else:
         prepared = rows_of(config, tokenizer)
         rows = prepared.rows
         mask = mask_of(config, theirs, tokenizer, rows)
-    shape, device = work.shape, "GPU" if work.device.type == "cuda" else "CPU"
+    shape = work.shape
+    device = "GPU" if work.device.type == "cuda" else "CPU"
     print(
         f"target     {options.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
         f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
@@ -290,7 +332,9 @@ def print_plan(config: TrainConfig) -> None:
     for part, size in work.memory.items():
         print(f"           {in_bytes(size):>10}  {part}")
     if device == "CPU" and Path("/proc/self/statm").exists():
-        print(f"           {in_bytes(process_memory(work)):>10}  in all, with libraries and an evaluation's copies")
+        print(
+            f"           {in_bytes(process_memory(work)):>10}  in all, with libraries and an evaluation's copies"
+        )
     stored = row_bytes(1, shape.tapped, shape.hidden, "bfloat16")
     line = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
     if rows is not None:

@@ -1,8 +1,8 @@
-"""The processes of a run: how they start, agree, wait for each other, and notice that one of them has
-stopped.
+"""The processes of a run: how they start, agree, wait for each other, and notice that one of them
+has stopped.
 
-A run that has begun and cannot go on raises `infer.utils.errors.Stopped`, one sentence, and leaves with
-exit code 3.
+A run that has begun and cannot go on raises `infer.utils.errors.Stopped`, one sentence, and leaves
+with exit code 3.
 """
 
 import os
@@ -26,15 +26,19 @@ from infer.utils.interrupts import INTERRUPTS
 from infer.utils.progress import HEARTBEAT
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=1)  # of a collective: packing keeps the others waiting; `StallWatch` is stricter
+PATIENCE = timedelta(
+    days=1
+)  # of a collective: packing keeps the others waiting; `StallWatch` is stricter
 
 
 def own_device(device: str) -> torch.device:
-    """Return this process's device. Raises ValueError where one GPU is named: DeepSpeed counts those
-    that it sees."""
+    """Return this process's device. Raises ValueError where one GPU is named: DeepSpeed counts
+    those that it sees."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and number:
-        raise ValueError(f"target.device={device}: training takes the GPUs it sees, give CUDA_VISIBLE_DEVICES={number}")
+        raise ValueError(
+            f"target.device={device}: training takes the GPUs it sees, give CUDA_VISIBLE_DEVICES={number}"
+        )
     found = resolve_device(device)
     if found.type == "cuda":
         found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -55,7 +59,13 @@ def start_processes(device: torch.device) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alone = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         os.environ.update({name: str(value) for name, value in alone.items()})
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -63,8 +73,8 @@ def start_processes(device: torch.device) -> None:
 
 
 def first_only(action: Callable[[], T]) -> T:
-    """Let the first process do something while the others wait. All return what it returned, or raise
-    the error that it raised, so that none waits for a process that has gone."""
+    """Let the first process do something while the others wait. All return what it returned, or
+    raise the error that it raised, so that none waits for a process that has gone."""
     outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -72,7 +82,9 @@ def first_only(action: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001
             outcome[1] = error
     if dist.get_world_size() > 1:
-        kind = type(outcome[1])  # what crosses to other processes is plain: not every error can be sent
+        kind = type(
+            outcome[1]
+        )  # what crosses to other processes is plain: not every error can be sent
         if outcome[1] is not None and kind not in (Stopped, ValueError):
             print(f"error in the first process: {kind.__name__}: {outcome[1]}", file=sys.stderr)
             outcome[1] = Stopped(f"{kind.__name__}: {outcome[1]}")
@@ -97,9 +109,9 @@ class StopFlag:
 
 
 def catch_signals() -> StopFlag:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved,
-    and the run stops with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once, without
-    saving."""
+    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is
+    saved, and the run stops with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once,
+    without saving."""
     flag = StopFlag()
     INTERRUPTS.graceful = 1
 
@@ -109,7 +121,11 @@ def catch_signals() -> StopFlag:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if os.environ.get("RANK", "0") == "0":
                 alone = os.environ.get("WORLD_SIZE", "1") == "1"
-                ends = "ending this step" if alone else "all processes end the same step within seconds"
+                ends = (
+                    "ending this step"
+                    if alone
+                    else "all processes end the same step within seconds"
+                )
                 os.write(2, f"\nCtrl-C: {ends}, then saving; once more stops at once\n".encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -133,9 +149,10 @@ def agreed(values: Sequence[float], device: torch.device) -> list[float]:
 
 @contextmanager
 def stopped_at_once(how: str) -> Iterator[None]:
-    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how` says
-    how to go on."""
-    ours, graceful = signal.signal(signal.SIGINT, signal.default_int_handler), INTERRUPTS.graceful
+    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how`
+    says how to go on."""
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    graceful = INTERRUPTS.graceful
     INTERRUPTS.graceful = 0
     try:
         with going_on(how):
@@ -146,9 +163,9 @@ def stopped_at_once(how: str) -> Iterator[None]:
 
 
 class StallWatch(threading.Thread):
-    """Ends a process in which nothing has gone on for `minutes`, and says what it was at: it may hang
-    in a collective, a read or a sleep, and so do the others that wait for it. Time during which it was
-    suspended does not count."""
+    """Ends a process in which nothing has gone on for `minutes`, and says what it was at: it may
+    hang in a collective, a read or a sleep, and so do the others that wait for it. Time during
+    which it was suspended does not count."""
 
     def __init__(self, minutes: float) -> None:
         super().__init__(daemon=True)
@@ -157,10 +174,12 @@ class StallWatch(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        quiet, seen = 0.0, None
+        quiet = 0.0
+        seen = None
         while not self.over.wait(self.tick):
             now = HEARTBEAT.what, HEARTBEAT.since
-            quiet, seen = (quiet + self.tick if now == seen else 0.0), now
+            quiet = quiet + self.tick if now == seen else 0.0
+            seen = now
             if quiet > 60 * self.minutes:
                 print(
                     f"error: rank {dist.get_rank()}: nothing has gone on for {self.minutes:g} minutes at "

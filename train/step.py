@@ -1,11 +1,11 @@
 """One training step.
 
-Packed rows -> the target's features and final states (no gradient) -> anchors and their blocks -> the
-drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the target at every
-drafted position -> gradients -> the optimiser's step.
+Packed rows -> the target's features and final states (no gradient) -> anchors and their blocks ->
+the drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the target
+at every drafted position -> gradients -> the optimiser's step.
 
-B rows, T packed length, N anchors, K block size, L = K - 1, W positions of a block in the drafter, D
-hidden size.
+B rows, T packed length, N anchors, K block size, L = K - 1, W positions of a block in the drafter,
+D hidden size.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,11 @@ from train.objective import Batch, Correction, RowLoss, RowPlan, divergence, pos
 from train.run.log import StepMetrics
 
 
-def train_step(drafter: Drafter, engine, target: Target, drawn: StepRows, config: TrainConfig) -> StepMetrics:
-    """Take one optimiser step over the rows that `Prefetch` read; engine: the one around the drafter.
+def train_step(
+    drafter: Drafter, engine, target: Target, drawn: StepRows, config: TrainConfig
+) -> StepMetrics:
+    """Take one optimiser step over the rows that `Prefetch` read; engine: the one around the
+    drafter.
 
     The loss is divided by the weights of all blocks of all passes and processes, so that it depends
     neither on their number nor on how the blocks fell among them. A loss that is not finite in one
@@ -50,12 +53,16 @@ def train_step(drafter: Drafter, engine, target: Target, drawn: StepRows, config
         result = block_loss(drafter, target, laid.rows, blocks, config, laid.plan, engine)
         loss = result.loss
         poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
-        engine.backward(poison * loss * (world * len(micro) / total))  # DeepSpeed averages over both
+        engine.backward(
+            poison * loss * (world * len(micro) / total)
+        )  # DeepSpeed averages over both
         norm = take_step(engine)
         agree = result.agree.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
         loss_sum += loss.detach()
         agree_sum += agree.sum((0, 1))
-        prefix_sum += torch.stack([agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()])
+        prefix_sum += torch.stack(
+            [agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()]
+        )
     sums = torch.cat([loss_sum[None], agree_sum, prefix_sum])
     dist.all_reduce(sums)
     return StepMetrics(
@@ -77,14 +84,17 @@ def block_loss(
 ) -> RowLoss:
     """Compute the objective on a batch's blocks, G = B * N of them.
 
-    rows: columns (B, T), with stored features if there are any; plan: `plan_rows` of the blocks, where
-    it was made before; forward: what computes the drafter's pass, the engine around it or, by default,
-    the drafter itself.
+    rows: columns (B, T), with stored features if there are any; plan: `plan_rows` of the blocks,
+        where
+    it was made before; forward: what computes the drafter's pass, the engine around it or, by
+    default, the drafter itself.
     """
     if "context" in rows:
         features = stored_features(rows, target.dtype)
     else:
-        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
+        features = target.packed_features(
+            rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
+        )
     drafted = draft_states(drafter, target, rows, blocks, features, forward)
     return score(drafter, drafted, target, rows, blocks, features, config, plan)
 
@@ -97,9 +107,12 @@ def draft_states(
     features: Features,
     forward: Callable | None = None,
 ) -> torch.Tensor:
-    """Return the drafter's states at all slots of a batch's blocks, (G, W, D) in the target's dtype;
+    """Return the drafter's states at all slots of a batch's blocks, (G, W, D) in the target's
+    dtype;
     forward: as in `block_loss`."""
-    states = packed_states(drafter, target, rows, blocks.anchors, features.context, forward or drafter)  # (B, N, W, D)
+    states = packed_states(
+        drafter, target, rows, blocks.anchors, features.context, forward or drafter
+    )  # (B, N, W, D)
     return states.flatten(0, 1).to(target.dtype)
 
 
@@ -113,13 +126,13 @@ def score(
     config: TrainConfig,
     plan: RowPlan | None = None,
 ) -> RowLoss:
-    """Compute the objective on drafted states (B*N, W, D), block by block; a conditional head sees the
-    true tokens.
+    """Compute the objective on drafted states (B*N, W, D), block by block; a conditional head sees
+    the true tokens.
 
-    A drafter of a part of the vocabulary learns the target's distribution among its tokens, normalised,
-    where the true token is one of them (EAGLE-3's mask). The others' rows weigh nothing and agree with
-    nothing, but count: so the loss is, for texts of the target's own, the divergence times the
-    probability of its tokens.
+    A drafter of a part of the vocabulary learns the target's distribution among its tokens,
+    normalised, where the true token is one of them (EAGLE-3's mask). The others' rows weigh nothing
+    and agree with nothing, but count: so the loss is, for texts of the target's own, the divergence
+    times the probability of its tokens.
     """
     length = blocks.supervised.shape[-1]
     weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
@@ -137,7 +150,9 @@ def score(
         drafted = states.flatten(0, 1)
     else:
         # the true token before every label, (B, N, L)
-        before = torch.cat([rows["ids"].gather(1, blocks.anchors)[..., None], blocks.labels[..., :-1]], -1)
+        before = torch.cat(
+            [rows["ids"].gather(1, blocks.anchors)[..., None], blocks.labels[..., :-1]], -1
+        )
         answer = teach(drafter, target, drafted, before.flatten(0, 1))
         drafted = answer.read.flatten(0, 1).to(target.dtype)
         if answer.correction is not None:
@@ -158,5 +173,7 @@ def score(
     if confidence is None:
         return result
     logits = confidence(states, answer)  # (G, L)
-    entropy = F.binary_cross_entropy_with_logits(logits, result.overlap.to(logits), reduction="none")
+    entropy = F.binary_cross_entropy_with_logits(
+        logits, result.overlap.to(logits), reduction="none"
+    )
     return result._replace(loss=result.loss + (entropy * counted).sum())

@@ -1,8 +1,8 @@
-"""`study`: variants of a run, each trained as long as the others from the same base, and what each is
-worth on the same texts.
+"""`study`: variants of a run, each trained as long as the others from the same base, and what each
+is worth on the same texts.
 
-A variant is the base with some options changed, and a run like any other. Texts are the target's greedy
-answers to held-out prompts; what a drafter commits along them is found by replay, exactly
+A variant is the base with some options changed, and a run like any other. Texts are the target's
+greedy answers to held-out prompts; what a drafter commits along them is found by replay, exactly
 (infer/evaluation/replay.py).
 """
 
@@ -22,17 +22,28 @@ from train.config import TrainConfig
 
 METHODS = ("chain", "ddtree")  # rows of TREES
 NODES = 16  # of a tree
-COLUMNS = ("", "variant", "seeds", "steps", "chain τ", "tokens/s", f"{NODES} nodes τ", "tokens/s", "to the base")
+COLUMNS = (
+    "",
+    "variant",
+    "seeds",
+    "steps",
+    "chain τ",
+    "tokens/s",
+    f"{NODES} nodes τ",
+    "tokens/s",
+    "to the base",
+)
 TEXTS = "texts.json"  # what drafters are measured on, and of which base
 TIMED = 4  # prompts that are decoded for the time of a round
 
 
 @dataclass
 class StudyCommand:
-    """Train variants of one run, and say which drafts best. The same command goes on with a study that
-    was stopped, or has got more variants or seeds.
+    """Train variants of one run, and say which drafts best. The same command goes on with a study
+    that was stopped, or has got more variants or seeds.
 
-    base: options of every run; its target, data and evaluation say on which texts drafters are compared
+    base: options of every run; its target, data and evaluation say on which texts drafters are
+        compared
     variants: what each run changes, several options separated by blanks; "" changes nothing
     seeds: runs of each variant, with seeds from 0 on
     out: folder of the runs, the table and the picture
@@ -44,19 +55,28 @@ class StudyCommand:
     out: str = "runs/study"
 
     def check(self) -> None:
-        """Raise ValueError for a variant that could not be trained, and for the folder of another study."""
+        """Raise ValueError for a variant that could not be trained, and for the folder of another
+        study."""
         at_least(self, seeds=1)
         texts = Path(self.out, TEXTS)
         if texts.exists() and (known := json.loads(texts.read_text())["base"]) != self.base:
-            raise ValueError(f"out={self.out} has a study of another base, {known}: choose another out=")
+            raise ValueError(
+                f"out={self.out} has a study of another base, {known}: choose another out="
+            )
         for variant in self.variants:
             self.run_of(variant, 0)
 
     def run_of(self, variant: str, seed: int) -> TrainConfig:
-        """Return the configuration of a variant's run, which decodes nothing. Raises ValueError, naming
-        the variant, for options that do not go together."""
+        """Return the configuration of a variant's run, which decodes nothing. Raises ValueError,
+        naming the variant, for options that do not go together."""
         name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:150]
-        own = [f"seed={seed}", f"name={name}-{seed}", f"runs_dir={self.out}", "checkpoints=1", "evaluation.prompts=0"]
+        own = [
+            f"seed={seed}",
+            f"name={name}-{seed}",
+            f"runs_dir={self.out}",
+            "checkpoints=1",
+            "evaluation.prompts=0",
+        ]
         own.append("optim.clock=processor")  # other programs take nothing from any variant
         try:
             return compose_options("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
@@ -65,10 +85,15 @@ class StudyCommand:
 
 
 def study(config: StudyCommand) -> None:
-    """Train and measure the runs that are new, time one of each variant, and write table and picture."""
-    ruler, found, timed = None, {}, {}
+    """Train and measure the runs that are new, time one of each variant, and write table and
+    picture."""
+    ruler = None
+    found = {}
+    timed = {}
     with going_on("the same command goes on from there"):
-        for seed, variant in product(range(config.seeds), config.variants):  # a seed's variants share an hour
+        for seed, variant in product(
+            range(config.seeds), config.variants
+        ):  # a seed's variants share an hour
             run = config.run_of(variant, seed)
             folder = Path(run.runs_dir, run.name)
             timed.setdefault(variant, folder)
@@ -92,7 +117,8 @@ def train_alone(run: TrainConfig) -> None:
 
 
 def train_apart(run: TrainConfig) -> None:
-    """Train in a process of its own, which ends with all that it took. Raises Stopped if it failed."""
+    """Train in a process of its own, which ends with all that it took. Raises Stopped if it
+    failed."""
     from multiprocessing import get_context
 
     context = get_context("forkserver")
@@ -119,20 +145,26 @@ class Ruler:
         from infer.config import DecodeOptions
         from infer.engine.loops import LONGEST_PERIOD
 
-        base, file = compose_options("train", TrainConfig, config.base), Path(config.out, TEXTS)
-        options, length = base.evaluation, base.evaluation.max_new_tokens
+        base = compose_options("train", TrainConfig, config.base)
+        file = Path(config.out, TEXTS)
+        options = base.evaluation
+        length = base.evaluation.max_new_tokens
         self.quantization, (self.target, _) = base.target.quantization, load(base.target, None)
-        self.plain = DecodeOptions(max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None)
+        self.plain = DecodeOptions(
+            max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None
+        )
         if not file.exists():
-            prompts = evaluation_prompts(base.data, self.target.tokenizer, options.prompts, options.prompt_tokens)
+            prompts = evaluation_prompts(
+                base.data, self.target.tokenizer, options.prompts, options.prompt_tokens
+            )
             answers = decode(self.target, None, [prompt.ids for prompt in prompts], self.plain)
             texts = [(text.prompt, text.ids) for text in answers if len(text.ids) > 1]
             write_json(file, {"base": list(config.base), "texts": texts})
         self.texts = json.loads(file.read_text())["texts"]
 
     def measure(self, run: Path) -> dict:
-        """Return what the drafter that a run ended with commits, text by text and round by round, by each
-        of METHODS."""
+        """Return what the drafter that a run ended with commits, text by text and round by round,
+        by each of METHODS."""
         from infer.evaluation.replay import Order, replay
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints, step_of
@@ -145,30 +177,40 @@ class Ruler:
         return {"steps": step_of(last), "commits": commits}
 
     def seconds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
-        """Return what a round takes by (variant, method), in seconds, the prompt's share included. The
-        runs' drafters have the target's quantization, as in `eval`, and take turns on the same prompts."""
+        """Return what a round takes by (variant, method), in seconds, the prompt's share included.
+        The runs' drafters have the target's quantization, as in `eval`, and take turns on the same
+        prompts."""
         from infer.evaluation.measuring import Variant, measure
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints
 
-        options, ways = replace(self.plain, budget=NODES, continuity="none"), []
+        options = replace(self.plain, budget=NODES, continuity="none")
+        ways = []
         place = self.target.dtype, self.target.device
         for name, run in runs.items():
             drafter = load_drafter(checkpoints(run)[-1], *place, quantization=self.quantization)
-            ways += [Variant(name, NODES, replace(options, method=method), drafter) for method in METHODS]
+            ways += [
+                Variant(name, NODES, replace(options, method=method), drafter) for method in METHODS
+            ]
         found = measure(self.target, None, ways, [prompt for prompt, _ in self.texts[:TIMED]])
         took = [one.seconds / sum(text.rounds for text in one.prompts) for one in found]
-        return {(way.name, way.options.method): seconds for way, seconds in zip(ways, took, strict=True)}
+        return {
+            (way.name, way.options.method): seconds for way, seconds in zip(ways, took, strict=True)
+        }
 
 
-def write_table(found: dict[str, list[dict]], seconds: dict[tuple[str, str], float], out: Path) -> None:
-    """Print a row a variant, the best trees first, and write it beside a picture. found: what the runs
-    of each variant came to, the base's first; seconds: what a round took, by (variant, method)."""
+def write_table(
+    found: dict[str, list[dict]], seconds: dict[tuple[str, str], float], out: Path
+) -> None:
+    """Print a row a variant, the best trees first, and write it beside a picture. found: what the
+    runs of each variant came to, the base's first; seconds: what a round took, by (variant,
+    method)."""
     from infer.evaluation.charts import Chart, Line, picture
     from infer.evaluation.tables import markdown, span
     from infer.trees.methods import TREES
 
-    rows, base = [], next(iter(found.values()))
+    rows = []
+    base = next(iter(found.values()))
     lines = {method: Line(method, [], TREES[method].colour, []) for method in METHODS}
     ranks = sorted(found.items(), key=lambda pair: -figure(pair[1], "ddtree")[0])
     for number, (variant, runs) in enumerate(ranks, 1):
@@ -188,12 +230,18 @@ def write_table(found: dict[str, list[dict]], seconds: dict[tuple[str, str], flo
     print(f"{text}\n\ntable    {out / 'study.md'}\npicture  {out / 'study.svg'}")
 
 
-def figure(runs: list[dict], method: str, base: list[dict] | None = None) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of a variant's runs together, or its ratio to the base's, and the
-    interval over texts."""
+def figure(
+    runs: list[dict], method: str, base: list[dict] | None = None
+) -> tuple[float, list[float] | None]:
+    """Return the acceptance length of a variant's runs together, or its ratio to the base's, and
+    the interval over texts."""
     import numpy as np
 
     from infer.evaluation.ruler import acceptance_length, counted
 
-    sides = ([counted(run["commits"][method]) for run in side] for side in (runs, base) if side is not None)
+    sides = (
+        [counted(run["commits"][method]) for run in side]
+        for side in (runs, base)
+        if side is not None
+    )
     return acceptance_length(*(np.sum(side, 0) for side in sides))

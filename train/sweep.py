@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # Hydra imports this file before a command is known to be rig
 
 
 class SweepTable(Callback):
-    """Hydra's callback of training, see conf/hydra/run.yaml: prints a table when all jobs have ended."""
+    """Hydra's callback of training, see conf/hydra/run.yaml: prints a table when all jobs have
+    ended."""
 
     def on_multirun_end(self, config, **kwargs) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -21,8 +22,8 @@ class SweepTable(Callback):
 
 
 def sweep_table(folder: Path) -> str:
-    """Return a Markdown table with a row for each run below a sweep's folder, the longest τ of a chain
-    first; a run without an evaluation comes last."""
+    """Return a Markdown table with a row for each run below a sweep's folder, the longest τ of a
+    chain first; a run without an evaluation comes last."""
     from infer.evaluation.results import Evaluation, read_result
     from infer.evaluation.tables import DASH, markdown
 
@@ -32,10 +33,17 @@ def sweep_table(folder: Path) -> str:
         result = checkpoints / "best" / "evaluation" / "evaluation.json"
         if result.is_file():
             evaluation = read_result(result, Evaluation)
-            chain = next((method for method in evaluation.of_drafter if method.name == "chain"), None)
+            chain = next(
+                (method for method in evaluation.of_drafter if method.name == "chain"), None
+            )
             trees = [method for method in evaluation.of_drafter if method.name != "chain"]
             fastest_tree = max(trees, key=lambda method: method.speedup, default=None)
-            cells = [run, str(evaluation.step), *method_columns(chain)[1:], *method_columns(fastest_tree)]
+            cells = [
+                run,
+                str(evaluation.step),
+                *method_columns(chain)[1:],
+                *method_columns(fastest_tree),
+            ]
             rows.append((chain.tau if chain else 0.0, cells))
         else:
             rows.append((0.0, [run, *[DASH] * (len(SWEEP_COLUMNS) - 1)]))

@@ -16,7 +16,9 @@ from ray.train.torch import TorchTrainer
 def train_here(settings: dict) -> None:
     """Train in a process of this worker's own, with the place that Ray gave the worker (RANK, WORLD_SIZE, MASTER_ADDR):
     signals, which save a run, reach no thread. Raises CalledProcessError where it fails."""
-    place = {"MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)}  # Ray's own process group has the port
+    place = {
+        "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)
+    }  # Ray's own process group has the port
     command = [sys.executable, "train/main.py", *settings["arguments"]]
     subprocess.run(command, cwd=settings["folder"], env=os.environ | place, check=True)
 

@@ -1,7 +1,8 @@
 """`chat`: a conversation in the terminal with a target and its drafter, or with a server of ours,
 coloured to show what was drafted.
 
-Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's
+Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the
+    target's
 own token, one a round.
 """
 
@@ -22,13 +23,15 @@ from infer.serving.config import KEY_VARIABLE
 from infer.utils.checks import FREE_TEXT, at_least
 from infer.utils.progress import HEARTBEAT
 
-ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
+ACCEPTED = "green"
+REJECTED = "red strike"
+BONUS = "bold yellow"
 
 
 @dataclass
 class ChatCommand(ServeCommand):
-    """Talk to a target and its drafter, which are served for as long as the chat lasts, or to a server
-    that runs already.
+    """Talk to a target and its drafter, which are served for as long as the chat lasts, or to a
+    server that runs already.
 
     target: see TargetConfig in infer/config.py
     checkpoint: its drafter, as of `serve`
@@ -38,8 +41,8 @@ class ChatCommand(ServeCommand):
     server: where it listens, see ServerConfig in infer/serving/config.py
     url: address of a server that runs; None: the target is served here
     system: what the model is told before anything else; @file: what the file holds
-    prompt: a first question, before what is typed (--prompt TEXT takes it as it is); @file: what the file
-        holds; -: standard input
+    prompt: a first question, before what is typed (--prompt TEXT takes it as it is); @file: what
+        the file holds; -: standard input
     temperature: 0 is greedy
     max_tokens: most tokens of an answer; None: as many as the server has room for
     """
@@ -60,8 +63,8 @@ class ChatCommand(ServeCommand):
 
 @contextmanager
 def serving(config: ChatCommand) -> Iterator[str]:
-    """Serve the target while the block lasts, and give the address. Raises Stopped where nobody can be
-    served there."""
+    """Serve the target while the block lasts, and give the address. Raises Stopped where nobody can
+    be served there."""
     from infer.serving.server import make_server
 
     bound, (engine, _) = threading.Event(), opened(config)
@@ -78,10 +81,16 @@ def serving(config: ChatCommand) -> Iterator[str]:
             server.should_exit = True
 
 
-def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
-    """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if it
-    refuses."""
-    body = {"messages": messages, "temperature": config.temperature, "max_tokens": config.max_tokens}
+def chunks(
+    client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand
+) -> Iterator[dict]:
+    """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if
+    it refuses."""
+    body = {
+        "messages": messages,
+        "temperature": config.temperature,
+        "max_tokens": config.max_tokens,
+    }
     body |= {"stream": True, "trace": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
@@ -96,13 +105,15 @@ def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
 
 
 def coloured(text: str, round: dict | None, colours: bool) -> Text:
-    """Return one round's text: accepted drafts, rejected drafts, which only colours tell from text, and
-    the target's own token last."""
+    """Return one round's text: accepted drafts, rejected drafts, which only colours tell from text,
+    and the target's own token last."""
     if round is None:
         return Text(text, BONUS)
     bonus = round["bonus"] if text.endswith(round["bonus"]) else ""
     accepted = text.removesuffix(bonus)
-    return Text.assemble((accepted, ACCEPTED), (round["rejected"] if colours else "", REJECTED), (bonus, BONUS))
+    return Text.assemble(
+        (accepted, ACCEPTED), (round["rejected"] if colours else "", REJECTED), (bonus, BONUS)
+    )
 
 
 def answer(
@@ -120,7 +131,9 @@ def answer(
         new_words = delta.get("content") or ""
         if new_thought:
             shown = coloured(new_thought, round, colours)
-            if new_words:  # the round ended the thought: its last token and what it rejected are behind it
+            if (
+                new_words
+            ):  # the round ended the thought: its last token and what it rejected are behind it
                 shown = Text(new_thought, ACCEPTED)
             shown.stylize("dim")
             console.print(shown, end="", soft_wrap=True)
@@ -131,7 +144,9 @@ def answer(
         thought += new_thought
         words += new_words
         if round is not None:
-            rounds, tokens, drafted = rounds + 1, tokens + round["committed"], drafted + round["drafted"]
+            rounds = rounds + 1
+            tokens = tokens + round["committed"]
+            drafted = drafted + round["drafted"]
     if rounds:
         note = f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} drafts verified]"
         console.print(Text(f"\n{note}", "dim"))
@@ -152,7 +167,9 @@ def talk(config: ChatCommand, url: str, console: Console) -> None:
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
+    with httpx.Client(
+        base_url=url, headers=headers, timeout=httpx.Timeout(10, read=None)
+    ) as client:
         try:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError) as wrong:
@@ -160,21 +177,27 @@ def talk(config: ChatCommand, url: str, console: Console) -> None:
                 f"no server answers at {url} ({wrong}): start one with ./launch.sh serve, talk to a target=..., or set "
                 f"{KEY_VARIABLE} to its key"
             ) from wrong
-        legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
+        legend = Text.assemble(
+            ("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS)
+        )
         console.print(Text.assemble(f"{model} at {url}; an empty line ends the chat. ", legend))
         with suppress(EOFError, KeyboardInterrupt):
             for question in questions(config.prompt, console):
                 messages.append({"role": "user", "content": question})
                 try:
                     messages.append(answer(client, messages, config, console))
-                except (KeyboardInterrupt, ValueError, httpx.HTTPError) as wrong:  # nobody listens: it stops writing
+                except (
+                    KeyboardInterrupt,
+                    ValueError,
+                    httpx.HTTPError,
+                ) as wrong:  # nobody listens: it stops writing
                     messages.pop()
                     console.print(Text(f"\n{str(wrong) or 'stopped'}", "red"))
 
 
 def questions(first: str, console: Console) -> Iterator[str]:
-    """Yield the question that the chat begins with, unless it is empty, and then what the user types, up to
-    an empty line."""
+    """Yield the question that the chat begins with, unless it is empty, and then what the user
+    types, up to an empty line."""
     if first:
         console.print(Text.assemble(("> ", "bold"), first))
         yield first

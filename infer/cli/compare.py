@@ -13,14 +13,19 @@ from infer.utils.progress import Progress
 def run_name(checkpoint: str) -> str:
     """Return the name of a checkpoint beside others: its run's, or its folder's."""
     parts = Path(checkpoint).parts
-    return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else Path(checkpoint).name
+    return (
+        parts[parts.index("checkpoints") - 1]
+        if "checkpoints" in parts[1:]
+        else Path(checkpoint).name
+    )
 
 
 @dataclass
 class CompareCommand(OfData):
     """Evaluate several drafters with every tree, on the same prompts.
 
-    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the text's own n-grams
+    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the text's own
+        n-grams
     out: where the table, the picture and the numbers go
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
@@ -51,15 +56,21 @@ def run(config: CompareCommand) -> None:
     from infer.utils.files import atomic_write, write_json
 
     check_source(config.data, config.target.path)
-    options, evaluations = config.evaluation, {}
+    options = config.evaluation
+    evaluations = {}
     target, drafters = load_all(config.target, config.checkpoints, config.drafter)
-    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
+    prompts = evaluation_prompts(
+        config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside
+    )
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         progress = Progress(f"evaluating {name}", "prompts", minutes=options.minutes)
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "comparison.json", {name: to_json(evaluation) for name, evaluation in evaluations.items()})
+    write_json(
+        out / "comparison.json",
+        {name: to_json(evaluation) for name, evaluation in evaluations.items()},
+    )
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
     cuts = "".join(f" {name}: {one.cut}." for name, one in evaluations.items() if one.cut)

@@ -55,23 +55,29 @@ def run(config: DataCommand) -> None:
     print("\n".join(report(read, place.chat_template_kwargs)))
     for number, (_, sequences) in enumerate(read[: config.show], 1):
         for ids, loss in sequences:
-            print(f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}")
+            print(
+                f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}"
+            )
 
 
 def report(read: list[tuple[dict, list]], kwargs: dict) -> Iterator[str]:
-    """Yield lines about the kinds and lengths of some rows and their sequences; `kwargs`: what the chat
-    template is told."""
+    """Yield lines about the kinds and lengths of some rows and their sequences; `kwargs`: what the
+    chat template is told."""
     chats = [row["chat"] for row, _ in read if row["chat"]]
     answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
     others = [row for row, _ in read if not row["chat"]]
-    cut = sum(turn.get("finish") == "length" for turn in answers) + sum(row["cut"] for row in others)
+    cut = sum(turn.get("finish") == "length" for turn in answers) + sum(
+        row["cut"] for row in others
+    )
     lengths = sorted(len(ids) for _, sequences in read for ids, _ in sequences)
-    total, learnt = sum(lengths), sum(sum(loss) for _, sequences in read for _, loss in sequences)
+    total = sum(lengths)
+    learnt = sum(sum(loss) for _, sequences in read for _, loss in sequences)
     yield f"sample     {len(read):,} of the used examples: {len(chats):,} chats, {len(others):,} other texts"
     told = sum(bool(chat["template"]) for chat in chats)
     yield f"template   told {kwargs or 'nothing'}; {told:,} rows tell it more themselves"
     yield f"answers    {len(answers) + len(others):,}, of which {cut:,} were cut by a limit: learnt without an end"
-    median, most = lengths[len(lengths) // 2], lengths[-1]
+    median = lengths[len(lengths) // 2]
+    most = lengths[-1]
     yield f"tokens     {total:,}, {learnt:,} of them learnt; a text has {median:,} (median), at most {most:,}"
 
 

@@ -11,7 +11,8 @@ class DoctorCommand(OfTarget):
     """Find out why drafts are accepted less often than a drafter's card says.
 
     checkpoint: a drafter's folder, a training checkpoint, a hub id, or a target that has one here
-    url: a running engine that serves target and drafter, vLLM or ours; None: look at the folder alone
+    url: a running engine that serves target and drafter, vLLM or ours; None: look at the folder
+        alone
     target: see TargetConfig in infer/config.py
     """
 
@@ -24,7 +25,9 @@ class DoctorCommand(OfTarget):
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
         if self.checkpoint == "lookup":
-            raise ValueError(f"checkpoint={self.checkpoint}: a drafter's folder; lookup has no card")
+            raise ValueError(
+                f"checkpoint={self.checkpoint}: a drafter's folder; lookup has no card"
+            )
 
 
 def run(config: DoctorCommand) -> None:
@@ -37,10 +40,16 @@ def run(config: DoctorCommand) -> None:
     carded = reference is not None
     target, [drafter] = load_all(config.target, [config.checkpoint])
     if target.tokenizer is None:
-        raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
+        raise ValueError(
+            f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts"
+        )
     if reference is None:
         plain = outside_prompts(target.tokenizer, 64, False)
-        chats = plain if target.tokenizer.chat_template is None else outside_prompts(target.tokenizer, 64, True)
+        chats = (
+            plain
+            if target.tokenizer.chat_template is None
+            else outside_prompts(target.tokenizer, 64, True)
+        )
         prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
         with doing(f"measuring what the drafter reaches on {len(prompts)} prompts"):
             reference = measure_reference(target, drafter, prompts)

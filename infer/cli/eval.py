@@ -1,5 +1,5 @@
-"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion
-model."""
+"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked
+diffusion model."""
 
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -30,18 +30,19 @@ class OfData(OfDrafter):
 
 @dataclass
 class EvalCommand(OfData):
-    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked
-    diffusion model, which has no drafter, measure what drafting for itself saves.
+    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a
+    masked diffusion model, which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder, a training checkpoint, the name of a target that has one here (embedded,
-        smollm2), or "lookup": the text's own n-grams; by default what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, the name of a target that has one here
+        (embedded, smollm2), or "lookup": the text's own n-grams; by default what lies in the
+        target's folder
     out: where numbers and the report go
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
-    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says,
-        without its prompts
+    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation
+        says, without its prompts
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
@@ -66,10 +67,14 @@ def run(config: EvalCommand) -> None:
     out = Path(config.out)
     masked = is_masked(config.target.path)
     if not masked:
-        check_source(config.data, config.target.path, ", or suite=files with suite.folder=<question sets>")
+        check_source(
+            config.data, config.target.path, ", or suite=files with suite.folder=<question sets>"
+        )
     target, drafter = load(config.target, config.checkpoint, config.drafter)
     outside = 0 if masked else options.outside
-    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
+    prompts = evaluation_prompts(
+        config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside
+    )
     if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
         print(few, file=sys.stderr)
     progress = Progress("evaluating", "prompts", minutes=options.minutes)
@@ -94,14 +99,19 @@ def run_suite(config: EvalCommand) -> None:
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.utils.files import atomic_write
 
-    out, progress = Path(config.out), Progress("asking", "questions")
+    out = Path(config.out)
+    progress = Progress("asking", "questions")
     if is_masked(config.target.path):
-        raise ValueError(f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)")
+        raise ValueError(
+            f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)"
+        )
     drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
     target, drafter = load(config.target, config.checkpoint, config.drafter)
     settings = config.suite, config.evaluation
-    result = evaluate_suite(target, drafter, config.checkpoint, suite, *settings, out, progress.say, progress)
+    result = evaluate_suite(
+        target, drafter, config.checkpoint, suite, *settings, out, progress.say, progress
+    )
     text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

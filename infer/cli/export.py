@@ -20,8 +20,8 @@ class ExportCommand(OfTarget):
     out: a folder that is not there yet, or empty
     license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was
         named
-    base_model: the target's name on the hub, for others to read, a model of the drafter's sizes; None:
-        target.path
+    base_model: the target's name on the hub, for others to read, a model of the drafter's sizes;
+        None: target.path
     target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
     """
 
@@ -54,21 +54,31 @@ def run(config: ExportCommand) -> None:
     from infer.targets.loading import resolve_path
     from infer.utils.files import replacing_folder
 
-    place, out, target = config.target, Path(config.out), None
+    place = config.target
+    out = Path(config.out)
+    target = None
     converter = find_converter(config.converter) if config.format == "gguf" else None
     drafter = load_drafter(config.checkpoint)
     check_export(drafter, config.format)
     if config.base_model is not None and (doubt := check_base_model(config.base_model, drafter)):
         print(doubt)
-    if FORMATS[config.format].target or drafter.embed_tokens is not None or drafter.lm_head is not None:
-        target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
+    if (
+        FORMATS[config.format].target
+        or drafter.embed_tokens is not None
+        or drafter.lm_head is not None
+    ):
+        target = load_target(
+            place.path, place.dtype, "cpu", place.trust_remote_code, ()
+        )  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
     with replacing_folder(out) as fresh:
         export_drafter(drafter, config.format, target, fresh)
         if converter:
             convert(fresh, place.path, converter)
-        write_card(config.checkpoint, fresh, config.license, config.base_model or config.target.path)
+        write_card(
+            config.checkpoint, fresh, config.license, config.base_model or config.target.path
+        )
     print(f"export      {out}, format={config.format}")
     print(describe_export(check_folder(out)))
     if converter:

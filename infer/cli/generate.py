@@ -13,12 +13,12 @@ from infer.utils.checks import FREE_TEXT, check_parts
 class GenerateCommand(OfDrafter):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
-    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
-        smollm2); by default what lies in the target's folder
-    prompt: the question, or the text to continue (--prompt TEXT takes it as it is typed); @file: what the
-        file holds; -: standard input
-    chat: ask through the target's chat template; false: continue the text; None: ask where there is a
-        template that writes more than the messages
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here
+        (embedded, smollm2); by default what lies in the target's folder
+    prompt: the question, or the text to continue (--prompt TEXT takes it as it is typed); @file:
+        what the file holds; -: standard input
+    chat: ask through the target's chat template; false: continue the text; None: ask where there is
+        a template that writes more than the messages
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
@@ -44,13 +44,16 @@ def has_chat_template(target) -> bool:
 
     if getattr(target.tokenizer, "chat_template", None) is None:
         return False
-    return target.tokenizer.decode(encode(target, [{"role": "user", "content": "x"}])).strip() != "x"
+    return (
+        target.tokenizer.decode(encode(target, [{"role": "user", "content": "x"}])).strip() != "x"
+    )
 
 
 def run(config: GenerateCommand) -> None:
     options = text_options(config.target, config.decoding, config.masked)
     checkpoint = config.checkpoint if config.decoding.drafts else None
-    # the answer has stdout for itself: saving an int8 cache imports DeepSpeed, which prints a warning
+    # the answer has stdout for itself: saving an int8 cache imports DeepSpeed, which prints a
+    # warning
     with redirect_stdout(sys.stderr):
         from infer import generate
 
@@ -58,7 +61,8 @@ def run(config: GenerateCommand) -> None:
         chat = has_chat_template(target) if config.chat is None else config.chat
         prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
         answer = generate(target, drafter, prompt, options)
-    stats, name = answer.stats, options.name_with(drafter) if drafter else options.method
+    stats = answer.stats
+    name = options.name_with(drafter) if drafter else options.method
     print(answer.text if chat else config.prompt + answer.text)
     print(
         f"\n[{name}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "

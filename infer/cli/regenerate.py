@@ -43,7 +43,9 @@ class QuestionsConfig:
         """Raise ValueError for options that cannot be followed."""
         above_zero(self, "questions.", "temperature")
         if len(self.tokens) != 2 or not 1 <= self.tokens[0] <= self.tokens[1]:
-            raise ValueError(f"questions.tokens={self.tokens}: the fewest and the most, such as [4,128]")
+            raise ValueError(
+                f"questions.tokens={self.tokens}: the fewest and the most, such as [4,128]"
+            )
         self.text.check()
 
 
@@ -78,8 +80,8 @@ class RegenerateCommand(OfTarget):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of how many is answered, counted from 1. Raises ValueError where `shard` does not
-        say."""
+        """Which part of how many is answered, counted from 1. Raises ValueError where `shard` does
+        not say."""
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
             raise ValueError(f"shard={self.shard}: i/n, such as 2/8 for the second of eight parts")
@@ -89,7 +91,9 @@ class RegenerateCommand(OfTarget):
         """Raise ValueError for options that cannot be followed."""
         check_parts(self)
         if self.server is None and self.checkpoint is None and self.decoding.drafts:
-            raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
+            raise ValueError(
+                f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain"
+            )
         at_least(self, at_once=1, capacity=2)
         assert self.part
 
@@ -113,7 +117,9 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     from infer.targets.loading import load_tokenizer
     from infer.targets.target import tokenizer_digest
 
-    place, server, options = config.target, config.server, config.decoding
+    place = config.target
+    server = config.server
+    options = config.decoding
     itself = config.data.source == "self"
     if not itself:
         print_counts(config.data)
@@ -121,10 +127,17 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
         identity = {"tokenizer": tokenizer_digest(tokenizer)}
         # how chats begin, one for every system prompt: refused before weights are read
-        openings = [opening(tokenizer, system) for system in config.questions.system or [None]] if itself else []
+        openings = (
+            [opening(tokenizer, system) for system in config.questions.system or [None]]
+            if itself
+            else []
+        )
     if server is None:  # else it has the model
-        # nobody waits for a next token, so prompts need no limit of positions; the trees of many rows do
-        options = text_options(place, options if options.drafts else replace(options, positions=None), config.masked)
+        # nobody waits for a next token, so prompts need no limit of positions; the trees of many
+        # rows do
+        options = text_options(
+            place, options if options.drafts else replace(options, positions=None), config.masked
+        )
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
         identity = target_identity(place.path, tokenizer_digest(tokenizer))
@@ -138,7 +151,11 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         settings = {"target": place.path, "server": server, "data": asdict(config.data)}
         settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
         settings["content"] = {"target": identity, "data": rows_digest}
-        settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
+        settings |= (
+            {"chat_template_kwargs": place.chat_template_kwargs}
+            if place.chat_template_kwargs
+            else {}
+        )
         settings |= {"quantization": place.quantization} if place.quantization != "none" else {}
         if itself:  # of more questions the first are the same, so that a larger data.limit goes on
             settings["content"]["data"] = asdict(config.questions)
@@ -161,8 +178,8 @@ def answer(config: RegenerateCommand, out: Path) -> None:
 
 
 def print_counts(data: DataConfig) -> None:
-    """Read the questions of a data set and print how many there are. Raises ValueError, before a model
-    is loaded, where there are none or too many are broken."""
+    """Read the questions of a data set and print how many there are. Raises ValueError, before a
+    model is loaded, where there are none or too many are broken."""
     from data.counts import ExampleCounts
     from data.rows import questions
 
@@ -182,17 +199,22 @@ def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:
 
 
 def asked_rows(config: RegenerateCommand, openings: list, tokenizer, file: Path) -> list:
-    """Return the questions that are worth an answer, of those that `opened_rows` were gone on with in
-    `file`, as rows. Raises ValueError where there is none."""
+    """Return the questions that are worth an answer, of those that `opened_rows` were gone on with
+    in `file`, as rows. Raises ValueError where there is none."""
     from data.questions import sifted
     from infer.serving.dialogue import Row
 
     with file.open(encoding="utf-8") as lines:
         kept, dropped = sifted(map(json.loads, lines), tokenizer, config.questions.tokens[0])
     said = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
-    print(f"data=self: {len(kept)} questions to answer{said}; all of them are in {file}", file=sys.stderr)
+    print(
+        f"data=self: {len(kept)} questions to answer{said}; all of them are in {file}",
+        file=sys.stderr,
+    )
     if not kept:
-        raise ValueError(f"data=self: none of the target's questions is worth an answer, see {file}")
+        raise ValueError(
+            f"data=self: none of the target's questions is worth an answer, see {file}"
+        )
     rows = []
     for index, text in kept.items():
         messages = [*openings[index % len(openings)].before, {"role": "user", "content": text}]
@@ -202,7 +224,8 @@ def asked_rows(config: RegenerateCommand, openings: list, tokenizer, file: Path)
 
 def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:
     """Yield the rows of the data that this shard answers. Their templates are told what they say
-    themselves, and what target.chat_template_kwargs says, which counts more: the answers are new."""
+    themselves, and what target.chat_template_kwargs says, which counts more: the answers are
+    new."""
     from data.rows import questions
     from infer.serving.dialogue import Row
 
@@ -230,5 +253,7 @@ def longest(rows: Iterator, target, answer: int) -> int:
     for row in rows:
         turns = 1 + sum(message["role"] == "assistant" for message in row.prompt) if row.chat else 1
         with suppress(ValueError):  # this row's fault is found again when it is asked
-            most = max(most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer)
+            most = max(
+                most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer
+            )
     return min(most, positions_of(target)) or answer + 1

@@ -16,8 +16,8 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfDrafter):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
-        smollm2); by default what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here
+        (embedded, smollm2); by default what lies in the target's folder
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
@@ -26,7 +26,9 @@ class ServeCommand(OfDrafter):
     """
 
     checkpoint: str = "${target.path}"
-    decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
+    decoding: EngineConfig = field(
+        default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512)
+    )
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -38,7 +40,9 @@ def opened(config: ServeCommand):
 
     server = config.server
     if server.memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1])
+        )
     decoding = config.masked if is_masked(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.drafts else None
     target, drafter = load(config.target, checkpoint, config.drafter)
@@ -52,8 +56,8 @@ def opened(config: ServeCommand):
 def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
-    # OpenMP's threads end with it: beside the engine's own, both would fall asleep between any two loops
-    # (LOG.md)
+    # OpenMP's threads end with it: beside the engine's own, both would fall asleep between any two
+    # loops (LOG.md)
     with ThreadPoolExecutor(1) as loader:
         engine, said = loader.submit(opened, config).result()
     HEARTBEAT.at(None)

@@ -1,5 +1,5 @@
-"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine reaches,
-and which of the known causes (`infer.doctor.causes`) explains the difference.
+"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine
+reaches, and which of the known causes (`infer.doctor.causes`) explains the difference.
 """
 
 from collections.abc import Callable
@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from infer.doctor.causes import CAUSES, MORE, SHORT, Case, Cause, Served, Variation, difference, falls_short, taps_of
+from infer.doctor.causes import (
+    CAUSES,
+    MORE,
+    SHORT,
+    Case,
+    Cause,
+    Served,
+    Variation,
+    difference,
+    falls_short,
+    taps_of,
+)
 from infer.doctor.replay import chains, compute
 from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, Reference
@@ -50,16 +61,21 @@ def examine(
     this drafter), what the drafter reaches here, and what an engine reaches."""
     trials = [(cause, trial) for cause in CAUSES for trial in cause.trials(target, drafter)]
     taps = dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)])
-    prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
-    material, margin = compute(target, prompts, answers, list(taps)), reference.block_size - 1
+    prompts = [text.prompt for text in reference.texts]
+    answers = [text.ids for text in reference.texts]
+    material = compute(target, prompts, answers, list(taps))
+    margin = reference.block_size - 1
     ours = chains(target, drafter, material, taps_of(drafter), margin)
-    here, names, cases = Acceptance.of_all(ours), {"checkpoint": checkpoint, "target": target.name}, {}
+    here = Acceptance.of_all(ours)
+    names = {"checkpoint": checkpoint, "target": target.name}
+    cases = {}
     rows = [("here, as the folder says", here)]
 
     @cache
     def tried() -> list[Tried]:
         return [
-            Tried(cause, trial, chains(target, trial.drafter, material, trial.taps, margin)) for cause, trial in trials
+            Tried(cause, trial, chains(target, trial.drafter, material, trial.taps, margin))
+            for cause, trial in trials
         ]
 
     if carded:
@@ -67,7 +83,9 @@ def examine(
         cases["its card"] = Case(target, drafter, reference, material, ours, reference.by_text)
     if served is not None:
         rows.append((served.engine, Acceptance.of_all(served.by_text)))
-        cases[served.engine] = Case(target, drafter, reference, material, ours, served.by_text, served)
+        cases[served.engine] = Case(
+            target, drafter, reference, material, ours, served.by_text, served
+        )
     for case in cases.values():
         if found := diagnose(case, tried, rows, names):
             return found
@@ -76,7 +94,12 @@ def examine(
         most = Acceptance.of_all(best.found)
         if most.mean > MORE * here.mean and falls_short(here, most):
             verdict = f"{best.trial.label} gives {1 + most.mean:.2f} tokens a round, {1 + here.mean:.2f} as it is"
-            return named(best.cause, verdict, rows + rows_of(tried()), best.cause.mend[0].format(best.trial.label))
+            return named(
+                best.cause,
+                verdict,
+                rows + rows_of(tried()),
+                best.cause.mend[0].format(best.trial.label),
+            )
     others = " and ".join(cases) or "no card, and no engine"
     healthy = f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}."
     if served is not None and served.drafting:
@@ -91,11 +114,16 @@ def examine(
 
 
 def diagnose(
-    case: Case, tried: Callable[[], list[Tried]], rows: list[tuple[str, Acceptance]], names: dict[str, str]
+    case: Case,
+    tried: Callable[[], list[Tried]],
+    rows: list[tuple[str, Acceptance]],
+    names: dict[str, str],
 ) -> Diagnosis | None:
     """Return what is wrong in a comparison, None where nothing is."""
-    low, side = case.low, 0 if case.served is None else 1
-    here, there = 1 + Acceptance.of_all(case.ours).mean, 1 + Acceptance.of_all(case.goal).mean
+    low = case.low
+    side = 0 if case.served is None else 1
+    here = 1 + Acceptance.of_all(case.ours).mean
+    there = 1 + Acceptance.of_all(case.goal).mean
     short = f"{here:.2f} tokens a round here, {there:.2f} by its card"
     if case.served is not None:
         short = f"{there:.2f} tokens a round at {case.served.engine}, {here:.2f} here"
@@ -106,10 +134,13 @@ def diagnose(
         return None
     away = max(1, difference(case.ours, case.goal))
     best = min(tried(), key=lambda one: difference(one.found, case.goal))
-    score, rows = 1 - difference(best.found, case.goal) / away, rows + rows_of(tried())
+    score = 1 - difference(best.found, case.goal) / away
+    rows = rows + rows_of(tried())
     if score >= (EXPLAINS if low else EXACTLY):
         verdict = f"{best.trial.label} explains {100 * score:.0f} % of {short}"
-        return named(best.cause, verdict, rows, best.cause.mend[side].format(best.trial.label, **names))
+        return named(
+            best.cause, verdict, rows, best.cause.mend[side].format(best.trial.label, **names)
+        )
     return Diagnosis(False, f"Low, and no known cause explains it: {short}.", rows) if low else None
 
 
@@ -125,7 +156,11 @@ def named(cause: Cause, verdict: str, rows: list[tuple[str, Acceptance]], mend: 
 
 def report(diagnosis: Diagnosis) -> str:
     """Return the verdict, the evidence, and what to do, as text."""
-    lines = [diagnosis.verdict, "", f"{'acceptance by position':<58}rounds  τ     1    2    3    4    5    6    7 ..."]
+    lines = [
+        diagnosis.verdict,
+        "",
+        f"{'acceptance by position':<58}rounds  τ     1    2    3    4    5    6    7 ...",
+    ]
     for what, acceptance in diagnosis.evidence:
         shares = " ".join(f"{100 * share:3.0f}%" for share in acceptance.shares)
         lines.append(f"{what[:57]:<58}{acceptance.rounds:6d}  {1 + acceptance.mean:4.2f} {shares}")

@@ -20,7 +20,9 @@ from infer.targets.target import Target
 class Tap(NamedTuple):
     """Where features are read: what a layer puts out, or what the next norm makes of it."""
 
-    layer: int  # as `Target` counts, the number of layers: the last one's states behind the last norm
+    layer: (
+        int  # as `Target` counts, the number of layers: the last one's states behind the last norm
+    )
     normed: bool = False
 
 
@@ -35,8 +37,8 @@ class Material:
 
 
 def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
-    """Return the norm that what a layer puts out goes into, None where the model's layers have none of
-    that name."""
+    """Return the norm that what a layer puts out goes into, None where the model's layers have none
+    of that name."""
     layers = target.body.layers
     if layer + 1 < len(layers):
         return getattr(layers[layer + 1], "input_layernorm", None)
@@ -44,13 +46,19 @@ def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
 
 
 @torch.inference_mode()
-def compute(target: Target, prompts: list[list[int]], answers: list[list[int]], taps: Sequence[Tap] = ()) -> Material:
+def compute(
+    target: Target, prompts: list[list[int]], answers: list[list[int]], taps: Sequence[Tap] = ()
+) -> Material:
     """Run texts through the target once."""
-    layers, states, chosen = tuple(sorted({tap.layer for tap in taps})), {tap: [] for tap in taps}, []
+    layers = tuple(sorted({tap.layer for tap in taps}))
+    states = {tap: [] for tap in taps}
+    chosen = []
     for text in zip(prompts, answers, strict=True):
         ids = [*text[0], *text[1]]
         cache = target.cache(1, len(ids))
-        with cache.add(1) as row:  # decoding's own arithmetic: int8 codes make much of another rounding
+        with cache.add(
+            1
+        ) as row:  # decoding's own arithmetic: int8 codes make much of another rounding
             found = target.extend([ids], row, layers)
         by_layer = dict(zip(layers, found.context[0].chunk(len(layers) or 1, dim=-1), strict=False))
         for tap in taps:
@@ -62,13 +70,21 @@ def compute(target: Target, prompts: list[list[int]], answers: list[list[int]], 
     return Material(prompts, answers, states, sum(chosen) / max(1, len(chosen)))
 
 
-def chains(target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int) -> list[Acceptance]:
-    """Replay chains along the answers, with features of the taps; return what is accepted, text by text.
-    A round counts if it begins before a text's last `margin` tokens."""
-    texts, chain = list(zip(material.prompts, material.answers, strict=True)), Order("chain", drafter.block_size - 1)
+def chains(
+    target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int
+) -> list[Acceptance]:
+    """Replay chains along the answers, with features of the taps; return what is accepted, text by
+    text. A round counts if it begins before a text's last `margin` tokens."""
+    texts = list(zip(material.prompts, material.answers, strict=True))
+    chain = Order("chain", drafter.block_size - 1)
     # (T, F)
-    features = [torch.cat(each, dim=-1) for each in zip(*(material.states[tap] for tap in taps), strict=True)]
+    features = [
+        torch.cat(each, dim=-1)
+        for each in zip(*(material.states[tap] for tap in taps), strict=True)
+    ]
     return [
         count_accepted(found.commits[chain], len(answer) - margin, chain.nodes)
-        for found, (_, answer) in zip(replay(target, drafter, texts, [chain], features), texts, strict=True)
+        for found, (_, answer) in zip(
+            replay(target, drafter, texts, [chain], features), texts, strict=True
+        )
     ]

@@ -1,23 +1,26 @@
 """What the families of drafters share: where they tap the target, their attention, and their memory
 while decoding.
 
-B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted
-positions), W queries of a block, D hidden size, F features of a position, H heads, E head size, V
-vocabulary, of which the drafter may know a part: its scores are over R of them.
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L
+drafted positions), W queries of a block, D hidden size, F features of a position, H heads, E head
+size, V vocabulary, of which the drafter may know a part: its scores are over R of them.
 
-A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has besides
-what stands here (dflash/model.py is the one to read):
+A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has
+besides what stands here (dflash/model.py is the one to read):
 
 - `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's
   config.json;
 - `read` and `writers`: its layouts of config.json, to and fro;
-- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`, one
-  for each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first
-  query stands `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first
-  whose state is read;
-- `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens
+- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`,
+one
+  for each of the `attention_patterns` that its layers have), of `num_queries` queries each; the
+  first query stands `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the
+  first whose state is read;
+- `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and
+tokens
   of newly committed positions in; states of a block out, which `draft_block` turns into marginals;
-- `warm_layers`, `finish_warm_start`: which of the target's layers its own can start as, which of the
+- `warm_layers`, `finish_warm_start`: which of the target's layers its own can start as, which of
+the
   tapped layers they then read, and what else a warm start sets.
 """
 
@@ -48,43 +51,56 @@ from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target, memory_of
 from infer.trees.vocabulary import ALL, Vocabulary
 
-# Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by
-# number.
+# Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones
+# by number.
 SPARE = re.compile(r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE)
 WIDEST = 64  # positions of a pass over a cache that forgets, or a block
-# Kinds of rotary scaling that a new drafter takes over. Not Llama 3's: it changes what is thousands of
-# positions apart, and llama.cpp has no word for it in a drafter.
+# Kinds of rotary scaling that a new drafter takes over. Not Llama 3's: it changes what is thousands
+# of positions apart, and llama.cpp has no word for it in a drafter.
 SCALINGS = ("linear", "yarn")
-FLAT, PROBES = 3.0, 32  # largest logit of a fresh drafter for what enters it, over so many tokens
+# largest logit of a fresh drafter for what enters it, over so many tokens
+FLAT = 3.0
+PROBES = 32
 
 
 def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Iterator[int]:
-    """Yield ids that text does not use, the surest first: the tokenizer's own mask token; the first id
-    past the tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask, reserved
-    or unused by name (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends or begins with
-    it; the last of the special tokens that neither begin or end texts nor stand in the chat template
-    (SmolLM2: <empty_output>)."""
+    """Yield ids that text does not use, the surest first: the tokenizer's own mask token; the first
+    id past the tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask,
+    reserved or unused by name (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends
+    or begins with it; the last of the special tokens that neither begin or end texts nor stand in
+    the chat template (SmolLM2: <empty_output>)."""
     if tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id
     if len(tokenizer) < vocabulary:
         yield len(tokenizer)
     taken = {*end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}
     template = str(tokenizer.chat_template)
-    known = {id: name for name, id in tokenizer.get_vocab().items() if id < vocabulary and id not in taken}
-    yield from sorted(id for id, name in known.items() if SPARE.fullmatch(name) and name not in template)
+    known = {
+        id: name
+        for name, id in tokenizer.get_vocab().items()
+        if id < vocabulary and id not in taken
+    }
+    yield from sorted(
+        id for id, name in known.items() if SPARE.fullmatch(name) and name not in template
+    )
     if tokenizer.pad_token_id in known:
         yield tokenizer.pad_token_id
     added = tokenizer.added_tokens_decoder
-    special = (id for id in known if id in added and added[id].special and id != tokenizer.unk_token_id)
+    special = (
+        id for id in known if id in added and added[id].special and id != tokenizer.unk_token_id
+    )
     yield from sorted((id for id in special if known[id] not in template), reverse=True)
 
 
 def default_mask_token(
-    tokenizer, vocabulary: int, end_ids: Collection[int], used: Callable[[], Collection[int]] | None = None
+    tokenizer,
+    vocabulary: int,
+    end_ids: Collection[int],
+    used: Callable[[], Collection[int]] | None = None,
 ) -> int:
     """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids
-    they do; then any other id that they do not, the last one, will do. Raises ValueError where there is
-    none."""
+    they do; then any other id that they do not, the last one, will do. Raises ValueError where
+    there is none."""
     masks = mask_candidates(tokenizer, vocabulary, end_ids)
     first = next(masks, None)
     if first is not None and (used is None or first >= len(tokenizer)):  # no text has the latter
@@ -95,26 +111,30 @@ def default_mask_token(
         free = free or sorted({*range(vocabulary)} - taken - {*end_ids})[-1:]
         if free:
             return free[0]
-    raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
+    raise ValueError(
+        "the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>"
+    )
 
 
 def tap_ids(own: dict, layers: int | None) -> tuple[int, ...]:
-    """Return the tapped layers as `Target` counts them, where id `layers` is the last layer's states
-    behind the last norm. own: the family's part of config.json; layers: how many the target has."""
+    """Return the tapped layers as `Target` counts them, where id `layers` is the last layer's
+    states behind the last norm. own: the family's part of config.json; layers: how many the target
+    has."""
     normed = layers is not None and own.get("last_tap") == "normed"
     return tuple(layers if normed and i == layers - 1 else i for i in own["target_layer_ids"])
 
 
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-    """Return the keys of a drafter's config.json that all families share: sizes of the target and of
-    the options."""
+    """Return the keys of a drafter's config.json that all families share: sizes of the target and
+    of the options."""
     same = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
     return {
         "block_size": options.block_size - bool(options.sample_from_anchor),
         "intermediate_size": mlp_size(theirs),
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
-        "layer_types": ["full_attention" if options.window is None else "sliding_attention"] * options.layers,
+        "layer_types": ["full_attention" if options.window is None else "sliding_attention"]
+        * options.layers,
         "use_sliding_window": options.window is not None,
         "sliding_window": options.window,
         "num_key_value_heads": key_heads(theirs),
@@ -141,8 +161,8 @@ def drafter_rope(theirs: PretrainedConfig) -> dict:
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin
-    signed."""
+    """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them,
+    sin signed."""
     low, high = states.chunk(2, dim=-1)
     return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
 
@@ -153,7 +173,8 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
         super().__init__()
         self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        width = config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(inputs, width, bias=False)
         self.k_proj = nn.Linear(inputs, kv_width, bias=False)
         self.v_proj = nn.Linear(inputs, kv_width, bias=False)
@@ -169,8 +190,8 @@ class Attention(nn.Module):
         return [self.get_submodule(f"{part}_proj{of}") for part in "kv"]
 
     def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, of: str = ""):
-        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E),
-        by `key_value_projections`."""
+        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T,
+        E), by `key_value_projections`."""
         keys, values = (self.heads(project(states)) for project in self.key_value_projections(of))
         return rotate(self.k_norm(keys).transpose(1, 2), cos, sin), values.transpose(1, 2)
 
@@ -214,8 +235,8 @@ class DrafterLayer(nn.Module):
         return self.input_layernorm(states)
 
     def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
-        """What `sublayer`, attention or MLP, makes of normalised states, and what a family puts around
-        it."""
+        """What `sublayer`, attention or MLP, makes of normalised states, and what a family puts
+        around it."""
         return sublayer(states)
 
     def forward(
@@ -226,8 +247,8 @@ class DrafterLayer(nn.Module):
         items: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer over states of blocks (B, Q, D). `attend(queries, keys, values)`, all of the
-        blocks, (B, H, Q, E), adds the context to the keys and values and returns (B, H, Q, E): from a
-        cache or from a packed row. items: what attention reads, if not `items(states)`."""
+        blocks, (B, H, Q, E), adds the context to the keys and values and returns (B, H, Q, E): from
+        a cache or from a packed row. items: what attention reads, if not `items(states)`."""
 
         def attention(items: torch.Tensor) -> torch.Tensor:
             queries = self.self_attn.queries(items, *rotary)
@@ -239,27 +260,31 @@ class DrafterLayer(nn.Module):
         return states + self.around("mlp", self.post_attention_layernorm(states), self.mlp)
 
 
-def masked_attention_behind(before: tuple[torch.Tensor, torch.Tensor], mask, queries, keys, values) -> torch.Tensor:
-    """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the
-    blocks' own."""
+def masked_attention_behind(
+    before: tuple[torch.Tensor, torch.Tensor], mask, queries, keys, values
+) -> torch.Tensor:
+    """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and
+    the blocks' own."""
     keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
     return kernels_for(values.device, values.dtype).attention(queries, keys, values, mask)
 
 
 def attend_cached(window: Window, layer: int, mask, queries, keys, values) -> torch.Tensor:
-    """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own
-    keys and values."""
+    """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's
+    own keys and values."""
     keys, values = window.update(keys, values, layer)
     return kernels_for(values.device, values.dtype).attention(queries, keys, values, mask)
 
 
 @dataclass
 class DraftState:
-    """A drafter's memory of the texts it drafts for: keys and values of their context. Rows come and go
-    as in the cache."""
+    """A drafter's memory of the texts it drafts for: keys and values of their context. Rows come
+    and go as in the cache."""
 
     cache: KVCache
-    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
+    angles: tuple[
+        torch.Tensor, torch.Tensor
+    ]  # cos and sin of every position, (1, capacity, E) each
 
     @contextmanager
     def add(self, count: int) -> Iterator["DraftState"]:
@@ -268,7 +293,8 @@ class DraftState:
             yield replace(self, cache=cache)
 
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
+        """Return cos and sin (rows, width, E) of the positions behind every row's committed
+        ones."""
         positions = self.cache.positions(rows, width)
         cos, sin = (torch.embedding(table[0], positions) for table in self.angles)
         return cos, sin
@@ -294,7 +320,8 @@ class DraftedBlock(NamedTuple):
 
 
 class Drafter(nn.Module):
-    """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
+    """A drafter of any family. Parameters carry the names of the family's public checkpoint
+    layout."""
 
     family: Family
     # by export format (dflash/writers.py says what they are given and return)
@@ -302,9 +329,10 @@ class Drafter(nn.Module):
     anchor_offset = 0
     # its layers' kinds: causal within the block?, sliding window
     attention_patterns: list[tuple[bool, int | None]]
-    # of target, features (B, C, len(layer_ids) * D) of newly committed positions, their tokens (B, C), counts, state,
-    # on_device: adds them to the memory. counts[b] positions of row b are real, the rest is padding; on_device (B,) is
-    # counts where that is on the device already, and alone where the host does not know them
+    # of target, features (B, C, len(layer_ids) * D) of newly committed positions, their tokens (B,
+    # C), counts, state, on_device: adds them to the memory. counts[b] positions of row b are real,
+    # the rest is padding; on_device (B,) is counts where that is on the device already, and alone
+    # where the host does not know them
     update_context: Callable[..., None]
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
@@ -315,7 +343,9 @@ class Drafter(nn.Module):
         self.config = config
         self.block_size: int = config.block_size
         self.layer_ids = tap_ids(self.own, config.num_target_layers)
-        self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.rotary = [
+            Qwen3RotaryEmbedding(config)
+        ]  # in a list: not a submodule, so never cast to bf16
         self.head_row: HeadRow | None = None  # of the conditional head
         self.confidence_head: Confidence | None = None
         self.raw_states = False  # the conditional head reads states before the last norm
@@ -348,17 +378,21 @@ class Drafter(nn.Module):
         """The tokens that it knows: the public layouts' `d2t` (R,) as ids (EAGLE-3, FR-Spec)."""
         if self.d2t is None:
             return ALL
-        return Vocabulary(self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.config.vocab_size)
+        return Vocabulary(
+            self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.config.vocab_size
+        )
 
     @property
     def conditional_head(self) -> Head | None:
-        """What makes a token's score depend on the tokens before it, None for independent positions."""
+        """What makes a token's score depend on the tokens before it, None for independent
+        positions."""
         return None if self.head_row is None else self.get_submodule(self.head_row.attribute)
 
     def add_conditional_head(self) -> None:
         """Give the drafter the conditional head that its config.json names, if any, without weights
         yet."""
-        row, own = head_of(self.own), self.own
+        row = head_of(self.own)
+        own = self.own
         self.head_row = row
         if row is None:
             return
@@ -370,8 +404,8 @@ class Drafter(nn.Module):
             self.confidence_head = Confidence(self.config.hidden_size + beside)
 
     def add_ends(self, embedding: bool, head: bool) -> None:
-        """Give the drafter an embedding and a head of its own; otherwise it uses the target's, of whose
-        head those rows that it knows."""
+        """Give the drafter an embedding and a head of its own; otherwise it uses the target's, of
+        whose head those rows that it knows."""
         config = self.config
         if embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -390,27 +424,44 @@ class Drafter(nn.Module):
         return target.scale(target_head(self, target)(states.to(target.dtype))).float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
-        """States of the last layer (..., D) as `forward` and `block_states` return them: behind the last
-        norm, unless the conditional head reads them before it."""
+        """States of the last layer (..., D) as `forward` and `block_states` return them: behind the
+        last norm, unless the conditional head reads them before it."""
         return states if self.raw_states else self.last_norm(states)
 
     def check_target(self, target: Target) -> None:
-        """Raises ValueError, naming all that differs, where the drafter was made for another target."""
-        ours, theirs = self.config, target.config
+        """Raises ValueError, naming all that differs, where the drafter was made for another
+        target."""
+        ours = self.config
+        theirs = target.config
         pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
         pairs["num_target_layers"] = ours.num_target_layers, theirs.num_hidden_layers
         if self.embed_tokens is not None or self.lm_head is not None or self.d2t is not None:
             pairs["vocab_size"] = ours.vocab_size, target.vocabulary
-        faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
-        ids, layers = self.own["target_layer_ids"], theirs.num_hidden_layers
+        faults = [
+            f"{k} {a}, the target has {b}"
+            for k, (a, b) in pairs.items()
+            if a is not None and a != b
+        ]
+        ids = self.own["target_layer_ids"]
+        layers = theirs.num_hidden_layers
         if max(ids) >= layers:
             faults.append(f"target_layer_ids {list(ids)}, the target has {layers} layers")
-        if layers - 1 in ids and self.own.get("last_tap") == "normed" and layers not in self.layer_ids:
-            faults.append(f"no num_target_layers, and it taps the last: load_drafter(..., target_layers={layers})")
+        if (
+            layers - 1 in ids
+            and self.own.get("last_tap") == "normed"
+            and layers not in self.layer_ids
+        ):
+            faults.append(
+                f"no num_target_layers, and it taps the last: load_drafter(..., target_layers={layers})"
+            )
         if (self.mask_token_id or 0) >= target.vocabulary:
-            faults.append(f"mask_token_id {self.mask_token_id}, the target has {target.vocabulary} tokens")
+            faults.append(
+                f"mask_token_id {self.mask_token_id}, the target has {target.vocabulary} tokens"
+            )
         if faults:
-            raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
+            raise ValueError(
+                f"this drafter was made for another target: its config says {'; '.join(faults)}"
+            )
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw fresh weights: matrices normal with the config's standard deviation (0.02), norms
@@ -434,8 +485,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start from the target's own layers (`warm_layers`), where they compute what ours do, on the
-        features of one tapped layer, and from its last norm; return whether they do."""
+        """Start from the target's own layers (`warm_layers`), where they compute what ours do, on
+        the features of one tapped layer, and from its last norm; return whether they do."""
         layers = [part for part in self.modules() if isinstance(part, DrafterLayer)]
         chosen = self.warm_layers(self.layer_ids, len(layers), target.config)
         source = [target.body.layers[i] for i in chosen]
@@ -450,7 +501,8 @@ class Drafter(nn.Module):
         return True
 
     def graph_references(self) -> list[object]:
-        """Return what drafting reads beside its arguments and its state, see `Target.graph_references`."""
+        """Return what drafting reads beside its arguments and its state, see
+        `Target.graph_references`."""
         return [self.part_of_head, *memory_of(self)]
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
@@ -458,49 +510,64 @@ class Drafter(nn.Module):
         return self.norm(states)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the
-        sines."""
+        """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in
+        the sines."""
         cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
         half = sin.shape[-1] // 2
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
     def state(self, rows: int, capacity: int, whole: bool = False) -> DraftState:
-        """Return an empty memory for up to `rows` texts of up to `capacity` positions. Where all layers
-        slide, it forgets what is beyond their window, unless it is to be `whole`."""
-        config, weight = self.config, self.norm.weight
-        windows, widest = [width for _, width in self.attention_patterns], max(WIDEST, self.block_size)
+        """Return an empty memory for up to `rows` texts of up to `capacity` positions. Where all
+        layers slide, it forgets what is beyond their window, unless it is to be `whole`."""
+        config = self.config
+        weight = self.norm.weight
+        windows = [width for _, width in self.attention_patterns]
+        widest = max(WIDEST, self.block_size)
         reach = None if None in windows else max(windows)
         capacity += self.block_size
-        room = capacity if whole or reach is None else min(capacity, reach + reach // 4 + 2 * widest)
+        room = (
+            capacity if whole or reach is None else min(capacity, reach + reach // 4 + 2 * widest)
+        )
         widest = widest if room < capacity else None
         each = config.num_key_value_heads, config.head_dim
         layers = dict.fromkeys(range(config.num_hidden_layers), (each, each))
         cache = KVCache(layers, rows, room, weight.dtype, weight.device, reach=reach, widest=widest)
-        return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
+        return self.make_state(
+            cache, self.angles(torch.arange(capacity, device=weight.device)[None])
+        )
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
-        """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With
-        a conditional head, marginals are the scores without its corrections."""
-        cache, rows, width = state.cache, len(bonus), self.num_queries
+        """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept.
+        With a conditional head, marginals are the scores without its corrections."""
+        cache = state.cache
+        rows = len(bonus)
+        width = self.num_queries
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         return drafted_block(self, target, self.block_states(target, bonus, place, state))
 
 
 def narrow(drafter: Drafter, window: int) -> None:
-    """Let every layer see the last `window` positions at most, its own block's included, whatever it was
-    trained with (SGLang's `--speculative-dflash-draft-window-size`). Raises ValueError where the
-    family's layers cannot slide, and for less than a block."""
+    """Let every layer see the last `window` positions at most, its own block's included, whatever
+    it was trained with (SGLang's `--speculative-dflash-draft-window-size`). Raises ValueError where
+    the family's layers cannot slide, and for less than a block."""
     if "window" not in drafter.family.options:
-        raise ValueError(f"drafter.window={window}: the layers of {drafter.family.title} drafters do not slide")
+        raise ValueError(
+            f"drafter.window={window}: the layers of {drafter.family.title} drafters do not slide"
+        )
     if window < drafter.block_size:
-        raise ValueError(f"drafter.window={window}: at least a block, {drafter.block_size} positions")
+        raise ValueError(
+            f"drafter.window={window}: at least a block, {drafter.block_size} positions"
+        )
     patterns = drafter.attention_patterns
-    drafter.attention_patterns = [(causal, min(window, width or window)) for causal, width in patterns]
+    drafter.attention_patterns = [
+        (causal, min(window, width or window)) for causal, width in patterns
+    ]
 
 
 def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:
-    """Return what is drafted by the states (B, W, D) of blocks, as `Drafter.for_head` returns them."""
+    """Return what is drafted by the states (B, W, D) of blocks, as `Drafter.for_head` returns
+    them."""
     drafted = states[:, drafter.first_draft_slot :].contiguous()
     read = drafter.last_norm(drafted) if drafter.raw_states else drafted
     marginals = drafter.logits(target, read).log_softmax(-1)
@@ -508,15 +575,25 @@ def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> Dra
 
 
 def packed_states(
-    drafter: Drafter, target: Target, rows: dict, anchors: torch.Tensor, context: torch.Tensor, run: Callable
+    drafter: Drafter,
+    target: Target,
+    rows: dict,
+    anchors: torch.Tensor,
+    context: torch.Tensor,
+    run: Callable,
 ) -> torch.Tensor:
-    """Return the states (B, N, W, D) of all slots of the blocks behind anchors (B, N) of packed rows, in
-    one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and "documents", (B, T) each;
-    context (B, T, F): the features; run: the drafter, or the engine around it."""
+    """Return the states (B, N, W, D) of all slots of the blocks behind anchors (B, N) of packed
+    rows, in one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and "documents",
+    (B, T) each; context (B, T, F): the features; run: the drafter, or the engine around it."""
     inputs = drafter.inputs(target, rows["ids"], rows["positions"], anchors)
     starts = (anchors - drafter.anchor_offset).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
-    hidden = run(context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks)  # (B, N*W, D)
+    masks = [
+        block_mask(starts, rows["documents"], drafter.num_queries, *view)
+        for view in drafter.attention_patterns
+    ]
+    hidden = run(
+        context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks
+    )  # (B, N*W, D)
     return hidden.unflatten(1, (-1, drafter.num_queries))
 
 
@@ -530,7 +607,9 @@ def read_one_tap(fc: nn.Linear, tap: int) -> None:
 def target_head(drafter: Drafter, target: Target) -> nn.Module:
     """Return the target's head, or a copy of those of its rows that a drafter knows, in codes for a
     quantised one, which is kept until the head or the tokens are others."""
-    whole, d2t, kept = target.model.get_output_embeddings(), drafter.d2t, drafter.part_of_head
+    whole = target.model.get_output_embeddings()
+    d2t = drafter.d2t
+    kept = drafter.part_of_head
     as_codes = drafter.quantised and type(whole) is nn.Linear
     if d2t is None and not as_codes:
         return whole
@@ -566,40 +645,49 @@ def init_head(drafter: Drafter, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def init_last_norm(drafter: Drafter, target: Target) -> None:
-    """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it,
-    guesses nearly uniformly: a head tied to the embedding otherwise gives the token that entered all
-    probability."""
+    """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters
+    it, guesses nearly uniformly: a head tied to the embedding otherwise gives the token that
+    entered all probability."""
     ids = torch.linspace(0, target.vocabulary - 1, PROBES, device=target.device).long()
     states = drafter.norm(target.embed(ids).cpu().float()).to(target.head_weight)
     drafter.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))
 
 
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-    """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does
-    not have."""
-    count, family = theirs.num_hidden_layers, FAMILIES[options.family].load()
+    """Return the tapped layers of a target, from its config. Raises ValueError for layers that it
+    does not have."""
+    count = theirs.num_hidden_layers
+    family = FAMILIES[options.family].load()
     ids = options.target_layer_ids or family.default_layer_ids(count, options.layers)
     if any(not 0 <= layer < count for layer in ids):
-        raise ValueError(f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {count - 1}")
+        raise ValueError(
+            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {count - 1}"
+        )
     return tuple(int(layer) for layer in ids)
 
 
 def taps(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-    """Return what every family's part of config.json says of the tapped layers. Raises ValueError as
-    `tapped_layers` does, and for a `last_tap` without a tap of the last layer."""
-    ids, last = list(tapped_layers(options, theirs)), theirs.num_hidden_layers - 1
+    """Return what every family's part of config.json says of the tapped layers. Raises ValueError
+    as `tapped_layers` does, and for a `last_tap` without a tap of the last layer."""
+    ids = list(tapped_layers(options, theirs))
+    last = theirs.num_hidden_layers - 1
     if last in ids:
         return {"target_layer_ids": ids, "last_tap": options.last_tap}
     if options.last_tap != "raw":
-        raise ValueError(f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped")
+        raise ValueError(
+            f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped"
+        )
     return {"target_layer_ids": ids}
 
 
-def config_for(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Qwen3Config:
+def config_for(
+    options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None
+) -> Qwen3Config:
     """Return the config.json of a new drafter for a target; without one, of the same sizes for the
     target config `theirs`. Raises ValueError for options that do not fit."""
     options.check()
-    theirs, family = theirs if target is None else target.config, FAMILIES[options.family]
+    theirs = theirs if target is None else target.config
+    family = FAMILIES[options.family]
     own = family.load().own_config(options, theirs, target) | new_head(options.head)
     known = {"draft_vocab_size": options.vocabulary} if options.vocabulary else {}
     check_known(options, theirs)
@@ -609,10 +697,14 @@ def config_for(options: DrafterConfig, target: Target | None, theirs: Pretrained
 def check_known(options: DrafterConfig, theirs: PretrainedConfig) -> None:
     """Raise ValueError where a drafter is to know more tokens than there are."""
     if (options.vocabulary or 0) > theirs.vocab_size:
-        raise ValueError(f"drafter.vocabulary={options.vocabulary}: the target has {theirs.vocab_size} tokens")
+        raise ValueError(
+            f"drafter.vocabulary={options.vocabulary}: the target has {theirs.vocab_size} tokens"
+        )
 
 
-def new_drafter(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Drafter:
+def new_drafter(
+    options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None
+) -> Drafter:
     """Return a drafter with the config of `config_for`, whose exceptions it raises, without weights
     yet."""
     return FAMILIES[options.family].load()(config_for(options, target, theirs))
@@ -627,7 +719,8 @@ def target_embeddings(target: Target) -> torch.Tensor:
 
 def drop_copies(drafter: Drafter, target: Target) -> None:
     """Remove an embedding and a head of the drafter's own that are the target's, bit for bit in the
-    dtype of one of the two, where its family can do without. Raises ValueError where they differ."""
+    dtype of one of the two, where its family can do without. Raises ValueError where they
+    differ."""
     if drafter.family.own_head:
         return
     pairs = {
@@ -635,16 +728,19 @@ def drop_copies(drafter: Drafter, target: Target) -> None:
         "lm_head": (drafter.lm_head, rows_of(drafter, target)),
     }
     for name, (own, weight) in pairs.items():
-        if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
+        if own is not None and not any(
+            torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)
+        ):
             raise ValueError(f"its own {name} is not the target's")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
 
 
 def fixed_options(drafter: Drafter) -> dict:
-    """Return the fields of `infer.config.DrafterConfig` that a drafter's config.json decides, without
-    its head's."""
-    own, row = drafter.own, drafter.family
+    """Return the fields of `infer.config.DrafterConfig` that a drafter's config.json decides,
+    without its head's."""
+    own = drafter.own
+    row = drafter.family
     known = {
         "family": row.name,
         "layers": drafter.config.num_hidden_layers,
@@ -655,5 +751,11 @@ def fixed_options(drafter: Drafter) -> dict:
         "vocabulary": 0 if drafter.d2t is None else len(drafter.d2t),
     }
     known |= {"mask_token_id": own["mask_token_id"]} if "mask_token_id" in own else {}
-    known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal", "layer_fusion") if key in row.options}
-    return known | ({"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {})
+    known |= {
+        key: bool(own.get(key))
+        for key in ("sample_from_anchor", "causal", "layer_fusion")
+        if key in row.options
+    }
+    return known | (
+        {"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {}
+    )

@@ -1,5 +1,6 @@
-"""Prompt lookup: the text's own n-grams draft (https://github.com/apoorvumang/prompt-lookup-decoding),
-behind the interface that the engine knows: what a drafter with a network has to beat.
+"""Prompt lookup: the text's own n-grams draft
+(https://github.com/apoorvumang/prompt-lookup-decoding), behind the interface that the engine knows:
+what a drafter with a network has to beat.
 
 B rows, L drafted positions, V vocabulary, P earlier places.
 """
@@ -30,7 +31,8 @@ class Texts:
 
     @contextmanager
     def add(self, count: int) -> Iterator["Texts"]:
-        """`count` more rows, to be filled; taken into use when the block is left without an error."""
+        """`count` more rows, to be filled; taken into use when the block is left without an
+        error."""
         new = Texts()
         new.texts = [[] for _ in range(count)]
         yield new
@@ -50,17 +52,18 @@ class Texts:
 
 
 class Lookup(nn.Module):
-    """A drafter of blocks of `block_size`, bonus token included, that reads a text and no features of
-    the target.
+    """A drafter of blocks of `block_size`, bonus token included, that reads a text and no features
+    of the target.
 
-    A position's distribution is what stood at that distance behind earlier places in the text that end
-    as the text does now: longer matches count TRUST times as much a token, and of equal ones the later.
-    Copies that run into the text's end go on with what they copied."""
+    A position's distribution is what stood at that distance behind earlier places in the text that
+    end as the text does now: longer matches count TRUST times as much a token, and of equal ones
+    the later. Copies that run into the text's end go on with what they copied."""
 
     family = LOOKUP
     layer_ids: tuple[int, ...] = ()
     head_row = dtype = config = None
-    vocabulary, own = ALL, {}
+    vocabulary = ALL
+    own = {}
     quantised = False
 
     def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
@@ -82,8 +85,12 @@ class Lookup(nn.Module):
 
     def draft_block(self, target: Target, bonus: torch.Tensor, state: Texts) -> DraftedBlock:
         """The marginals behind the bonus tokens (B,) int64: log space, float32, (B, L, V)."""
-        length, vocabulary = self.block_size - 1, target.vocabulary
-        texts = [np.array([*text, token]) for text, token in zip(state.texts, bonus.tolist(), strict=True)]
+        length = self.block_size - 1
+        vocabulary = target.vocabulary
+        texts = [
+            np.array([*text, token])
+            for text, token in zip(state.texts, bonus.tolist(), strict=True)
+        ]
         found = np.stack([continuations(text, length, vocabulary) for text in texts])
         floored = torch.from_numpy(np.log((1 - FLOOR) * found + FLOOR / vocabulary)).float()
         return DraftedBlock(floored.to(bonus.device))
@@ -96,10 +103,15 @@ def continuations(text: np.ndarray, length: int, vocabulary: int) -> np.ndarray:
     places = np.flatnonzero(text[:-1] == text[-1])  # (P,) earlier places of the last token
     if not len(places):
         return np.full((length, vocabulary), 1 / vocabulary)
-    matched, alike = np.ones(len(places)), np.ones(len(places), bool)
+    matched = np.ones(len(places))
+    alike = np.ones(len(places), bool)
     for back in range(1, LONGEST):
         there = places - back
-        alike &= (there >= 0) & (text[np.maximum(there, 0)] == text[max(last - back, 0)]) & (back <= last)
+        alike &= (
+            (there >= 0)
+            & (text[np.maximum(there, 0)] == text[max(last - back, 0)])
+            & (back <= last)
+        )
         matched += alike
     weights = TRUST**matched * (1 + places / len(text))
     shares = np.zeros((length, vocabulary))

@@ -1,18 +1,18 @@
 """The node budget: how many drafted nodes of each row a round verifies.
 
-`Budget` is a fixed number. `AutoBudget` (decoding.budget=auto) looks for the number that commits most
-tokens per second, plain decoding (0 nodes) included. It keeps
+`Budget` is a fixed number. `AutoBudget` (decoding.budget=auto) looks for the number that commits
+most tokens per second, plain decoding (0 nodes) included. It keeps
 
 - `CostTable`: seconds of a round by number of rows and of nodes, calibrated when the engine is made
   and updated by every round;
 - `AcceptanceTable`: how often nodes were accepted, by their log-probability under the drafter; and
 - what trees promised on average, size by size.
 
-Nodes are sorted by probability, so that the first n nodes of a tree are the best tree of n nodes, and
-the expected number of accepted ones is the sum of their probabilities (DDTree proposition 1). A round
-finds twice the nodes that pay on average, and verifies as many of these as pay in this round (CaDDTree,
-arXiv:2606.01813). Every now and then it tries plain decoding where drafting is faster, drafting where
-plain decoding is, and the next larger number of nodes.
+Nodes are sorted by probability, so that the first n nodes of a tree are the best tree of n nodes,
+and the expected number of accepted ones is the sum of their probabilities (DDTree proposition 1). A
+round finds twice the nodes that pay on average, and verifies as many of these as pay in this round
+(CaDDTree, arXiv:2606.01813). Every now and then it tries plain decoding where drafting is faster,
+drafting where plain decoding is, and the next larger number of nodes.
 
 B rows, N drafted nodes of a row, S sizes.
 """
@@ -37,19 +37,24 @@ from infer.targets.target import Target, takes_uneven
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree
 
-# Node counts to choose from. With the root most of them fill blocks of rows, as matrix products take them.
+# Node counts to choose from. With the root most of them fill blocks of rows, as matrix products
+# take them.
 SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 MAX_PASS_POSITIONS = 4096  # of all rows in one target pass, roots included
 
 CALIBRATION_CONTEXT = 128  # positions in the cache while costs are calibrated
 CALIBRATION_DRAFTS = 16  # drafts during calibration, at most; each adds two positions
-CALIBRATION_COST_RATIO = 4  # calibrate no larger pass than one that costs so many passes without nodes
+CALIBRATION_COST_RATIO = (
+    4  # calibrate no larger pass than one that costs so many passes without nodes
+)
 
 WARMUP_ROUNDS = 8  # rounds that draft before anything is compared
 WARMUP_NODES = 15  # of such a round, at most
 WARMUP_COST_RATIO = 2  # of such a round to a plain one by calibration, at most
 
-MAX_EXPLORE_COST = 1 / 300  # share of throughput that exploring the slower of drafting and plain decoding may cost
+MAX_EXPLORE_COST = (
+    1 / 300
+)  # share of throughput that exploring the slower of drafting and plain decoding may cost
 MIN_EXPLORE_INTERVAL = 4  # rounds
 UNMEASURED_EXPLORE_INTERVAL = 16  # rounds at most, while the slower one was never measured
 NEIGHBOUR_INTERVAL = 64  # rounds between two that verify the next larger number of nodes
@@ -57,7 +62,9 @@ NEIGHBOUR_INTERVAL = 64  # rounds between two that verify the next larger number
 COST_EMA_ALPHA = 0.05  # weight of a round in its cost, once twenty were measured
 OUTLIER_CLIP = 1.5  # a measured round counts as at most this many times its expected cost
 DISTANCE_DECAY = 1 / 16  # weight of costs measured with twice or half the rows or nodes
-CALIBRATION_WEIGHT = 1e-30  # of the calibrated cost, in rounds: it counts where nothing near was measured
+CALIBRATION_WEIGHT = (
+    1e-30  # of the calibrated cost, in rounds: it counts where nothing near was measured
+)
 EMA_ROWS = 200  # rows of drafting rounds that averages of trees and acceptance go over
 ACCEPTANCE_BINS = 24  # bin i: log2 probabilities in (-i - 1, -i]
 PRIOR_TOKENS = 4  # expected tokens that count as accepted, before any are known
@@ -73,8 +80,8 @@ class Budget:
         self.last = most  # nodes that the last round verified, a row on average
 
     def choose_nodes(self, rows: int, most: int) -> int:
-        """Return how many nodes of each of `rows` rows the next round verifies, at most `most`; 0: it
-        drafts nothing."""
+        """Return how many nodes of each of `rows` rows the next round verifies, at most `most`; 0:
+        it drafts nothing."""
         return most
 
     def nodes_to_find(self, rows: int, nodes: int) -> int:
@@ -86,11 +93,15 @@ class Budget:
         return tree
 
     def note(
-        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+        self,
+        seconds: float,
+        drafted: list[int],
+        paths: list[list[int]],
+        log_probs: list[list[float]] | None = None,
     ) -> None:
-        """Take note of a round: its seconds, and by row the number of verified nodes, the accepted path
-        without the root, and the log-probabilities of all nodes that were found, root included; these
-        are None where `cut` has seen the trees."""
+        """Take note of a round: its seconds, and by row the number of verified nodes, the accepted
+        path without the root, and the log-probabilities of all nodes that were found, root
+        included; these are None where `cut` has seen the trees."""
 
 
 class CostTable:
@@ -122,7 +133,9 @@ class CostTable:
         if rows not in self._costs:
             row_weights = DISTANCE_DECAY ** abs(np.arange(len(self.counts)) - row_bucket(rows))
             counts = row_weights @ self.counts @ self.size_weights + CALIBRATION_WEIGHT
-            ratios = row_weights @ (self.counts * self.ratios) @ self.size_weights + CALIBRATION_WEIGHT
+            ratios = (
+                row_weights @ (self.counts * self.ratios) @ self.size_weights + CALIBRATION_WEIGHT
+            )
             self._costs[rows] = ratios / counts * self.expected(rows)
         return self._costs[rows]
 
@@ -137,7 +150,9 @@ class CostTable:
         clip = OUTLIER_CLIP if self.counts[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[size_index])
         self.counts[key] = min(self.counts[key] + 1, 1 / COST_EMA_ALPHA)
-        self.ratios[key] += (seconds / self.expected(rows)[size_index] - self.ratios[key]) / self.counts[key]
+        self.ratios[key] += (
+            seconds / self.expected(rows)[size_index] - self.ratios[key]
+        ) / self.counts[key]
         self._costs.clear()
 
 
@@ -147,8 +162,8 @@ def row_bucket(rows: int) -> int:
 
 
 class AcceptanceTable:
-    """How often verified nodes were accepted, by bins of their log-probability: the calibration of the
-    drafter's probabilities."""
+    """How often verified nodes were accepted, by bins of their log-probability: the calibration of
+    the drafter's probabilities."""
 
     def __init__(self) -> None:
         self.promised = np.zeros(ACCEPTANCE_BINS)  # sum of probabilities of verified nodes
@@ -160,8 +175,8 @@ class AcceptanceTable:
         return np.minimum(np.exp(log_probs) * self.factors[bins_of(log_probs)], 1)
 
     def update(self, log_probs: np.ndarray, drafted: list[int], paths: list[list[int]]) -> None:
-        """Take note of a round: log-probabilities (B, N) of the drafted nodes, of which each row has
-        verified the first, and the accepted nodes, numbered from 1."""
+        """Take note of a round: log-probabilities (B, N) of the drafted nodes, of which each row
+        has verified the first, and the accepted nodes, numbered from 1."""
         bins = bins_of(log_probs)
         verified = np.arange(log_probs.shape[1]) < np.array(drafted)[:, None]
         accepted = [bins[row, node - 1] for row, path in enumerate(paths) for node in path]
@@ -194,7 +209,8 @@ class AutoBudget(Budget):
         self.sizes = [0, *(size for size in SIZES if size < most), most]
         self.costs = CostTable(calibration, self.sizes)
         self.acceptance = AcceptanceTable()
-        # What trees promise of each size beyond the size before: accepted tokens of a row, on average.
+        # What trees promise of each size beyond the size before: accepted tokens of a row, on
+        # average.
         self.promised = np.zeros(len(self.sizes))
         self.promised_rows = np.zeros(len(self.sizes))  # rows that these are averages of
         self.rate = 0.0  # tokens per second and row that rounds commit on average
@@ -221,7 +237,9 @@ class AutoBudget(Budget):
             return self.max_nodes
 
         costs = self.costs.costs(rows)[: last + 1]
-        rates = (1 + self.promised[: last + 1].cumsum()) / costs  # the bonus token and accepted nodes
+        rates = (
+            1 + self.promised[: last + 1].cumsum()
+        ) / costs  # the bonus token and accepted nodes
         drafting = 1 + int(rates[1:].argmax())
         faster, slower = (drafting, 0) if rates[drafting] > rates[0] else (0, drafting)
         self.rate = float(rates[faster])
@@ -233,10 +251,14 @@ class AutoBudget(Budget):
             faster = min(faster + 1, last)
         return self.sizes[faster]
 
-    def _explore_interval(self, rows: int, costs: np.ndarray, rates: np.ndarray, faster: int, slower: int) -> float:
-        """Return the rounds between two of the slower kind, plain decoding or drafting: so many that
-        what these lose is MAX_EXPLORE_COST of all time."""
-        loss = costs[slower] / costs[faster] * (1 - rates[slower] / rates[faster])  # in rounds of the faster kind
+    def _explore_interval(
+        self, rows: int, costs: np.ndarray, rates: np.ndarray, faster: int, slower: int
+    ) -> float:
+        """Return the rounds between two of the slower kind, plain decoding or drafting: so many
+        that what these lose is MAX_EXPLORE_COST of all time."""
+        loss = (
+            costs[slower] / costs[faster] * (1 - rates[slower] / rates[faster])
+        )  # in rounds of the faster kind
         interval = max(MIN_EXPLORE_INTERVAL, loss / MAX_EXPLORE_COST)
         measured = self.costs.measured(rows)
         known = measured[1:].any() if slower else measured[0]
@@ -248,8 +270,8 @@ class AutoBudget(Budget):
         return self.rounds % NEIGHBOUR_INTERVAL == 0
 
     def nodes_to_find(self, rows: int, nodes: int) -> int:
-        """Twice the nodes: what more of them would be worth shows so. Where nodes of all rows compete,
-        rows of which the drafter is sure need some more."""
+        """Twice the nodes: what more of them would be worth shows so. Where nodes of all rows
+        compete, rows of which the drafter is sure need some more."""
         if not nodes:
             return 0
         least = max(2 * nodes, WARMUP_NODES) if self.ragged and rows > 1 else 2 * nodes
@@ -285,7 +307,11 @@ class AutoBudget(Budget):
         self.expected = sums[np.multiply(sizes, rows)] / rows
 
     def note(
-        self, seconds: float, drafted: list[int], paths: list[list[int]], log_probs: list[list[float]] | None = None
+        self,
+        seconds: float,
+        drafted: list[int],
+        paths: list[list[int]],
+        log_probs: list[list[float]] | None = None,
     ) -> None:
         rows = len(paths)
         self.last = sum(drafted) // rows
@@ -304,7 +330,8 @@ class AutoBudget(Budget):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of a target pass by the positions that it computes, and of everything else in a round."""
+    """Seconds of a target pass by the positions that it computes, and of everything else in a
+    round."""
 
     positions: tuple[int, ...]
     seconds: tuple[float, ...]  # of a pass over these positions of one row
@@ -314,16 +341,19 @@ class Calibration:
         """Return the seconds of a round whose target pass computes so many positions, all rows
         together: interpolated between measurements, and extrapolated linearly beyond them."""
         i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
-        left, right = self.positions[i - 1], self.positions[i]
+        left = self.positions[i - 1]
+        right = self.positions[i]
         slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
         return self.seconds[i - 1] + slope * (positions - left) + (self.draft if drafts else 0.0)
 
 
 @torch.inference_mode()
-def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3) -> Calibration:
-    """Measure one row's draft and its target passes behind CALIBRATION_CONTEXT positions, size by size
-    until one costs CALIBRATION_COST_RATIO plain ones, interleaved: medians of `repeats`. About a second
-    on a laptop."""
+def calibrate(
+    target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3
+) -> Calibration:
+    """Measure one row's draft and its target passes behind CALIBRATION_CONTEXT positions, size by
+    size until one costs CALIBRATION_COST_RATIO plain ones, interleaved: medians of `repeats`. About
+    a second on a laptop."""
     cache = target.cache(1, CALIBRATION_CONTEXT + SIZES[-1] + 1)
     state = drafter.state(1, CALIBRATION_CONTEXT + 2 * CALIBRATION_DRAFTS)
     prompt = [i % target.config.vocab_size for i in range(CALIBRATION_CONTEXT)]
@@ -356,18 +386,22 @@ def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repe
             break
     samples = [[timeit(task, timer=clock, number=1) for task in tasks] for _ in range(repeats)]
     draft_seconds, *pass_seconds = map(statistics.median, zip(*samples, strict=True))
-    return Calibration(tuple(size + 1 for size in sizes), tuple(accumulate(pass_seconds, max)), draft_seconds)
+    return Calibration(
+        tuple(size + 1 for size in sizes), tuple(accumulate(pass_seconds, max)), draft_seconds
+    )
 
 
 def calibration_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Calibration:
-    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as
-    there is the drafter."""
+    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as
+    long as there is the drafter."""
     if drafter not in target.calibrations:
         target.calibrations[drafter] = calibrate(target, drafter, clock)
     return target.calibrations[drafter]
 
 
-def make_budget(target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]) -> Budget:
+def make_budget(
+    target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]
+) -> Budget:
     """Make the node budget that options ask for. The drafter is None where nothing is drafted."""
     if drafter is None:
         return Budget(0)
@@ -378,4 +412,6 @@ def make_budget(target: Target, drafter: Drafter | None, options: EngineConfig, 
         most = min(most, method.most_nodes(drafter.block_size))
     if not adapts:
         return Budget(most)
-    return AutoBudget(calibration_of(target, drafter, clock), most, method.ranked and takes_uneven(target))
+    return AutoBudget(
+        calibration_of(target, drafter, clock), most, method.ranked and takes_uneven(target)
+    )

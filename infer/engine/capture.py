@@ -1,5 +1,5 @@
-"""Rounds as CUDA graphs: launched by one call instead of thousands, where the host would be slower than
-the device."""
+"""Rounds as CUDA graphs: launched by one call instead of thousands, where the host would be slower
+than the device."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -13,11 +13,13 @@ from infer.targets.target import Target
 
 
 class Columns:
-    """Device memory for what rows ask: written when other texts come into the rows, read by captured
-    rounds."""
+    """Device memory for what rows ask: written when other texts come into the rows, read by
+    captured rounds."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the rows hold
+        self.seen = torch.zeros(
+            rows, vocabulary, dtype=torch.bool, device=device
+        )  # tokens that the rows hold
         self.sampling = Sampling.of([TextOptions(temperature=1.0)] * rows, vocabulary, device)
 
     def write(self, sampling: Sampling, seen: torch.Tensor | None) -> None:
@@ -30,20 +32,24 @@ class Columns:
 
 
 class Graphs:
-    """Runs functions of device memory, each known by a key, as CUDA graphs; elsewhere than on CUDA, as
-    they are.
+    """Runs functions of device memory, each known by a key, as CUDA graphs; elsewhere than on CUDA,
+    as they are.
 
-    A function reads and writes tensors that stay where they are, and what it does may depend on nothing
-    else: no host value that changes, no wait for the device. The first time it is run as it is, which
+    A function reads and writes tensors that stay where they are, and what it does may depend on
+    nothing
+    else: no host value that changes, no wait for the device. The first time it is run as it is,
+        which
     compiles kernels and fills caches; the second time it is captured, from then on replayed. Its
-    results are overwritten by the next replay of any graph, as all share their memory. Where a capture
-    fails, one warning says why and functions run as they are. A graph stores addresses: what
-    `graph_references()` of each of the `models` returns, which functions read beside their own memory,
-    is held as long as the graph is.
+    results are overwritten by the next replay of any graph, as all share their memory. Where a
+    capture fails, one warning says why and functions run as they are. A graph stores addresses:
+    what `graph_references()` of each of the `models` returns, which functions read beside their own
+    memory, is held as long as the graph is.
     """
 
     def __init__(self, device: torch.device, models: Sequence[Target | Drafter]) -> None:
-        self.works, self.pool, self.models = device.type == "cuda", None, models
+        self.works = device.type == "cuda"
+        self.pool = None
+        self.models = models
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, object, list[object]] | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], object]) -> object:
@@ -58,7 +64,10 @@ class Graphs:
                 references = [held for model in self.models for held in model.graph_references()]
                 self.graphs[key] = *self._capture(function), references
             except RuntimeError as error:
-                warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
+                warnings.warn(
+                    f"compile=true does not work here, decoding goes on without it: {error}",
+                    stacklevel=2,
+                )
                 self.works = False
                 return function()
         graph, results, _ = self.graphs[key]

@@ -1,5 +1,5 @@
-"""What the target chooses at the nodes of trees, and the walk: the drafted path that it accepts, and
-the bonus token after it (DDTree section 4.4).
+"""What the target chooses at the nodes of trees, and the walk: the drafted path that it accepts,
+and the bonus token after it (DDTree section 4.4).
 
 B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 """
@@ -43,21 +43,31 @@ class RowsAsked:
         """The noise of all positions, (B, steps, V), where a row is sampled."""
         return self.some_noise(slice(None), 0, self.steps, self.vocabulary)
 
-    def some_noise(self, rows: slice, first: int, steps: int, tokens: int | torch.Tensor) -> torch.Tensor | None:
+    def some_noise(
+        self, rows: slice, first: int, steps: int, tokens: int | torch.Tensor
+    ) -> torch.Tensor | None:
         """Return that of some rows, depths from `first` on, and tokens (`gumbel_noise`)."""
         return round_noise(self.sampling.rows(rows), self.start[rows] + first, steps, tokens)
 
 
-def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
-    """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a penalty
-    needs them."""
+def sampling_of(
+    target: Target, texts: abc.Sequence[Sequence]
+) -> tuple[Sampling, torch.Tensor | None]:
+    """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a
+    penalty needs them."""
     vocabulary = target.vocabulary
     sampling = Sampling.of([text.options for text in texts], vocabulary, target.device)
-    seen = seen_tokens([text.known for text in texts], vocabulary, target.device) if sampling.kind.penalised else None
+    seen = (
+        seen_tokens([text.known for text in texts], vocabulary, target.device)
+        if sampling.kind.penalised
+        else None
+    )
     return sampling, seen
 
 
-def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor, depth: int) -> RowsAsked:
+def texts_ask(
+    target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor, depth: int
+) -> RowsAsked:
     """Return what texts ask of a round with trees of so much depth behind roots at positions start
     (B,)."""
     sampling, seen = sampling_of(target, texts)
@@ -95,12 +105,18 @@ def choose_tokens(
     if within is None and not asked.sampling.kind.sampled:
         flat = last.flatten(0, 1) if tree.real is None else last[tree.real]
         found = torch.cat([likeliest(target, part) for part in flat.split(width * len(last))])
-        return found.view(last.shape[:2]) if tree.real is None else tree.tokens.index_put((tree.real,), found)
+        return (
+            found.view(last.shape[:2])
+            if tree.real is None
+            else tree.tokens.index_put((tree.real,), found)
+        )
     pieces = []
     for first in range(0, last.shape[1], width):
         nodes = slice(first, first + width)
         logits = target.head(last[:, nodes])  # (B, n, V)
-        seen_here = within and (lambda part, first=first: within(slice(part.start + first, part.stop + first)))
+        seen_here = within and (
+            lambda part, first=first: within(slice(part.start + first, part.stop + first))
+        )
         pieces.append(choose(logits, tree.depths[:, nodes], asked.sampling, asked.noise, seen_here))
     return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
 
@@ -108,10 +124,12 @@ def choose_tokens(
 def rows_for_host(
     texts: abc.Sequence[Sequence], tree: DraftTree, asked: RowsAsked, captured: bool
 ) -> dict[int, Sequence]:
-    """Return the texts whose tokens the host chooses, by batch row: those with logits processors or a
-    grammar. On a CPU also all texts of a sampled round, since noise takes as long as a pass there, and
-    the host makes it on the target's path alone."""
-    sampled = asked.sampling.kind.sampled and asked.seen is None and tree.tokens.device.type == "cpu"
+    """Return the texts whose tokens the host chooses, by batch row: those with logits processors or
+    a grammar. On a CPU also all texts of a sampled round, since noise takes as long as a pass
+    there, and the host makes it on the target's path alone."""
+    sampled = (
+        asked.sampling.kind.sampled and asked.seen is None and tree.tokens.device.type == "cpu"
+    )
     if sampled and not captured and 1 < tree.tokens.shape[1] <= piece(len(tree.tokens)):
         return dict(enumerate(texts))
     return {row: text for row, text in enumerate(texts) if text.judged}
@@ -146,15 +164,18 @@ def choose_alone(
     logits: torch.Tensor,
     within: SeenAt | None,
 ) -> torch.Tensor:
-    """Return the target's token after the nodes of one batch row with logits (M, V), (M,): only for the
-    nodes on the path that the target takes, as far as the text goes; -1, which no child carries,
-    elsewhere. Processors and grammars see the true prefix of one node at a time. Behind the end of the
-    text the last token stands, which is cut off."""
+    """Return the target's token after the nodes of one batch row with logits (M, V), (M,): only for
+    the nodes on the path that the target takes, as far as the text goes; -1, which no child
+    carries, elsewhere. Processors and grammars see the true prefix of one node at a time. Behind
+    the end of the text the last token stands, which is cut off."""
     sampling = asked.sampling.rows(slice(row, row + 1))
     tokens = tree.tokens[row].tolist()
     parents = tree.parents[row].tolist()
     chosen = torch.full_like(tree.tokens[row], -1)
-    ids, node, depth, token = text.ids[:], 0, 0, None
+    ids = text.ids[:]
+    node = 0
+    depth = 0
+    token = None
     while node is not None:
         if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:
             scores = logits[node][None].to(torch.float32, copy=True)  # theirs to change
@@ -168,8 +189,11 @@ def choose_alone(
             token = int((scores if noise is None else scores + noise).argmax())
             ids.append(token)
         chosen[node] = token
-        children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
-        node, depth = next(children, None), depth + 1
+        children = (
+            i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token
+        )
+        node = next(children, None)
+        depth = depth + 1
     return chosen
 
 
@@ -177,7 +201,8 @@ def choose_alone(
 class Accepted:
     """What a round commits."""
 
-    # (B, W), W = min(max depth, nodes) + 1: node indices from the root down, padded by repeating the last accepted one
+    # (B, W), W = min(max depth, nodes) + 1: node indices from the root down, padded by repeating
+    # the last accepted one
     path: torch.Tensor
     lengths: torch.Tensor  # (B,) committed nodes, the root included: 1 .. W
     bonus: torch.Tensor  # (B,) the target's token after the path: the next round's root
@@ -188,8 +213,8 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     node.
 
     chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both
-    lossless. Stays on the device: a node is reached if it and all its ancestors carry what was chosen
-    at their parents, and the deepest of these ends the path.
+    lossless. Stays on the device: a node is reached if it and all its ancestors carry what was
+    chosen at their parents, and the deepest of these ends the path.
     """
     if tree.max_depth == 0:
         return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
@@ -198,8 +223,12 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     match[:, 0] = True
     reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
     last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)
-    on_path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0]  # (B, M)
-    deepest = min(tree.max_depth, tree.budget)  # a path that were longer would not fit into the cache
+    on_path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[
+        :, 0
+    ]  # (B, M)
+    deepest = min(
+        tree.max_depth, tree.budget
+    )  # a path that were longer would not fit into the cache
     depths = torch.where(on_path, tree.depths, deepest + 1)
     nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
     # node i goes to column depths[i], nodes off the path to a last column, which is dropped

@@ -1,5 +1,5 @@
-"""The engine: schedule, run, take note. What is written when is the scheduler's, how it is computed the
-runner's."""
+"""The engine: schedule, run, take note. What is written when is the scheduler's, how it is computed
+the runner's."""
 
 import time
 from collections import abc
@@ -22,16 +22,16 @@ from infer.targets.target import Target
 
 
 class Engine:
-    """Writes texts side by side: every row has its own length and end; a row that ends makes room for
-    the next text.
+    """Writes texts side by side: every row has its own length and end; a row that ends makes room
+    for the next text.
 
     A text waits, enters while its prompt is computed, and is written. `capacity` is the number of
     positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one that
     synchronises.
 
-    A text does not depend on what is written beside it (float32; lower precisions round differently in
-    other batch shapes). The drafter may be None for methods that draft nothing. Raises ValueError where
-    options do not fit the drafter or the target.
+    A text does not depend on what is written beside it (float32; lower precisions round differently
+    in other batch shapes). The drafter may be None for methods that draft nothing. Raises
+    ValueError where options do not fit the drafter or the target.
     """
 
     def __init__(
@@ -47,13 +47,16 @@ class Engine:
 
     def _run(self, runner: Runner) -> None:
         self.runner, self.scheduler = runner, Scheduler(runner)
-        self.target, self.options, self.capacity = runner.target, runner.options, runner.capacity
-        self.clock, self.seconds = runner.watch.clock, runner.watch.seconds
+        self.target = runner.target
+        self.options = runner.options
+        self.capacity = runner.capacity
+        self.clock = runner.watch.clock
+        self.seconds = runner.watch.seconds
 
     def reset(self) -> None:
-        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since
-        after an error their contents are unknown, and the old ones are freed before. After an error
-        here it can be called again."""
+        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew,
+        since after an error their contents are unknown, and the old ones are freed before. After an
+        error here it can be called again."""
         self.scheduler.reset()
         self.runner.reset()
 
@@ -67,7 +70,9 @@ class Engine:
         """Raise ValueError for options of a text that cannot be followed."""
         check_text(options, self.target)
 
-    def submit(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
+    def submit(
+        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()
+    ) -> Sequence:
         """Queue a text. Raises ValueError for options or lengths that make no sense."""
         self.check_text(options)
         check_prompt(prompt, options, self.capacity, self.target.vocabulary)
@@ -78,8 +83,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Admit waiting texts, run one round for all rows, and return the texts that grew or ended."""
-        scheduler, runner = self.scheduler, self.runner
+        """Admit waiting texts, run one round for all rows, and return the texts that grew or
+        ended."""
+        scheduler = self.scheduler
+        runner = self.runner
         if runner.weights_changed(scheduler.admits):
             scheduler.waiting.extendleft(reversed(scheduler.stop()))
             self.reset()
@@ -92,11 +99,16 @@ class Engine:
             runner.round(texts, most)
             self._release()
         scheduler.idle = scheduler.idle + scheduler.free if scheduler.free else 0
-        return [text for text, length in before.items() if text.finish is not None or len(text.ids) > length]
+        return [
+            text
+            for text, length in before.items()
+            if text.finish is not None or len(text.ids) > length
+        ]
 
     def _prefill(self, width: int) -> None:
         """Compute a piece of the prompts that enter; complete ones are written on."""
-        scheduler, mark = self.scheduler, self.runner.watch.start()
+        scheduler = self.scheduler
+        mark = self.runner.watch.start()
         texts = scheduler.entering
         if scheduler.done == 0:
             for text in texts:
@@ -104,7 +116,8 @@ class Engine:
         computed = self.runner.prefill(texts, scheduler.done, width)
         if scheduler.note_piece(width, computed):
             self.runner.begin(texts)
-            scheduler.writing, scheduler.entering = scheduler.writing + texts, []
+            scheduler.writing = scheduler.writing + texts
+            scheduler.entering = []
         self.runner.watch.lap("prefill")
         self._release()
 
@@ -119,15 +132,22 @@ class Engine:
         now = self.clock()
         for text in finished:
             began, before = text.began
-            text.stats.tokens, text.stats.seconds = len(text.ids), now - began
-            text.stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
+            text.stats.tokens = len(text.ids)
+            text.stats.seconds = now - began
+            text.stats.stage_seconds = {
+                stage: self.seconds[stage] - before[stage] for stage in STAGES
+            }
 
 
 def make_runner(
-    target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, clock: abc.Callable[[], float]
+    target: Target,
+    drafter: Drafter | None,
+    options: EngineConfig,
+    capacity: int,
+    clock: abc.Callable[[], float],
 ) -> Runner:
-    """Make all that an engine of a causal target consists of. Raises ValueError where options do not
-    fit."""
+    """Make all that an engine of a causal target consists of. Raises ValueError where options do
+    not fit."""
     asked = options.continuity
     options = options.beside(None if drafter is None else drafter.ngrams)
     check_drafter(target, drafter, options)
@@ -158,15 +178,21 @@ def make_device_state(
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
     """Raise ValueError where there is no drafter, or one of another dtype."""
     if options.drafts and drafter is None:
-        raise ValueError(f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain")
+        raise ValueError(
+            f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
+        )
     if drafter is not None and drafter.dtype not in (None, target.dtype):
-        mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype))
-        raise ValueError(f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)")
+        mine, theirs = (
+            str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype)
+        )
+        raise ValueError(
+            f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)"
+        )
 
 
 def open_ngrams(target: Target, options: EngineConfig, asked: str | None) -> NGram:
-    """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked`
-    for, none where the text's are to do, else the drafter's."""
+    """Return the n-grams that trees ask beside the text's own: those of the file that a user
+    `asked` for, none where the text's are to do, else the drafter's."""
     if asked == TEXT_NGRAMS:
         return NGram.uniform(target.vocabulary)
     # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer

@@ -1,8 +1,10 @@
-"""Structured output: texts that a JSON schema, a regular expression or a grammar allows, and no others.
+"""Structured output: texts that a JSON schema, a regular expression or a grammar allows, and no
+others.
 
-llguidance compiles what is asked for and says which tokens may follow a text. The target chooses among
-these alone, on its own path through the draft tree, so that the text is the one of constrained plain
-decoding; the draft tree is the best one among what is allowed (`infer/trees/constrained.py`).
+llguidance compiles what is asked for and says which tokens may follow a text. The target chooses
+among these alone, on its own path through the draft tree, so that the text is the one of
+constrained plain decoding; the draft tree is the best one among what is allowed
+(`infer/trees/constrained.py`).
 
 V vocabulary.
 """
@@ -30,8 +32,11 @@ _tokenizers: WeakKeyDictionary = WeakKeyDictionary()  # a model's tokenizer -> l
 
 
 def asked_grammar(options: TextOptions) -> tuple[str, str] | None:
-    """Return the kind and the text of the grammar that options ask for, None if they ask for none."""
-    return next(((kind, text) for kind in GRAMMARS if (text := getattr(options, kind)) is not None), None)
+    """Return the kind and the text of the grammar that options ask for, None if they ask for
+    none."""
+    return next(
+        ((kind, text) for kind in GRAMMARS if (text := getattr(options, kind)) is not None), None
+    )
 
 
 def follow(options: TextOptions, model) -> "GrammarState | None":
@@ -40,17 +45,22 @@ def follow(options: TextOptions, model) -> "GrammarState | None":
     asked = asked_grammar(options)
     if asked is None:
         return None
-    return GrammarState(compile_grammar(*asked, grammar_tokenizer(model)), model.vocabulary, model.end_ids)
+    return GrammarState(
+        compile_grammar(*asked, grammar_tokenizer(model)), model.vocabulary, model.end_ids
+    )
 
 
 class GrammarState:
-    """Where a text stands in its grammar. A place is a text, which only grows, and a path of drafted
-    tokens behind it; the state goes from place to place by way of what the paths have in common: states
-    of siblings are rolled back, not rebuilt. Where the grammar takes more than its limits behind a
+    """Where a text stands in its grammar. A place is a text, which only grows, and a path of
+    drafted tokens behind it; the state goes from place to place by way of what the paths have in
+    common: states of siblings are rolled back, not rebuilt. Where the grammar takes more than its
+        limits behind a
     path, nothing may follow that."""
 
     def __init__(self, compiled, vocabulary: int, ends: Collection[int]) -> None:
-        self.compiled, self.vocabulary, self.ends = compiled, vocabulary, sorted(ends)
+        self.compiled = compiled
+        self.vocabulary = vocabulary
+        self.ends = sorted(ends)
         self.failed = False  # the text itself took more than the limits: it is cut there
         self.slow = False  # the newest answer took more than SLOW
         self._begin()
@@ -64,11 +74,14 @@ class GrammarState:
         """Let the matcher consume the text and the path, and no more."""
         wanted = text[self.length :] + path
         pairs = zip(self.path, wanted, strict=False)
-        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.path), len(wanted)))
+        common = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.path), len(wanted))
+        )
         if common < len(self.path):
             self.matcher.rollback(len(self.path) - common)
         self.matcher.consume_tokens(wanted[common:])
-        self.path, self.length = wanted[len(text) - self.length :], len(text)
+        self.path = wanted[len(text) - self.length :]
+        self.length = len(text)
 
     def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
         """Return which tokens may follow a text's new tokens and a path: (V,) bool."""
@@ -88,9 +101,9 @@ class GrammarState:
         return np.zeros(self.vocabulary, bool) if self.slow else self.allowed(text, path)
 
     def forced(self, text: list[int]) -> list[int]:
-        """Return the tokens that write what the grammar forces behind a text: as the tokenizer writes
-        it. A model may write the same letters in other tokens. Nothing where that is much, or the
-        grammar slow."""
+        """Return the tokens that write what the grammar forces behind a text: as the tokenizer
+        writes it. A model may write the same letters in other tokens. Nothing where that is much,
+        or the grammar slow."""
         if self.slow:
             return []
         self._go(text, [])
@@ -102,8 +115,8 @@ class GrammarState:
         return tokens
 
     def mask(self, scores: torch.Tensor, text: list[int], path: list[int]) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may, the
-        text ends."""
+        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may,
+        the text ends."""
         allowed = self.allowed(text, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
@@ -112,17 +125,20 @@ class GrammarState:
 
 
 def serialised_tokenizer(model) -> dict:
-    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where there
-    is none."""
+    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where
+    there is none."""
     own = model.tokenizer
     if getattr(own, "backend_tokenizer", None) is None:
-        raise ValueError("a schema, an expression or a grammar needs a target with a fast tokenizer")
+        raise ValueError(
+            "a schema, an expression or a grammar needs a target with a fast tokenizer"
+        )
     if not model.end_ids:
         raise ValueError("a schema, an expression or a grammar needs a target with an end token")
     backend = copy(own.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    size, ends = model.vocabulary, sorted(model.end_ids)
+    size = model.vocabulary
+    ends = sorted(model.end_ids)
     return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends}
 
 
@@ -168,7 +184,7 @@ def check_properties(schema: object) -> None:
 
 @lru_cache(maxsize=COMPILED)
 def compile_grammar(kind: str, text: str, tokenizer: object):
-    """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with
-    the reason where the text is no grammar of its kind, or a too large one."""
+    """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError
+    with the reason where the text is no grammar of its kind, or a too large one."""
     check_grammar_size(kind, text)
     return build(kind, text, tokenizer)

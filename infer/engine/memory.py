@@ -31,14 +31,21 @@ class Committed:
 
 
 class Memory:
-    """Keys and values of target and drafter, and the bonus tokens; rows in use are the first ones. A
-    row holds `capacity` positions, and trees of so many nodes behind them. `drafter` is None where
-    nothing is drafted; what it has is kept `whole` where texts to come begin with it."""
+    """Keys and values of target and drafter, and the bonus tokens; rows in use are the first ones.
+    A row holds `capacity` positions, and trees of so many nodes behind them. `drafter` is None
+    where nothing is drafted; what it has is kept `whole` where texts to come begin with it."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, nodes: int, whole: bool
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: int,
+        capacity: int,
+        nodes: int,
+        whole: bool,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target = target
+        self.drafter = drafter
         self.layers = () if drafter is None else drafter.layer_ids
         self.cache = target.cache(rows, capacity + nodes + 1)
         # forced trees commit more than a block, in a window that all rows share
@@ -67,7 +74,9 @@ class Memory:
         path = accepted.path
         self.cache.commit(path, accepted.lengths)
         if self.state is not None:
-            context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
+            context = features.context.gather(
+                1, path[..., None].expand(-1, -1, features.context.shape[-1])
+            )
             self._note(Committed(context, tree.tokens.gather(1, path), accepted.lengths))
         self.bonuses[: len(accepted.bonus)] = accepted.bonus  # last: roots may be views of it
 
@@ -80,8 +89,8 @@ class Memory:
             self.state.cache.note_lengths(lengths)
 
     def _note(self, committed: Committed) -> None:
-        """Note what the drafter has not seen; give it what is there before it becomes much. In rounds
-        of fixed shapes it is given all at once, as the next round may have another shape."""
+        """Note what the drafter has not seen; give it what is there before it becomes much. In
+        rounds of fixed shapes it is given all at once, as the next round may have another shape."""
         pending = self.pending
         wide = pending and committed.tokens.shape[1] + pending[0].tokens.shape[1] > 2
         if wide or len(pending) == MAX_PENDING_ROUNDS:
@@ -93,15 +102,25 @@ class Memory:
     def tell_drafter(self) -> None:
         """Give the drafter the features that it has not seen: of the last round, or of several that
         committed roots alone, at once."""
-        parts, self.pending = self.pending, []
+        parts = self.pending
+        self.pending = []
         if len(parts) > 1:
             context = torch.cat([part.context for part in parts], 1)
             tokens = torch.cat([part.tokens for part in parts], 1)
             count = len(parts)
-            parts = [Committed(context, tokens, torch.full_like(tokens[:, 0], count), [count] * len(tokens))]
+            parts = [
+                Committed(
+                    context, tokens, torch.full_like(tokens[:, 0], count), [count] * len(tokens)
+                )
+            ]
         for part in parts:
             self.drafter.update_context(
-                self.target, part.context, part.tokens, part.lengths, self.state, part.lengths_on_device
+                self.target,
+                part.context,
+                part.tokens,
+                part.lengths,
+                self.state,
+                part.lengths_on_device,
             )
 
     def keep(self, order: list[int]) -> None:
@@ -110,7 +129,9 @@ class Memory:
         self.cache.keep(order)
         if self.state is not None:
             self.state.keep(order)
-        self.bonuses[: len(order)] = self.bonuses[torch.tensor(order, dtype=torch.long, device=self.bonuses.device)]
+        self.bonuses[: len(order)] = self.bonuses[
+            torch.tensor(order, dtype=torch.long, device=self.bonuses.device)
+        ]
 
     def read(self, row: int, start: int) -> tuple[Part, Part]:
         """Return copies of what target and drafter have of a BLOCK of a used row's positions."""
@@ -122,17 +143,23 @@ class Prefill:
     """Prompts that are being computed, in rows that are not in use yet."""
 
     def __init__(self, memory: Memory, texts: list[Sequence]) -> None:
-        self.memory, self.texts = memory, texts
+        self.memory = memory
+        self.texts = texts
         self.rows = ExitStack()  # closing it takes the rows into use
         self.cache = self.rows.enter_context(memory.cache.add(len(texts)))
-        self.state = None if memory.state is None else self.rows.enter_context(memory.state.add(len(texts)))
-        self.last: list[torch.Tensor | None] = [None] * len(texts)  # (D,) each: final states of the last tokens
+        self.state = (
+            None if memory.state is None else self.rows.enter_context(memory.state.add(len(texts)))
+        )
+        self.last: list[torch.Tensor | None] = [None] * len(
+            texts
+        )  # (D,) each: final states of the last tokens
         for row, text in enumerate(texts):
             self._restore(row, text)
 
     def _restore(self, row: int, text: Sequence) -> None:
         """Give a row what is kept of its prompt."""
-        blocks, text.kept = text.kept, []
+        blocks = text.kept
+        text.kept = []
         if not blocks:
             return
         self.cache.restore(row, [block.target for block in blocks])
@@ -142,13 +169,19 @@ class Prefill:
     def run(self, done: int, width: int) -> int:
         """Run the next `width` positions of the prompts, behind the `done` ones, through target and
         drafter; return how many positions were computed, padding included."""
-        memory, texts = self.memory, self.texts
+        memory = self.memory
+        texts = self.texts
         begun = [text.reused + done for text in texts]
-        parts = [text.known[start : start + width] for text, start in zip(texts, begun, strict=True)]
+        parts = [
+            text.known[start : start + width] for text, start in zip(texts, begun, strict=True)
+        ]
         features = memory.target.extend(parts, self.cache, memory.layers)
         if self.state is not None:
-            tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
-            memory.drafter.update_context(memory.target, features.context, tokens, counts, self.state)
+            tokens = pad_ids(parts, features.context.device)
+            counts = [len(part) for part in parts]
+            memory.drafter.update_context(
+                memory.target, features.context, tokens, counts, self.state
+            )
         for row, (text, part) in enumerate(zip(texts, parts, strict=True)):
             if part and begun[row] + len(part) == len(text.known):
                 self.last[row] = features.last[row, len(part) - 1]

@@ -20,7 +20,9 @@ class Told:
     tokens: list[int]  # committed, the bonus token last
     path: list[int]  # the accepted nodes, the root left out
     log_probs: list[float]  # of all nodes that were found, if they were asked for
-    logprobs: list[list[float]]  # of every committed token, see `logprobs_of`, if a row asks for them
+    logprobs: list[
+        list[float]
+    ]  # of every committed token, see `logprobs_of`, if a row asks for them
 
 
 def pack(
@@ -33,8 +35,9 @@ def pack(
     log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus
-    tokens, tokens and nodes of the paths; the log-probabilities (B, n) of nodes that the host asks for;
-    unless `most` is None, `logprobs_of`. `last` (B, M, D) and `chosen` (B, M) are of all nodes."""
+    tokens, tokens and nodes of the paths; the log-probabilities (B, n) of nodes that the host asks
+    for; unless `most` is None, `logprobs_of`. `last` (B, M, D) and `chosen` (B, M) are of all
+    nodes."""
     drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
     if log_probs is not None:
@@ -52,10 +55,17 @@ def unpack(numbers: list[float], width: int, promised: int) -> Told:
     end = 2 + 2 * width + promised
     each = (len(numbers) - end) // width
     logprobs = [numbers[end + each * place :][:each] for place in range(length)] if each else []
-    return Told([*ids[1:length], bonus], ids[width + 1 : width + length], numbers[2 + 2 * width : end], logprobs)
+    return Told(
+        [*ids[1:length], bonus],
+        ids[width + 1 : width + length],
+        numbers[2 + 2 * width : end],
+        logprobs,
+    )
 
 
-def logprobs_of(target: Target, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
+def logprobs_of(
+    target: Target, last: torch.Tensor, chosen: torch.Tensor, most: int
+) -> torch.Tensor:
     """Return the target's own log-probabilities at places with final states (B, W, D): of the token
     that was chosen there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k)
     float64."""
@@ -73,9 +83,11 @@ def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
 
 
 def rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Return the likeliest rejected path of a row: from the last accepted node on, each node's first
-    child (siblings are sorted by probability)."""
-    tokens, parents, rejected = tree.tokens[row].tolist(), tree.parents[row, : tree.budgets[row] + 1].tolist(), []
+    """Return the likeliest rejected path of a row: from the last accepted node on, each node's
+    first child (siblings are sorted by probability)."""
+    tokens = tree.tokens[row].tolist()
+    parents = tree.parents[row, : tree.budgets[row] + 1].tolist()
+    rejected = []
     while node in parents[node + 1 :]:
         node = parents.index(node, node + 1)
         rejected.append(tokens[node])

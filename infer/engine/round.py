@@ -4,8 +4,8 @@ A chain is a tree of width one and plain decoding is a tree with a root alone, s
 methods are measured by the same code. What differs is handed in.
 
 A round has three stages, each of which the device computes without the host: `draft_trees`,
-`verify_trees` and `commit_round`. Between them the host builds the trees of texts with a grammar, and
-chooses the tokens of texts with a grammar or logits processors; the other rows are not touched.
+`verify_trees` and `commit_round`. Between them the host builds the trees of texts with a grammar,
+and chooses the tokens of texts with a grammar or logits processors; the other rows are not touched.
 
 B rows, M tree nodes, W = most nodes on a path, D hidden size.
 """
@@ -18,7 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from infer.engine.choices import Accepted, RowsAsked, choose_on_host, choose_tokens, rows_for_host, walk
+from infer.engine.choices import (
+    Accepted,
+    RowsAsked,
+    choose_on_host,
+    choose_tokens,
+    rows_for_host,
+    walk,
+)
 from infer.engine.memory import Memory
 from infer.engine.packet import pack
 from infer.engine.sequence import Sequence
@@ -43,7 +50,8 @@ class RoundPlan:
     draft: Callable[[RowsAsked], Proposal]
     build: Callable[[Proposal], DraftTree]
     cut: Callable[[DraftTree], DraftTree] = lambda tree: tree  # to the nodes that are verified
-    # the trees with those of texts with a grammar built anew, on the host; None where no text has one
+    # the trees with those of texts with a grammar built anew, on the host; None where no text has
+    # one
     constrain: Callable[[DraftTree, Proposal], DraftTree] | None = None
     # the rows' texts, of which the host may choose tokens; none where it is not to be asked
     texts: abc.Sequence[Sequence] = ()
@@ -82,8 +90,8 @@ def run_round(
     lap: Callable[[str], None] = no_lap,
     run: Callable[[str, Callable[[], object]], object] = call,
 ) -> RoundResult:
-    """Run a round. `lap` is told the ends of its parts; `run` runs a stage by its name, as a CUDA graph
-    for example."""
+    """Run a round. `lap` is told the ends of its parts; `run` runs a stage by its name, as a CUDA
+    graph for example."""
     drafted = run("draft", partial(draft_trees, memory, plan, lap))
     if plan.constrain is not None:
         write_tree(drafted.whole, plan.constrain(drafted.whole, drafted.proposal))
@@ -117,10 +125,14 @@ def write_tree(tree: DraftTree, new: DraftTree) -> None:
 
 
 def verify_trees(
-    memory: Memory, plan: RoundPlan, drafted: DraftedTrees, on_device: bool, lap: Callable[[str], None]
+    memory: Memory,
+    plan: RoundPlan,
+    drafted: DraftedTrees,
+    on_device: bool,
+    lap: Callable[[str], None],
 ) -> VerifiedTrees:
-    """Verify the trees in one pass of the target, and choose its token after every node; -1 where that
-    is left to the host (not `on_device`)."""
+    """Verify the trees in one pass of the target, and choose its token after every node; -1 where
+    that is left to the host (not `on_device`)."""
     target = memory.target
     tree = plan.cut(drafted.whole)
     ancestors = tree.ancestors()  # (B, M, M)
@@ -133,7 +145,9 @@ def verify_trees(
     return VerifiedTrees(tree, ancestors, features, chosen)
 
 
-def commit_round(memory: Memory, plan: RoundPlan, drafted: DraftedTrees, verified: VerifiedTrees) -> RoundResult:
+def commit_round(
+    memory: Memory, plan: RoundPlan, drafted: DraftedTrees, verified: VerifiedTrees
+) -> RoundResult:
     """Walk from the roots along what the target chose, commit the path, and pack what the host is
     told."""
     tree, ancestors, features, chosen = verified
@@ -143,7 +157,15 @@ def commit_round(memory: Memory, plan: RoundPlan, drafted: DraftedTrees, verifie
         # the host can look at what the device knows: what no row commits is not copied
         accepted = replace(accepted, path=accepted.path[:, : int(accepted.lengths.max())])
     log_probs = drafted.whole.log_probs if plan.log_probs else None
-    packet = pack(memory.target, tree, features.last, chosen, accepted, asked.sampling.kind.logprobs, log_probs)
+    packet = pack(
+        memory.target,
+        tree,
+        features.last,
+        chosen,
+        accepted,
+        asked.sampling.kind.logprobs,
+        log_probs,
+    )
     if asked.seen is not None:
         asked.seen.scatter_(1, tree.tokens.gather(1, accepted.path), True)
         asked.seen.scatter_(1, accepted.bonus[:, None], True)

@@ -17,7 +17,15 @@ from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.budget import SIZES, Budget
 from infer.engine.capture import Columns, Graphs
-from infer.engine.choices import Accepted, RowsAsked, choose_on_host, choose_tokens, sampling_of, texts_ask, walk
+from infer.engine.choices import (
+    Accepted,
+    RowsAsked,
+    choose_on_host,
+    choose_tokens,
+    sampling_of,
+    texts_ask,
+    walk,
+)
 from infer.engine.memory import Memory, Prefill
 from infer.engine.packet import Told, note_logprobs, pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
@@ -57,13 +65,13 @@ class DeviceState:
 
 
 class Runner:
-    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it (float32;
-    lower precisions round differently in other batch shapes). The drafter may be None for methods that
-    draft nothing. What it works with is made by `infer.engine.engine.make_runner`.
+    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it
+    (float32; lower precisions round differently in other batch shapes). The drafter may be None for
+    methods that draft nothing. What it works with is made by `infer.engine.engine.make_runner`.
 
     On CUDA, rounds are graphs, one for every power of two of rows, every number of nodes and every
-    `Kind` of sampling; the first two rounds of each take longer. A round with texts that have a grammar
-    or logits processors is three graphs, between which the host looks after these texts."""
+    `Kind` of sampling; the first two rounds of each take longer. A round with texts that have a
+    grammar or logits processors is three graphs, between which the host looks after these texts."""
 
     def __init__(
         self,
@@ -93,7 +101,8 @@ class Runner:
         on_device = drafter is None or drafter.family.on_device
         on_device = on_device and not self.method.ngrams and target.lean is not None
         self.captures = target.device.type == "cuda" and options.compile is not False and on_device
-        # rounds that are replayed in the time of a pass over prompts, which is launched (docs/results/gpu.md)
+        # rounds that are replayed in the time of a pass over prompts, which is launched
+        # (docs/results/gpu.md)
         self.patience = 4 if self.captures else 0
         self.reset()
 
@@ -105,20 +114,31 @@ class Runner:
         self.graphs = state.graphs
         self.columns = state.columns
         self.prefixes = state.prefixes
-        self.weights = Watch(self.drafter or nn.Module())  # behind `Memory`, which joins a drafter's weights
+        self.weights = Watch(
+            self.drafter or nn.Module()
+        )  # behind `Memory`, which joins a drafter's weights
         # texts, and how long they were, that the device knows as they are
         self.noted: list[tuple[Sequence, int]] = []
 
-    def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
+    def new_text(
+        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()
+    ) -> Sequence:
         """Return a text to be queued."""
         return Sequence(prompt, options, processors)
 
     def weights_changed(self, enters: bool) -> bool:
-        """Return whether weights are others than those that all memory was computed with. Weights that
-        were written to in a way that PyTorch does not see are looked at where a text `enters`."""
-        if not (enters or self.target.watch.written() or self.weights.written() or self.changes != self.target.changes):
+        """Return whether weights are others than those that all memory was computed with. Weights
+        that were written to in a way that PyTorch does not see are looked at where a text
+        `enters`."""
+        if not (
+            enters
+            or self.target.watch.written()
+            or self.weights.written()
+            or self.changes != self.target.changes
+        ):
             return False
-        before, self.changes = self.changes, self.target.follow_weights()
+        before = self.changes
+        self.changes = self.target.follow_weights()
         return self.weights.changed() or self.changes != before
 
     def find_prefix(self, text: Sequence) -> object | None:
@@ -136,10 +156,12 @@ class Runner:
         return self.prompts.run(done, width)
 
     def begin(self, texts: list[Sequence]) -> None:
-        """Take the rows into use whose prompts are computed: their last positions yield the first bonus
-        tokens."""
-        memory, last = self.memory, self.prompts.finish()
-        self.prompts, rows = None, range(len(memory.cache.lengths) - len(texts), len(memory.cache.lengths))
+        """Take the rows into use whose prompts are computed: their last positions yield the first
+        bonus tokens."""
+        memory = self.memory
+        last = self.prompts.finish()
+        self.prompts = None
+        rows = range(len(memory.cache.lengths) - len(texts), len(memory.cache.lengths))
         for row, text in zip(rows, texts, strict=True):
             self._keep_prefix(row, text)
             text.stats.reused = min(text.reused, len(text.prompt))
@@ -152,9 +174,11 @@ class Runner:
             if len(text.commits) > 1:  # entered before, and waited after a step that raised
                 text.commits[0] += text.commits.pop()
 
-    def _choose_first(self, texts: list[Sequence], last: torch.Tensor) -> tuple[Accepted, torch.Tensor]:
-        """Choose the tokens behind prompts whose last tokens have final states (B, 1, D); return them,
-        and their `pack`."""
+    def _choose_first(
+        self, texts: list[Sequence], last: torch.Tensor
+    ) -> tuple[Accepted, torch.Tensor]:
+        """Choose the tokens behind prompts whose last tokens have final states (B, 1, D); return
+        them, and their `pack`."""
         target = self.target
         start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
         tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
@@ -168,25 +192,32 @@ class Runner:
 
     def round(self, texts: list[Sequence], most: int) -> None:
         """Run a round with trees of `most` nodes at most."""
-        began, memory = self.watch.start(), self.memory
+        began = self.watch.start()
+        memory = self.memory
         nodes = self.budget.choose_nodes(len(texts), most)
         if nodes:
             memory.tell_drafter()
         result = self._replay(texts, nodes) if self.captures else self._launch(texts, nodes)
         self.watch.lap("verify")
         width = result.accepted.path.shape[1]
-        rows = [unpack(row, width, result.log_probs) for row in self._to_host(result.packet[: len(texts)])]
+        rows = [
+            unpack(row, width, result.log_probs)
+            for row in self._to_host(result.packet[: len(texts)])
+        ]
         memory.note_lengths([len(row.tokens) for row in rows])
         drafted = result.tree.budgets
         for number, (text, row) in enumerate(zip(texts, rows, strict=True)):
             self._note_row(text, row, drafted[number], result.tree, number)
         self.noted = [(text, len(text.ids)) for text in texts]
-        seconds, paths = self.watch.clock() - began, [row.path for row in rows]
+        seconds = self.watch.clock() - began
+        paths = [row.path for row in rows]
         log_probs = [row.log_probs for row in rows] if result.log_probs else None
         self.budget.note(seconds, drafted, paths, log_probs)
         self.watch.lap("commit")
 
-    def _note_row(self, text: Sequence, row: Told, drafted: int, tree: DraftTree, number: int) -> None:
+    def _note_row(
+        self, text: Sequence, row: Told, drafted: int, tree: DraftTree, number: int
+    ) -> None:
         """Give a text what a round has committed in its batch row `number`."""
         note_logprobs(text, row.logprobs)
         text.append(row.tokens, self.target)
@@ -208,8 +239,8 @@ class Runner:
         return run_round(memory, plan, self.watch.lap)
 
     def _replay(self, texts: list[Sequence], nodes: int) -> RoundResult:
-        """Run a round as a graph of the next larger size; as a graph for every stage where the host has
-        a say."""
+        """Run a round as a graph of the next larger size; as a graph for every stage where the host
+        has a say."""
         rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
         kind = Kind.of([text.options for text in texts], self.vocabulary)
         if nodes not in (0, self.budget.most):  # graphs have few sizes
@@ -225,7 +256,9 @@ class Runner:
         )
 
         def run(stage: str, function: abc.Callable[[], object]) -> object:
-            return self.graphs.run(GraphKey(stage, rows, nodes, kind, plan.constrain is not None), function)
+            return self.graphs.run(
+                GraphKey(stage, rows, nodes, kind, plan.constrain is not None), function
+            )
 
         with self.memory.fixed(rows):
             if judged:
@@ -236,7 +269,9 @@ class Runner:
         """Return what the first `rows` rows ask, from device memory that stays where it is."""
         sampling = self.columns.sampling.rows(slice(rows), kind)
         seen = self.columns.seen[:rows] if kind.penalised else None
-        return RowsAsked(sampling, self.memory.cache.ends_of(rows), self.length + 1, self.vocabulary, seen)
+        return RowsAsked(
+            sampling, self.memory.cache.ends_of(rows), self.length + 1, self.vocabulary, seen
+        )
 
     def _plan(
         self,
@@ -245,11 +280,13 @@ class Runner:
         nodes: int,
         cut: abc.Callable[[DraftTree], DraftTree],
     ) -> RoundPlan:
-        """Return what a round does that finds so many nodes and cuts them. `texts`: those that the host
-        has a say in."""
+        """Return what a round does that finds so many nodes and cuts them. `texts`: those that the
+        host has a say in."""
         log_probs = self.captures and self.budget.adapts  # else `cut` sees them
         if not nodes:
-            return RoundPlan(ask, lambda asked: Proposal(self.memory.bonus, None), plain, texts=texts)
+            return RoundPlan(
+                ask, lambda asked: Proposal(self.memory.bonus, None), plain, texts=texts
+            )
         contexts = [text.end(SEARCHED) for text in texts] if self.ngram else ()
         return RoundPlan(
             ask,
@@ -261,7 +298,9 @@ class Runner:
             log_probs,
         )
 
-    def _constrain(self, texts: abc.Sequence[Sequence]) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
+    def _constrain(
+        self, texts: abc.Sequence[Sequence]
+    ) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
         """Return what builds the trees of texts with a grammar anew; None where nothing does."""
         if not self.method.ranked or all(text.grammar is None for text in texts):
             return None
@@ -283,8 +322,8 @@ class Runner:
     def _keep_prefix(self, row: int, text: Sequence) -> None:
         """Keep what a used row holds of its text for texts to come."""
         if self.prefixes is not None:
-            # the last token's position may be there or not, and a drafter's item there waits for the
-            # next one
+            # the last token's position may be there or not, and a drafter's item there waits for
+            # the next one
             ids = text.known[: self.memory.cache.lengths[row]]
             self.prefixes.keep(ids, partial(self.memory.read, row))
 
@@ -297,14 +336,21 @@ def propose(
     contexts: abc.Sequence[abc.Sequence[int]],
     asked: RowsAsked,
 ) -> Proposal:
-    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at most;
+    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at
+    most;
     contexts: with an n-gram model, the ends of the rows' texts."""
-    target, drafter = memory.target, memory.drafter
+    target = memory.target
+    drafter = memory.drafter
     known = drafter.vocabulary
     seen = known.part(asked.seen)
-    noise = asked.noise if known.tokens is None else asked.some_noise(slice(None), 0, asked.steps, known.tokens)
+    noise = (
+        asked.noise
+        if known.tokens is None
+        else asked.some_noise(slice(None), 0, asked.steps, known.tokens)
+    )
     told = asked.sampling, noise, None if seen is None else seen[:, None]
-    block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
+    block = drafter.draft_block(target, memory.bonus, memory.state)
+    steps = None
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
         steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told))
     return Proposal(

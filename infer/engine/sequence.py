@@ -1,4 +1,5 @@
-"""A text that is being written, round by round: its tokens so far, where it ends, and what it took."""
+"""A text that is being written, round by round: its tokens so far, where it ends, and what it
+took."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ class Stopwatch:
     """Seconds of the stages of rounds. On CUDA `clock` is to synchronise."""
 
     def __init__(self, clock: abc.Callable[[], float]) -> None:
-        self.clock, self.mark = clock, 0.0
+        self.clock = clock
+        self.mark = 0.0
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     def start(self) -> float:
@@ -40,15 +42,18 @@ class Stopwatch:
 
 @dataclass
 class DecodeStats:
-    """What decoding one text took. A round commits the accepted drafts and the next bonus token; the
-    prefill yields the first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are
-    those that passed while the text was being written, whatever other rows were written beside it."""
+    """What decoding one text took. A round commits the accepted drafts and the next bonus token;
+    the prefill yields the first bonus token, so `tokens = 1 + sum of the rounds' commits`. The
+    seconds are those that passed while the text was being written, whatever other rows were written
+    beside it."""
 
     prompt_tokens: int
     tokens: int = 0  # kept new tokens
     reused: int = 0  # tokens of the prompt that were not computed: an earlier text began alike
     rounds: int = 0
-    histogram: list[int] = field(default_factory=list)  # [i]: rounds that committed i + 1 kept tokens
+    histogram: list[int] = field(
+        default_factory=list
+    )  # [i]: rounds that committed i + 1 kept tokens
     seconds: float = 0.0  # wall-clock, prefill included
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
@@ -64,8 +69,8 @@ class DecodeStats:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest
-    first."""
+    """The target's own log-probability of a token, and its likeliest tokens at that place,
+    likeliest first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -73,29 +78,41 @@ class TokenLogprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing
-    past the end; `commits` their counts round by round, the prefill's one first."""
+    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens,
+    nothing past the end; `commits` their counts round by round, the prefill's one first."""
 
     prompt: list[int]
     options: TextOptions
-    processors: abc.Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
+    processors: abc.Sequence[
+        Processor
+    ] = ()  # see the true prefix of a node; applied before the options' own
     grammar: GrammarState | None = None  # what the text must follow
     stats: DecodeStats = field(init=False)
     ids: list[int] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
-    accepted: list[int] = field(default_factory=list)  # how many of them it accepted, past the text's end too
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
-    rejected: list[list[int]] = field(default_factory=list)  # round by round, of a text with `trace`
+    accepted: list[int] = field(
+        default_factory=list
+    )  # how many of them it accepted, past the text's end too
+    logprobs: list[TokenLogprob] = field(
+        default_factory=list
+    )  # one a token, if the options ask for it
+    rejected: list[list[int]] = field(
+        default_factory=list
+    )  # round by round, of a text with `trace`
     trace: bool = False  # note the likeliest rejected path of each round
-    finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
+    finish: str | None = (
+        None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
+    )
     cancelled: bool = False
     began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
     # what is there of them, until it is given to the text's row
     kept: list[PrefixBlock] = field(default_factory=list)
-    searched: np.ndarray | None = None  # the end of prompt and ids, int64, once a tree has asked for it
+    searched: np.ndarray | None = (
+        None  # the end of prompt and ids, int64, once a tree has asked for it
+    )
     noted: int = 0  # tokens of ids that are in it
 
     def __post_init__(self) -> None:
@@ -120,7 +137,8 @@ class Sequence:
 
     def append(self, new: list[int], target: Target) -> None:
         """Add a round's tokens up to the end of the text."""
-        before, ids = len(self.ids), self.ids + new
+        before = len(self.ids)
+        ids = self.ids + new
         length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
         if self.finish == "stop" and self.grammar is not None and self.grammar.failed:
             self.finish = "length"
@@ -138,13 +156,15 @@ def check_text(options: TextOptions, target: Target) -> None:
 
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabulary: int) -> None:
-    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many positions,
-    or of tokens that the model does not have."""
+    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many
+    positions, or of tokens that the model does not have."""
     if not prompt:
         raise ValueError("every prompt needs at least one token")
     unknown = [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocabulary]
     if unknown:
-        raise ValueError(f"prompt: token {unknown[0]} does not exist, the model has 0 to {vocabulary - 1}")
+        raise ValueError(
+            f"prompt: token {unknown[0]} does not exist, the model has 0 to {vocabulary - 1}"
+        )
     if len(prompt) + options.max_new_tokens > capacity:
         raise ValueError(
             f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
@@ -152,10 +172,12 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabul
         )
 
 
-def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
-    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes on.
-    An end token is kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the
-    text before it)."""
+def text_end(
+    ids: list[int], first: int, options: TextOptions, target: Target
+) -> tuple[int, str] | None:
+    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes
+    on. An end token is kept, a stop string's tokens up to the one that completes it (`answer_text`
+    cuts the text before it)."""
     limit = min(len(ids), options.max_new_tokens)
     end_ids = frozenset() if options.ignore_eos else target.end_ids
     for i in range(first, limit):

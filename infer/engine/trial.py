@@ -1,8 +1,9 @@
 """Grammars of strangers, compiled and tried in a process of their own.
 
-llguidance's limits count steps, and a single step may take seconds or gigabytes; out of memory, it ends
-the process. So a server first has a grammar compiled and followed for some tokens in a child process,
-which has little time and memory. This file is that process too, and imports nothing of this package.
+llguidance's limits count steps, and a single step may take seconds or gigabytes; out of memory, it
+ends the process. So a server first has a grammar compiled and followed for some tokens in a child
+process, which has little time and memory. This file is that process too, and imports nothing of
+this package.
 
 V vocabulary.
 """
@@ -44,9 +45,9 @@ TRIALS = 64  # passed grammars that are remembered
 
 
 def with_deep_stack(function: Callable[[], object]) -> object:
-    """Return a function's result, computed where rules that refer to rules, thousands deep, end in no
-    overflow of the stack, which would end the process. Raises MemoryError where there is no room for
-    that stack and some more."""
+    """Return a function's result, computed where rules that refer to rules, thousands deep, end in
+    no overflow of the stack, which would end the process. Raises MemoryError where there is no room
+    for that stack and some more."""
     before = threading.stack_size(STACK)
     try:
         mmap.mmap(-1, STACK + HEADROOM).close()
@@ -59,8 +60,8 @@ def with_deep_stack(function: Callable[[], object]) -> object:
 
 
 def build(kind: str, text: str, tokenizer: object):
-    """Return llguidance's matcher at the beginning of a text. Raises ValueError with the reason where
-    the text is no grammar of its kind, or a too large one."""
+    """Return llguidance's matcher at the beginning of a text. Raises ValueError with the reason
+    where the text is no grammar of its kind, or a too large one."""
     from llguidance import LLMatcher, LLParserLimits
 
     make: dict[str, Callable[[str], str]] = {
@@ -70,7 +71,9 @@ def build(kind: str, text: str, tokenizer: object):
     }
     limits = LLParserLimits(**LIMITS)
     try:
-        matcher = with_deep_stack(lambda: LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits))
+        matcher = with_deep_stack(
+            lambda: LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits)
+        )
     except ValueError as wrong:
         raise ValueError(f"{kind}: {wrong}") from wrong
     if matcher.is_error():
@@ -79,12 +82,14 @@ def build(kind: str, text: str, tokenizer: object):
 
 
 class Trial:
-    """A child process that compiles grammars before this one does; it is started again where one ends
-    it."""
+    """A child process that compiles grammars before this one does; it is started again where one
+    ends it."""
 
     def __init__(self, serialised: Callable[[], dict]) -> None:
         """`serialised`: returns the arguments of llguidance's tokenizer."""
-        self.serialised, self.process, self.lock = serialised, None, threading.Lock()
+        self.serialised = serialised
+        self.process = None
+        self.lock = threading.Lock()
         self.check = lru_cache(TRIALS)(self._check)
 
     def _check(self, kind: str, text: str) -> None:
@@ -93,7 +98,10 @@ class Trial:
             if self.process is None:
                 tokenizer = self.serialised()  # which may raise
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    [sys.executable, "-P", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
                 self._send(tokenizer)
             self._send([kind, text])
@@ -113,7 +121,8 @@ class Trial:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is not None:
             process.kill()
             process.communicate()
@@ -135,7 +144,13 @@ def refusal(kind: str, text: str, tokenizer: object) -> str | None:
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - began > TOKEN_SECONDS:
             return f"{kind}: a token takes more than {TOKEN_SECONDS:g} s, make it smaller"
-        allowed = [8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+        allowed = [
+            8 * at + bit
+            for at, byte in enumerate(bits)
+            if byte
+            for bit in range(8)
+            if byte >> bit & 1
+        ]
         if matcher.is_stopped() or not matcher.consume_token(dice.choice(allowed)):
             return None
     return None
@@ -148,7 +163,9 @@ def main() -> None:
 
     from llguidance import LLTokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's; without it, the input ends
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the server's; without it, the input ends
     os.nice(5)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY, hard))

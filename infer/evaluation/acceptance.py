@@ -25,7 +25,9 @@ class AnyPrompt(Protocol):
 
     ids: list[int]
     kind: str  # what it is, such as "functions"
-    beside: str | None  # what those are called that are reported beside the others; None: one of the others
+    beside: (
+        str | None
+    )  # what those are called that are reported beside the others; None: one of the others
     said: str  # what a client sends for these ids; empty for those that nobody else is asked
     chat: bool  # it is sent as a chat's question
 
@@ -33,8 +35,8 @@ class AnyPrompt(Protocol):
 def reference_of(
     target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], texts: Sequence[Text]
 ) -> Reference | None:
-    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt
-    can be sent."""
+    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no
+    prompt can be sent."""
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
     if not pairs:
         return None
@@ -52,14 +54,16 @@ def reference_of(
 
 
 def count_accepted(commits: Iterable[int], until: int, drafted: int) -> Acceptance:
-    """Count the accepted drafts of a text's rounds that begin before `until` tokens are written, given
-    what was committed round by round (the prefill's first)."""
+    """Count the accepted drafts of a text's rounds that begin before `until` tokens are written,
+    given what was committed round by round (the prefill's first)."""
     written, *later = commits
-    rounds, accepted = 0, [0] * drafted
+    rounds = 0
+    accepted = [0] * drafted
     for commit in later:
         if written >= until:
             break
-        rounds, written = rounds + 1, written + commit
+        rounds = rounds + 1
+        written = written + commit
         for k in range(commit - 1):
             accepted[k] += 1
     return Acceptance(rounds, accepted)
@@ -71,8 +75,15 @@ def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[AnyPro
     prompts = [prompt for prompt in prompts if prompt.said]
     if not prompts:
         raise ValueError("there is no prompt that could be sent to a server")
-    options = DecodeOptions(method="chain", max_new_tokens=TOKENS, loop_period=LONGEST_PERIOD, positions=None)
-    return reference_of(target, drafter, prompts, decode(target, drafter, [prompt.ids for prompt in prompts], options))
+    options = DecodeOptions(
+        method="chain", max_new_tokens=TOKENS, loop_period=LONGEST_PERIOD, positions=None
+    )
+    return reference_of(
+        target,
+        drafter,
+        prompts,
+        decode(target, drafter, [prompt.ids for prompt in prompts], options),
+    )
 
 
 def find_reference(checkpoint: str | Path) -> Reference | None:

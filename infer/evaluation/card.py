@@ -1,9 +1,9 @@
 """The card of an exported drafter: README.md, with the hub's front matter on top; card.md.j2 is its
 text.
 
-Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from a
-list of known keys of its run's config.json: paths, names of runs and all else in those files are not
-published.
+Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from
+a list of known keys of its run's config.json: paths, names of runs and all else in those files are
+not published.
 """
 
 import json
@@ -27,7 +27,18 @@ RECIPE = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
     "objective": ("divergence", "weights", "gamma"),
-    "optim": ("name", "lr", "betas", "warmup", "clip", "batch", "epochs", "steps", "minutes", "precision"),
+    "optim": (
+        "name",
+        "lr",
+        "betas",
+        "warmup",
+        "clip",
+        "batch",
+        "epochs",
+        "steps",
+        "minutes",
+        "precision",
+    ),
     "data": ("length",),
     "": ("anchors", "document_anchors", "seed"),
 }
@@ -39,26 +50,34 @@ SOURCES = {
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
-    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`; return
-    its path.
+    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`;
+    return its path.
 
-    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license:
-    the publisher's word for it; None says nothing. base_model: the target's name on the hub; a local
-    path is not shown. Raises ValueError where `out` holds no drafter.
+    checkpoint: where the drafter was exported from, a training checkpoint or anything else.
+        license:
+    the publisher's word for it; None says nothing. base_model: the target's name on the hub; a
+    local path is not shown. Raises ValueError where `out` holds no drafter.
     """
     reading = read_layout(open_folder(out))
     if reading.problems or not reading.options:
-        raise ValueError(f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}")
+        raise ValueError(
+            f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}"
+        )
     step = find_folder(checkpoint).resolve()  # best is a link to a step
     step = step.parent if step.name == "drafter" else step
-    numbers, recipe = step / "evaluation" / "evaluation.json", step.parent.parent / "config.json"
+    numbers = step / "evaluation" / "evaluation.json"
+    recipe = step.parent.parent / "config.json"
     evaluation = without_ngrams(read_result(numbers, Evaluation)) if numbers.is_file() else None
     reference = find_reference(checkpoint)
     if reference is not None:
         write_result(out / FILE, reference)
     if evaluation is not None:
         atomic_write(out / PICTURE, picture(budget_charts({"": evaluation})))
-    run = json.loads(recipe.read_text()) if step.parent.name == "checkpoints" and recipe.is_file() else None
+    run = (
+        json.loads(recipe.read_text())
+        if step.parent.name == "checkpoints" and recipe.is_file()
+        else None
+    )
     engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
     base = hub_name(base_model)
     card = render(
@@ -78,11 +97,16 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         told=json.dumps(reading.options.get("chat_template_kwargs", {})),
         run=run,
         sources=run and "; ".join(dict.fromkeys(described_data(run["data"]))),
-        init=run and run["drafter"].get("init") and (hub_name(run["drafter"]["init"]) or "another drafter"),
+        init=run
+        and run["drafter"].get("init")
+        and (hub_name(run["drafter"]["init"]) or "another drafter"),
         recipe=run
-        and recipe_of(run) + [("steps taken", int(number)) for number in re.findall(r"^step-(\d+)$", step.name)],
+        and recipe_of(run)
+        + [("steps taken", int(number)) for number in re.findall(r"^step-(\d+)$", step.name)],
         engines=" ".join([*engines, *["llama.cpp"] * any(out.glob("*.gguf"))]),
-        method="dspark" if reading.own.get("markov_rank") else "dflash",  # vLLM's and SGLang's names
+        method="dspark"
+        if reading.own.get("markov_rank")
+        else "dflash",  # vLLM's and SGLang's names
         license=license,
     )
     atomic_write(out / "README.md", card)
@@ -93,15 +117,23 @@ def without_ngrams(evaluation: Evaluation) -> Evaluation:
     """Return the evaluation of what an exported folder can do: an n-gram file, which is made of the
     training texts, is no part of it."""
     beside = [without_ngrams(one) for one in evaluation.beside or ()]
-    return replace(evaluation, beside=beside, methods=[one for one in evaluation.methods if not one.tree.ngrams])
+    return replace(
+        evaluation,
+        beside=beside,
+        methods=[one for one in evaluation.methods if not one.tree.ngrams],
+    )
 
 
-def front_matter(reading: ConfigReading, run: dict | None, license: str | None, base: str | None) -> str:
+def front_matter(
+    reading: ConfigReading, run: dict | None, license: str | None, base: str | None
+) -> str:
     """Return the YAML that the hub reads, without the keys whose values are not known."""
     from huggingface_hub import ModelCardData
 
     data = run["data"] if run else {"source": None}
-    parts = data["parts"] if data["source"] == "mixture" else [data] if data["source"] == "hub" else []
+    parts = (
+        data["parts"] if data["source"] == "mixture" else [data] if data["source"] == "hub" else []
+    )
     return ModelCardData(
         base_model=base,
         datasets=[name for part in parts if (name := hub_name(part["path"]))] or None,
@@ -109,13 +141,18 @@ def front_matter(reading: ConfigReading, run: dict | None, license: str | None, 
         library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "block-diffusion", "draft-model", reading.family.title.lower()],
+        tags=[
+            "speculative-decoding",
+            "block-diffusion",
+            "draft-model",
+            reading.family.title.lower(),
+        ],
     ).to_yaml()
 
 
 def recipe_of(run: dict) -> list[tuple[str, object]]:
-    """Return the options of RECIPE that a run's config.json has, by their whole names; of those that set
-    the run's length, the one that did."""
+    """Return the options of RECIPE that a run's config.json has, by their whole names; of those
+    that set the run's length, the one that did."""
     rows = []
     for part, keys in RECIPE.items():
         known = run.get(part, {}) if part else run
@@ -123,18 +160,27 @@ def recipe_of(run: dict) -> list[tuple[str, object]]:
             known = known | {"epochs": None, "steps": None}
         elif known.get("steps") is not None:
             known = known | {"epochs": None}
-        rows += [(f"{part}.{key}".lstrip("."), known[key]) for key in keys if known.get(key) not in (None, {})]
+        rows += [
+            (f"{part}.{key}".lstrip("."), known[key])
+            for key in keys
+            if known.get(key) not in (None, {})
+        ]
     return rows
 
 
 def described_data(data: dict) -> list[str]:
     """Return the data sets in words; names of the hub, never paths."""
     if data["source"] == "mixture":
-        return [f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})" for part in data["parts"]]
+        return [
+            f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})"
+            for part in data["parts"]
+        ]
     return [SOURCES.get(data["source"]) or hub_name(data["path"]) or SOURCES["jsonl"]]
 
 
 def hub_name(text: str) -> str | None:
     """Return the text if it is a name on the hub, owner/name, and no path on this machine."""
-    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".jsonl", ".gz", ".json", ".parquet"))
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith(
+        (".jsonl", ".gz", ".json", ".parquet")
+    )
     return text if named and not Path(text).exists() else None

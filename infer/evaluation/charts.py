@@ -10,8 +10,12 @@ from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation, ExampleRound, MethodResult, TreeStudy
 from infer.trees.methods import TREES
 
-HEIGHT, ROW = 240, 16  # of a chart, and of a line of the legend below it: CSS pixels
-STEP_X, STEP_Y = 74, 62  # between tokens of a tree
+# of a chart, and of a line of the legend below it: CSS pixels
+HEIGHT = 240
+ROW = 16
+# between tokens of a tree
+STEP_X = 74
+STEP_Y = 62
 POINTS = 120  # of the loss curve: averages of so many stretches
 SHADES = ("", "7 3", "2 3", "9 3 2 3", "4 2")  # dash patterns, so that lines differ without colour
 COLOURS = [row.colour for row in TREES.values() if row.drafts and row.evaluated]
@@ -76,8 +80,15 @@ class Chart:
     def up(self) -> AxisScale:
         """The scale of y, with room for the intervals and a margin."""
         values = [y for line in self.lines for _, y in line.points]
-        values += [edge for line in self.lines for interval in line.intervals if interval for edge in interval]
-        low, high = min(values), max(values)
+        values += [
+            edge
+            for line in self.lines
+            for interval in line.intervals
+            if interval
+            for edge in interval
+        ]
+        low = min(values)
+        high = max(values)
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         return AxisScale(low - margin, high + margin, 200, 12)
 
@@ -92,11 +103,14 @@ class Chart:
 
 def ticks(scale: AxisScale, count: int = 4) -> list[float]:
     """Return round values on an axis, about `count`; the value itself where there is one only."""
-    low, high = scale.low, scale.high
+    low = scale.low
+    high = scale.high
     if low == high:
         return [low]
     step = 10 ** math.floor(math.log10((high - low) / count))
-    step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= count + 1)
+    step = next(
+        step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= count + 1
+    )
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -112,7 +126,11 @@ def budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
             f"{curve}, by node budget",
             "node budget",
             curve,
-            [line for i, name in enumerate(evaluations) for line in budget_lines(evaluations[name], curve, name, i)],
+            [
+                line
+                for i, name in enumerate(evaluations)
+                for line in budget_lines(evaluations[name], curve, name, i)
+            ],
             log=True,
         )
         for curve in CURVES
@@ -120,21 +138,24 @@ def budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
 
 
 def budget_lines(evaluation: Evaluation, curve: str, name: str, number: int) -> list[Line]:
-    """Return a line for every kind of tree, and level ones for the other methods; of drafters behind
-    the first, whose `number` is not 0, none for plain decoding."""
+    """Return a line for every kind of tree, and level ones for the other methods; of drafters
+    behind the first, whose `number` is not 0, none for plain decoding."""
     kinds: dict[str, list[MethodResult]] = {}
     for method in evaluation.methods:
         kinds.setdefault(method.name, []).append(method)
     budgets = [method.budget for method in evaluation.methods if method.tree.by_budget] or [1]
     lines = []
-    for i, methods in enumerate(sorted(kinds.values(), key=lambda methods: not methods[0].tree.by_budget), number):
+    for i, methods in enumerate(
+        sorted(kinds.values(), key=lambda methods: not methods[0].tree.by_budget), number
+    ):
         tree = methods[0].tree
         if number and not tree.drafts:
             continue
         values, intervals = zip(*map(CURVES[curve], methods), strict=True)
         points = [(method.budget, value) for method, value in zip(methods, values, strict=True)]
         if not tree.by_budget:
-            points, intervals = [(budget, values[0]) for budget in (min(budgets), max(budgets))], ()
+            points = [(budget, values[0]) for budget in (min(budgets), max(budgets))]
+            intervals = ()
         label = f"{name} {tree.label}".strip() if tree.drafts else tree.label
         lines.append(Line(label, points, tree.colour, intervals, SHADES[i % len(SHADES)]))
     return lines
@@ -145,21 +166,34 @@ def steps_chart(evaluations: Sequence[Evaluation]) -> Chart:
     last = {method.name: method for method in evaluations[-1].drafting}
     lines = []
     for i, method in enumerate(last.values()):
-        found = [(one.step or 0, same) for one in evaluations for same in one.drafting if same.label == method.label]
-        points, intervals = [(step, same.tau) for step, same in found], [same.tau_interval for _, same in found]
-        lines.append(Line(method.label, points, method.tree.colour, intervals, SHADES[i % len(SHADES)]))
+        found = [
+            (one.step or 0, same)
+            for one in evaluations
+            for same in one.drafting
+            if same.label == method.label
+        ]
+        points = [(step, same.tau) for step, same in found]
+        intervals = [same.tau_interval for _, same in found]
+        lines.append(
+            Line(method.label, points, method.tree.colour, intervals, SHADES[i % len(SHADES)])
+        )
     return Chart("τ during training", "training step", "τ, tokens a round", lines)
 
 
 def choices_chart(trees: TreeStudy) -> Chart:
-    """Return how often first choices are right by depth: behind first choices and behind a sibling."""
+    """Return how often first choices are right by depth: behind first choices and behind a
+    sibling."""
     lines = []
     for i, one in enumerate(trees.choices):
         shares = zip(one.asked, one.right, one.intervals, strict=True)
-        known = [((depth, right / n), around) for depth, (n, right, around) in enumerate(shares, 1) if n]
+        known = [
+            ((depth, right / n), around) for depth, (n, right, around) in enumerate(shares, 1) if n
+        ]
         if known:
             points, intervals = zip(*known, strict=True)
-            lines.append(Line(f"{one.by}, behind {one.behind}", points, COLOURS[i], intervals, SHADES[i]))
+            lines.append(
+                Line(f"{one.by}, behind {one.behind}", points, COLOURS[i], intervals, SHADES[i])
+            )
     return Chart("First choices that are right", "depth in the tree", "share", lines)
 
 
@@ -167,8 +201,12 @@ def loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
     """Return the loss by training step, as at most POINTS averages."""
     size = max(1, -(-len(losses) // POINTS))
     parts = [losses[first : first + size] for first in range(0, len(losses), size)]
-    points = [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts]
-    return Chart("Loss during training", "training step", "loss", [Line("loss", points, COLOURS[0])])
+    points = [
+        tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts
+    ]
+    return Chart(
+        "Loss during training", "training step", "loss", [Line("loss", points, COLOURS[0])]
+    )
 
 
 class TokenBox(NamedTuple):
@@ -185,8 +223,8 @@ class TokenBox(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeDrawing:
-    """A round's tree with the accepted path, rejected branches, and below the path the token that the
-    target added."""
+    """A round's tree with the accepted path, rejected branches, and below the path the token that
+    the target added."""
 
     boxes: list[TokenBox]
     said: str  # for those who do not see it
@@ -205,7 +243,9 @@ def drawn_tree(example: ExampleRound) -> TreeDrawing:
     children."""
     nodes, last = example.nodes, max(i for i, node in enumerate(example.nodes) if node.accepted)
     parents = [*(node.parent for node in nodes), last]  # of the added token, too
-    columns, depths, free = [0.0] * len(parents), [0] * len(parents), 0
+    columns = [0.0] * len(parents)
+    depths = [0] * len(parents)
+    free = 0
 
     def place(node: int) -> None:
         nonlocal free
@@ -223,7 +263,12 @@ def drawn_tree(example: ExampleRound) -> TreeDrawing:
     shares = [f"{node.probability:.0%}" for node in nodes] + [""]
     boxes = [
         TokenBox(
-            round(4 + (columns[i] + 0.5) * STEP_X), 21 + depths[i] * STEP_Y, parents[i], kind, signs[kind] + word, share
+            round(4 + (columns[i] + 0.5) * STEP_X),
+            21 + depths[i] * STEP_Y,
+            parents[i],
+            kind,
+            signs[kind] + word,
+            share,
         )
         for i, (kind, word, share) in enumerate(zip(kinds, words, shares, strict=True))
     ]

@@ -19,7 +19,16 @@ from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.evaluation.acceptance import AnyPrompt, reference_of
 from infer.evaluation.lossless import find_difference
-from infer.evaluation.measuring import Measured, Progress, PromptSet, cut_at, decided, measure, middle, variants
+from infer.evaluation.measuring import (
+    Measured,
+    Progress,
+    PromptSet,
+    cut_at,
+    decided,
+    measure,
+    middle,
+    variants,
+)
 from infer.evaluation.replay import replay_trees, study_of
 from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Reference, tree_of
 from infer.evaluation.ruler import acceptance_length, counted, figures, rate
@@ -37,14 +46,18 @@ def evaluate(
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
     """Decode every prompt with every method. Where a method of ours wrote something else than plain
-    decoding, `ties` and `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
+    decoding, `ties` and `defects` say on how many prompts and why, see
+    `infer.evaluation.lossless`."""
     parts = parts_of(prompts, config)
     measured = decode_all(target, drafter, parts, progress)
     result = summarise(target, drafter, parts, measured)
     measured = [of_part for of_part in measured if of_part[0].texts]  # the others had no time
     return replace(
         explain_differences(target, result, measured[0]),
-        beside=[explain_differences(target, *pair) for pair in zip(result.beside, measured[1:], strict=True)],
+        beside=[
+            explain_differences(target, *pair)
+            for pair in zip(result.beside, measured[1:], strict=True)
+        ],
     )
 
 
@@ -53,8 +66,13 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
     plain decoding."""
     methods = []
     for method, one in zip(result.methods, measured, strict=True):
-        pairs = [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
-        causes = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
+        pairs = (
+            [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
+        )
+        causes = [
+            find_difference(target, plain.prompt, text.ids, plain.ids, plain.options)
+            for text, plain in pairs
+        ]
         if any(causes):
             method = replace(method, ties=causes.count("tie"), defects=causes.count("defect"))
         methods.append(method)
@@ -73,26 +91,39 @@ def parts_of(prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig) -> list
         for what, numbers in groups.items()
     ]
     if config.temperature == 0 and config.sampled is not None:
-        own, sampled = parts[0], replace(single, temperature=config.sampled)
-        parts.append(PromptSet(f"temperature {config.sampled:g}", own.prompts[::2], own.numbers[::2], sampled))
+        own = parts[0]
+        sampled = replace(single, temperature=config.sampled)
+        parts.append(
+            PromptSet(
+                f"temperature {config.sampled:g}", own.prompts[::2], own.numbers[::2], sampled
+            )
+        )
     return parts
 
 
 def brief(part: PromptSet) -> PromptSet:
     """Return the part with fewer prompts: what a checkpoint in the middle of training is worth."""
     config = replace(part.config, minutes=part.config.minutes and part.config.minutes / BRIEF)
-    return replace(part, prompts=part.prompts[::BRIEF], numbers=part.numbers[::BRIEF], config=config)
+    return replace(
+        part, prompts=part.prompts[::BRIEF], numbers=part.numbers[::BRIEF], config=config
+    )
 
 
 def decode_all(
-    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], progress: Progress = lambda done, total: None
+    target: Target,
+    drafter: Drafter,
+    parts: abc.Sequence[PromptSet],
+    progress: Progress = lambda done, total: None,
 ) -> list[list[Measured]]:
-    """Decode the prompts of every part with every method, plain decoding first; of the first part, also
-    keep what a report shows of the texts, and replay greedy ones by trees. Where transformers' plain
-    decoding is slower than ours there, it is left out of the other parts. The parts share
-    `evaluation.minutes` by their answers; parts behind the first are left out, and have no texts, where
-    no time is left."""
-    total, done, results, slower = sum(len(part.prompts) for part in parts), 0, [], False
+    """Decode the prompts of every part with every method, plain decoding first; of the first part,
+    also keep what a report shows of the texts, and replay greedy ones by trees. Where transformers'
+    plain decoding is slower than ours there, it is left out of the other parts. The parts share
+    `evaluation.minutes` by their answers; parts behind the first are left out, and have no texts,
+    where no time is left."""
+    total = sum(len(part.prompts) for part in parts)
+    done = 0
+    results = []
+    slower = False
     end = time.monotonic() + 60 * (parts[0].config.minutes or math.inf)
     answers = [len(part.prompts) * len(variants(drafter, part.config)) for part in parts]
     for number, part in enumerate(parts):
@@ -101,7 +132,11 @@ def decode_all(
             progress(before + more, total)
 
         prompts = [prompt.ids for prompt in part.prompts]
-        every = [one for one in variants(drafter, part.config) if not (slower and one.name == GENERATE.name)]
+        every = [
+            one
+            for one in variants(drafter, part.config)
+            if not (slower and one.name == GENERATE.name)
+        ]
         now = time.monotonic()
         if number and decided(target, now > end):
             results.append([Measured(variant) for variant in every])
@@ -111,8 +146,14 @@ def decode_all(
         slower = slower or decided(target, fastest_plain(results[0]) is results[0][0])
         done += len(prompts)
     plain, *trees = results[0]
-    own = [one for one in trees if tree_of(one.variant.name).by_budget and not tree_of(one.variant.name).ngrams]
-    best = max(own, key=lambda one: acceptance_length(counted(text.commits for text in one.texts))[0])
+    own = [
+        one
+        for one in trees
+        if tree_of(one.variant.name).by_budget and not tree_of(one.variant.name).ngrams
+    ]
+    best = max(
+        own, key=lambda one: acceptance_length(counted(text.commits for text in one.texts))[0]
+    )
     plain.shown = show_texts(target, drafter, best.texts, best.variant.options)
     plain.replayed = replay_trees(target, drafter, plain.texts, parts[0].config)
     return results
@@ -121,8 +162,8 @@ def decode_all(
 def summarise(
     target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Evaluation:
-    """Return the figures of an evaluation, what is reported beside it included. What there was no time
-    for is named in the first part's `cut`."""
+    """Return the figures of an evaluation, what is reported beside it included. What there was no
+    time for is named in the first part's `cut`."""
     found = []
     left_out = []
     for part, of_part in zip(parts, measured, strict=True):
@@ -135,27 +176,38 @@ def summarise(
     if left_out:
         names = ", ".join(left_out)
         limit = f"evaluation.minutes={parts[0].config.minutes:.3g}"
-        cut = f"{first.cut}, and none for {names}" if first.cut else f"{limit} had no time for {names}"
+        cut = (
+            f"{first.cut}, and none for {names}"
+            if first.cut
+            else f"{limit} had no time for {names}"
+        )
         first = replace(first, cut=cut)
-    return replace(first, beside=beside, reference=reference_among(target, drafter, parts, measured))
+    return replace(
+        first, beside=beside, reference=reference_among(target, drafter, parts, measured)
+    )
 
 
 def reference_among(
     target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Reference | None:
-    """Return what chains took on the prompts that others may be asked, None where there are none, or no
-    chain."""
+    """Return what chains took on the prompts that others may be asked, None where there are none,
+    or no chain."""
     for part, of_part in zip(parts, measured, strict=True):
         known = dict(zip(part.numbers, part.prompts, strict=True))
         for one in of_part if part.config.temperature == 0 and of_part[0].texts else ():
             if one.variant.name == "chain" and any(prompt.said for prompt in part.prompts):
-                return reference_of(target, drafter, [known[each.number] for each in one.prompts], one.texts)
+                return reference_of(
+                    target, drafter, [known[each.number] for each in one.prompts], one.texts
+                )
     return None
 
 
-def summarise_part(target: AnyTarget, drafter: Drafter | None, part: PromptSet, measured: list[Measured]) -> Evaluation:
+def summarise_part(
+    target: AnyTarget, drafter: Drafter | None, part: PromptSet, measured: list[Measured]
+) -> Evaluation:
     """Return the figures of one part; of a masked model without a drafter."""
-    plain, config = measured[0], part.config
+    plain = measured[0]
+    config = part.config
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
     fastest, (samples, example) = fastest_plain(measured), plain.shown or ([], None)
     return Evaluation(
@@ -186,13 +238,19 @@ def fastest_plain(measured: abc.Sequence[Measured]) -> Measured:
 
 
 def method_result(
-    measured: Measured, plain: Measured, fastest: Measured, kinds: abc.Mapping[int, str] = MappingProxyType({})
+    measured: Measured,
+    plain: Measured,
+    fastest: Measured,
+    kinds: abc.Mapping[int, str] = MappingProxyType({}),
 ) -> MethodResult:
-    """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest plain
-    decoder; `kinds`: those of the prompts by their numbers."""
-    texts, stats = measured.texts, measured.stats
+    """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest
+    plain decoder; `kinds`: those of the prompts by their numbers."""
+    texts = measured.texts
+    stats = measured.stats
     found = figures(measured.prompts, fastest.prompts)
-    drawn_otherwise = measured.variant.name == GENERATE.name and measured.variant.options.temperature > 0
+    drawn_otherwise = (
+        measured.variant.name == GENERATE.name and measured.variant.options.temperature > 0
+    )
     return MethodResult(
         name=measured.variant.name,
         budget=measured.variant.budget,
@@ -202,7 +260,9 @@ def method_result(
         seconds=measured.seconds,
         tokens_per_second=found.speedup * statistics.median(map(rate, fastest.prompts)),
         histogram=[sum(counts) for counts in zip(*(one.histogram for one in stats), strict=True)],
-        identical=None if drawn_otherwise else [text.ids for text in texts] == [text.ids for text in plain.texts],
+        identical=None
+        if drawn_otherwise
+        else [text.ids for text in texts] == [text.ids for text in plain.texts],
         prompts=[replace(one, kind=kinds.get(one.number, "")) for one in measured.prompts],
         again=measured.again or None,
         **asdict(found),

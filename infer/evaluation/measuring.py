@@ -47,7 +47,9 @@ class Measured:
     variant: Variant
     texts: list[Sequence] = field(default_factory=list)
     prompts: list[PromptResult] = field(default_factory=list)  # of the texts, in their order
-    shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
+    shown: Shown | None = (
+        None  # of plain decoding: texts of the tree with the highest acceptance length
+    )
     # of plain decoding: the greedy texts by other orders
     replayed: list[ReplayedText] = field(default_factory=list)
     again: int = 0  # prompts that something disturbed, which were measured again
@@ -62,7 +64,8 @@ class Measured:
         return [text.stats for text in self.texts]
 
     def add(self, other: "Measured") -> None:
-        """Add what was measured of the same variant on other prompts, in turn or by another process."""
+        """Add what was measured of the same variant on other prompts, in turn or by another
+        process."""
         self.texts += other.texts
         self.prompts += other.prompts
         self.shown = self.shown or other.shown
@@ -100,10 +103,13 @@ class PromptSet:
 
 
 def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
-    """Return plain decoding, transformers', then the other evaluated rows of the table of tree methods,
-    in its order, and n-grams without the drafter. N-grams are measured with the budget in the middle:
-    those that the user asked for; else, by DDTree, those that lie beside the drafter's weights."""
-    asked, most, found = config.continuity, middle(config.budgets), []
+    """Return plain decoding, transformers', then the other evaluated rows of the table of tree
+    methods, in its order, and n-grams without the drafter. N-grams are measured with the budget in
+    the middle: those that the user asked for; else, by DDTree, those that lie beside the drafter's
+    weights."""
+    asked = config.continuity
+    most = middle(config.budgets)
+    found = []
     shared = {name: value for name, value in asdict(config).items() if name in SHARED}
     # positions: every method gets the budget that is measured
     shared |= {"loop_period": LONGEST_PERIOD, "rows": 1, "positions": None}
@@ -111,13 +117,19 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
         options = DecodeOptions(method=row.name, continuity=NO_NGRAMS, **shared)
         budgets = config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)]
         if row.ngrams:  # where nobody asked for any, the engine takes the drafter's
-            options, budgets = replace(options, method=row.name if asked else "ddtree", continuity=asked), [most]
+            options = replace(options, method=row.name if asked else "ddtree", continuity=asked)
+            budgets = [most]
         if row.evaluated and (not row.ngrams or has_ngrams(row, drafter, asked)):
-            found += [Variant(row.name, budget, replace(options, budget=max(1, budget))) for budget in budgets]
+            found += [
+                Variant(row.name, budget, replace(options, budget=max(1, budget)))
+                for budget in budgets
+            ]
     plain, *trees = found
     if asked != NO_NGRAMS and drafter.family is not LOOKUP:
         file = None if asked else drafter.ngrams
-        options = DecodeOptions(budget=most, continuity=asked or (None if file else TEXT_NGRAMS), **shared)
+        options = DecodeOptions(
+            budget=most, continuity=asked or (None if file else TEXT_NGRAMS), **shared
+        )
         trees.append(Variant(ALONE.name, most, options, Lookup(drafter.block_size, file)))
     return [plain, replace(plain, name=GENERATE.name), *trees]
 
@@ -140,7 +152,11 @@ def decided(model: AnyTarget, value: object) -> object:
 
 def cut_at(minutes: float | None, done: int, asked: int) -> str | None:
     """Return the sentence about prompts that a deadline left out, None where there are none."""
-    return f"evaluation.minutes={minutes:.3g} had time for {done} of {asked} prompts" if done < asked else None
+    return (
+        f"evaluation.minutes={minutes:.3g} had time for {done} of {asked} prompts"
+        if done < asked
+        else None
+    )
 
 
 def middle(budgets: abc.Sequence[int]) -> int:
@@ -158,12 +174,14 @@ def measure(
     until: float = math.inf,
 ) -> list[Measured]:
     """Decode every prompt with every variant, one at a time. The variants take turns on the same
-    prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all;
-    what was disturbed is measured again, until `until`. `numbers` are the prompts' own among all that are sampled with
-    one seed, by default 0, 1, 2, ...: each has a seed derived from its number. None but the first begins
-    after `until`, by time.monotonic."""
+    prompts, each beginning as often as the others, so that a noisy machine is equally noisy for
+    all; what was disturbed is measured again, until `until`. `numbers` are the prompts' own among
+    all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its
+    number. None but the first begins after `until`, by time.monotonic."""
     clock = synchronised_clock(model.device)
-    capacity = max(map(len, prompts), default=0) + max(variant.options.max_new_tokens for variant in variants)
+    capacity = max(map(len, prompts), default=0) + max(
+        variant.options.max_new_tokens for variant in variants
+    )
     numbers = list(range(len(prompts)) if numbers is None else numbers)
 
     def run(variant: Variant, number: int, prompt: list[int]) -> Measured:
@@ -182,11 +200,15 @@ def measure(
             tokens=text.stats.tokens,
             rounds=text.stats.rounds,
             seconds=[clock() - began],
-            looped=TIMES * loop_period(text.ids, len(text.ids), LONGEST_PERIOD) if text.finish == "loop" else 0,
+            looped=TIMES * loop_period(text.ids, len(text.ids), LONGEST_PERIOD)
+            if text.finish == "loop"
+            else 0,
         )
         return Measured(variant, [text], [taken])
 
-    for variant in variants if prompts else ():  # warm-up: first calls pay for allocations and kernels
+    for variant in (
+        variants if prompts else ()
+    ):  # warm-up: first calls pay for allocations and kernels
         tokens = min(16, variant.options.max_new_tokens)
         short = replace(variant, options=replace(variant.options, max_new_tokens=tokens))
         run(short, numbers[0], list(prompts[0]))
@@ -208,14 +230,15 @@ def measure(
 
 
 def decode_by_generate(target: Target, prompt: list[int], options: TextOptions) -> Sequence:
-    """Continue a prompt with transformers' `generate`, as long as the engine would. A sampled text is
-    another than the engine's: it is drawn with other noise."""
+    """Continue a prompt with transformers' `generate`, as long as the engine would. A sampled text
+    is another than the engine's: it is drawn with other noise."""
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     ends = [] if options.ignore_eos else sorted(target.end_ids)
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
-        # none: a token that cannot come, as None would be filled in from the model's own configuration
+        # none: a token that cannot come, as None would be filled in from the model's own
+        # configuration
         eos_token_id=ends or [target.vocabulary],
         pad_token_id=0,
         repetition_penalty=1.0,
@@ -224,18 +247,28 @@ def decode_by_generate(target: Target, prompt: list[int], options: TextOptions) 
 
     def looped(ids: torch.Tensor, scores: object, **unused: object) -> torch.Tensor:
         new = ids[0, len(prompt) :].tolist()
-        return torch.tensor([bool(new and loop_period(new, len(new), options.loop_period))], device=ids.device)
+        return torch.tensor(
+            [bool(new and loop_period(new, len(new), options.loop_period))], device=ids.device
+        )
 
     ids = torch.tensor([prompt], device=target.device)
     stops = StoppingCriteriaList([looped] if options.loop_period else [])
-    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []), torch.no_grad():
+    with (
+        torch.random.fork_rng([target.device] if target.device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
         torch.manual_seed(options.seed)
         out = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, stopping_criteria=stops
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            stopping_criteria=stops,
         )
-    text, new = Sequence(prompt, options), out[0, len(prompt) :].tolist()
+    text = Sequence(prompt, options)
+    new = out[0, len(prompt) :].tolist()
     length, text.finish = text_end(new, 0, options, target) or (len(new), "length")
-    text.ids, text.commits = new[:length], [1] * length
+    text.ids = new[:length]
+    text.commits = [1] * length
     text.stats.tokens = length
     text.stats.rounds = length - 1  # the first pass is the prompt's
     text.stats.histogram = [length - 1]

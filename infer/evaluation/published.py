@@ -1,5 +1,5 @@
-"""The figures of papers beside ours, number for number: Table 1 of DDTree's, which published.csv holds,
-and a finished suite in its layout."""
+"""The figures of papers beside ours, number for number: Table 1 of DDTree's, which published.csv
+holds, and a finished suite in its layout."""
 
 import csv
 from collections.abc import Sequence
@@ -14,9 +14,29 @@ CITATION = (
     "bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best budget of 16 to 1,024 nodes"
 )
 TABLE = Path(__file__).with_suffix(".csv")  # of three models, each with its public DFlash drafter
-HEADS = ("set", "answers", "plain tokens/s", "chain speedup", "paper", "chain τ", "paper", "DDTree nodes")
+HEADS = (
+    "set",
+    "answers",
+    "plain tokens/s",
+    "chain speedup",
+    "paper",
+    "chain τ",
+    "paper",
+    "DDTree nodes",
+)
 HEADS += ("DDTree speedup", "paper", "DDTree τ", "paper", "same")
-FORMATS = ("{:.1f}", "{:.2f}x", "{:.2f}x", "{:.2f}", "{:.2f}", "{:.0f}", "{:.2f}x", "{:.2f}x", "{:.2f}", "{:.2f}")
+FORMATS = (
+    "{:.1f}",
+    "{:.2f}x",
+    "{:.2f}x",
+    "{:.2f}",
+    "{:.2f}",
+    "{:.0f}",
+    "{:.2f}x",
+    "{:.2f}x",
+    "{:.2f}",
+    "{:.2f}",
+)
 
 
 class Published(NamedTuple):
@@ -47,13 +67,15 @@ def means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
 def suite_table(suite: SuiteResult) -> str:
     """Return for each temperature a table in the layout of DDTree's Table 1, the published figures
     beside ours, and one of all methods, each with a row of means."""
-    parts, known = [f"# {suite.suite}: {suite.target}"], False
+    parts = [f"# {suite.suite}: {suite.target}"]
+    known = False
     for temperature in dict.fromkeys(one.temperature for one in suite.sets):
         sets = [one for one in suite.sets if one.temperature == temperature]
         theirs = [published(suite.target, temperature, one.set) for one in sets]
         known = known or any(theirs)
         parts += [f"## Temperature {temperature:g}", best_budgets(sets, theirs), every_method(sets)]
-    asked, left_out = sum(one.answers for one in suite.sets), sum(one.left_out for one in suite.sets)
+    asked = sum(one.answers for one in suite.sets)
+    left_out = sum(one.left_out for one in suite.sets)
     first = suite.sets[0].result
     notes = f"{first.device}, {first.dtype}, {asked} answers of at most {first.max_new_tokens} new tokens"
     if left_out:
@@ -71,22 +93,39 @@ def suite_table(suite: SuiteResult) -> str:
 def best_budgets(sets: list[SetResult], theirs: list[Published | None]) -> str:
     """Return the paper's methods set by set, each with the budget of the highest speedup, and its
     figures beside ours, where it has any of these sets."""
-    rows, numbers = [], []
+    rows = []
+    numbers = []
     for one, paper in zip(sets, theirs, strict=True):
-        paper, methods = paper or Published(), one.result.methods
+        paper = paper or Published()
+        methods = one.result.methods
         chain, tree = (
-            max((method for method in methods if method.name == name), key=lambda method: method.decoding_speedup)
+            max(
+                (method for method in methods if method.name == name),
+                key=lambda method: method.decoding_speedup,
+            )
             for name in ("chain", "ddtree")
         )
-        of_chain = chain.decoding_speedup, paper.chain_speedup, chain.tau_prompt_mean, paper.chain_tau
-        of_tree = tree.decoding_speedup, paper.ddtree_speedup, tree.tau_prompt_mean, paper.ddtree_tau
+        of_chain = (
+            chain.decoding_speedup,
+            paper.chain_speedup,
+            chain.tau_prompt_mean,
+            paper.chain_tau,
+        )
+        of_tree = (
+            tree.decoding_speedup,
+            paper.ddtree_speedup,
+            tree.tau_prompt_mean,
+            paper.ddtree_tau,
+        )
         numbers.append([methods[0].tokens_per_second, *of_chain, tree.budget, *of_tree])
         same = f"{min(method.same for method in methods if method.name != GENERATE.name)}/{one.answers}"
         rows.append([one.title, str(one.answers), *cells(numbers[-1]), same])
     rows.append(["**mean**", "", *cells(means(numbers)), ""])
     rows[-1][HEADS.index("DDTree nodes")] = ""
     shown = [column for column, head in enumerate(HEADS) if head != "paper" or any(theirs)]
-    return markdown([HEADS[column] for column in shown], [[row[column] for column in shown] for row in rows])
+    return markdown(
+        [HEADS[column] for column in shown], [[row[column] for column in shown] for row in rows]
+    )
 
 
 def cells(numbers: Sequence[float | None]) -> list[str]:
@@ -97,10 +136,18 @@ def cells(numbers: Sequence[float | None]) -> list[str]:
 def every_method(sets: list[SetResult]) -> str:
     """Return τ and speedup of every method on every set, in Markdown."""
     shown = [one.result.drafting for one in sets]
-    numbers = [[x for m in methods for x in (m.tau_prompt_mean, m.decoding_speedup)] for methods in shown]
+    numbers = [
+        [x for m in methods for x in (m.tau_prompt_mean, m.decoding_speedup)] for methods in shown
+    ]
     names = [one.title for one in sets] + ["**mean**"]
     rows = [
-        [name, *(f"{tau:.2f}, {speedup:.2f}x" for tau, speedup in zip(row[::2], row[1::2], strict=True))]
+        [
+            name,
+            *(
+                f"{tau:.2f}, {speedup:.2f}x"
+                for tau, speedup in zip(row[::2], row[1::2], strict=True)
+            ),
+        ]
         for name, row in zip(names, [*numbers, means(numbers)], strict=True)
     ]
     return markdown(["τ, speedup", *(method.label for method in shown[0])], rows)

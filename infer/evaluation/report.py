@@ -1,7 +1,7 @@
 """One page about an evaluation, for a reader who has never heard of drafting; it needs no network.
 
-report.html.j2 holds what every page says. Colours follow the reader's light or dark setting, and every
-difference that is coloured is marked without colour too.
+report.html.j2 holds what every page says. Colours follow the reader's light or dark setting, and
+every difference that is coloured is marked without colour too.
 """
 
 import platform
@@ -9,11 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.evaluation.charts import budget_charts, choices_chart, drawn_tree, loss_chart, steps_chart
+from infer.evaluation.charts import (
+    budget_charts,
+    choices_chart,
+    drawn_tree,
+    loss_chart,
+    steps_chart,
+)
 from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation
 from infer.evaluation.ruler import best_of
-from infer.evaluation.tables import COLUMNS, beside, findings, kinds_of, legend, method_cells, notes_of, study_table
+from infer.evaluation.tables import (
+    COLUMNS,
+    beside,
+    findings,
+    kinds_of,
+    legend,
+    method_cells,
+    notes_of,
+    study_table,
+)
 from infer.utils.files import atomic_write
 from infer.utils.progress import duration
 
@@ -30,13 +45,17 @@ class RunFacts:
 
 
 def write_report(
-    folder: Path, evaluations: list[Evaluation], notes: Sequence[str] = (), run: RunFacts | None = None
+    folder: Path,
+    evaluations: list[Evaluation],
+    notes: Sequence[str] = (),
+    run: RunFacts | None = None,
 ) -> Path:
     """Write report.html into `folder`, with `notes` at the top of the page; return its path.
 
     The best evaluation is shown in detail. If there are several, τ by training step is drawn too.
     """
-    evaluations, run = sorted(evaluations, key=lambda evaluation: evaluation.step or 0), run or RunFacts()
+    evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
+    run = run or RunFacts()
     shown = best_of(evaluations)
     sentences = findings(shown)
     charts = budget_charts({"": shown})
@@ -45,7 +64,10 @@ def write_report(
     charts += [loss_chart(run.losses)] if run.losses else []
     groups = kinds_of(shown)
     others = beside(shown, groups)
-    lines = ["Bold: the drafter's fastest method, by the lower end of its interval.", *legend(shown.methods)]
+    lines = [
+        "Bold: the drafter's fastest method, by the lower end of its interval.",
+        *legend(shown.methods),
+    ]
     page = render(
         "report.html.j2",
         title=title_of(shown),
@@ -89,12 +111,21 @@ def settings_of_run(evaluation: Evaluation, run: RunFacts) -> list[tuple[str, ob
         ("Checkpoint", evaluation.checkpoint),
         ("Target", evaluation.target),
         ("Data", run.data),
-        ("Prompts", f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each"),
-        ("Temperature", f"{evaluation.temperature:g}" + ("" if evaluation.temperature else " (greedy)")),
+        (
+            "Prompts",
+            f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each",
+        ),
+        (
+            "Temperature",
+            f"{evaluation.temperature:g}" + ("" if evaluation.temperature else " (greedy)"),
+        ),
         ("Block size", evaluation.block_size),
         ("Training took", None if run.seconds is None else duration(run.seconds)),
         ("Decoding took", duration(sum(method.seconds for method in every))),
-        ("Machine", f"{evaluation.device}; {platform.system()}, Python {platform.python_version()}"),
+        (
+            "Machine",
+            f"{evaluation.device}; {platform.system()}, Python {platform.python_version()}",
+        ),
         ("Number format", evaluation.dtype),
     ]
     return [(name, value) for name, value in rows if value is not None]
@@ -104,5 +135,7 @@ def flat(config: dict, prefix: str = "") -> list[tuple[str, object]]:
     """Return a configuration's options, one row each, by their whole names."""
     rows = []
     for key, value in config.items():
-        rows += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        rows += (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        )
     return rows

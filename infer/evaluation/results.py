@@ -27,7 +27,9 @@ class TextSample:
     prompt: str
     completion: str
     accepted: list[int]  # tokens committed round by round, the prefill's one first
-    pieces: list[list[str]]  # [text, kind]; accepted, rejected (no part of the completion), corrected or bonus
+    pieces: list[
+        list[str]
+    ]  # [text, kind]; accepted, rejected (no part of the completion), corrected or bonus
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Acceptance:
     @property
     def standard_error(self) -> float:
         """The standard error of the mean, were the rounds drawn at random."""
-        squares = sum((2 * k + 1) * count for k, count in enumerate(self.accepted))  # of the drafts accepted a round
+        squares = sum(
+            (2 * k + 1) * count for k, count in enumerate(self.accepted)
+        )  # of the drafts accepted a round
         variance = squares / max(1, self.rounds) - self.mean**2
         return math.sqrt(max(0.0, variance) / max(1, self.rounds))
 
@@ -94,8 +98,8 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class KnownText:
-    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and what
-    of the chains on it was accepted."""
+    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and
+    what of the chains on it was accepted."""
 
     said: str
     chat: bool  # sent as a chat's question, not as the beginning of a text
@@ -107,9 +111,9 @@ class KnownText:
 @dataclass(frozen=True)
 class Reference:
     """What a drafter's chains were measured to be worth, in a form that can be measured again
-    elsewhere. A round counts if it begins before the last block_size - 1 tokens of its text, so that
-    the text's end cuts none. It is published with the drafter: no names, no paths, and texts that
-    anybody may see."""
+    elsewhere. A round counts if it begins before the last block_size - 1 tokens of its text, so
+    that the text's end cuts none. It is published with the drafter: no names, no paths, and texts
+    that anybody may see."""
 
     dtype: str  # of the target
     block_size: int
@@ -137,11 +141,15 @@ class MethodResult:
     tokens_per_second: float
     speedup: float  # over the fastest plain decoder: infer/evaluation/ruler.py
     histogram: list[int]  # [i]: rounds that committed i + 1 tokens
-    identical: bool | None = None  # whether every text equals plain decoding's; None: drawn with other noise
+    identical: bool | None = (
+        None  # whether every text equals plain decoding's; None: drawn with other noise
+    )
     ties: int | None = None  # prompts that differ from plain decoding at a tie of rounded logits
     defects: int | None = None  # prompts that differ for any other reason
     same: int | None = None  # texts that equal plain decoding's
-    decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
+    decoding_speedup: float | None = (
+        None  # ratio of seconds a token without the prefill, averaged over texts
+    )
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
@@ -149,8 +157,8 @@ class MethodResult:
 
     @property
     def finding(self) -> str:
-        """What the speedup shows: faster, slower or undecided (not significant); nothing for figures of
-        earlier versions, which have no intervals."""
+        """What the speedup shows: faster, slower or undecided (not significant); nothing for
+        figures of earlier versions, which have no intervals."""
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
         low, high = self.speedup_interval
@@ -168,16 +176,16 @@ class MethodResult:
 
 
 def tree_of(name: str) -> TreeMethod:
-    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one for
-    other names."""
+    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one
+    for other names."""
     rows = TREES | {row.name: row for row in (ALONE, GENERATE)}
     return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
 @dataclass(frozen=True)
 class FirstChoices:
-    """How often the drafter's first choice is the target's token, at the places that a tree's rounds
-    reach."""
+    """How often the drafter's first choice is the target's token, at the places that a tree's
+    rounds reach."""
 
     by: str  # "marginals", or "head" where the drafter has a conditional one
     behind: str  # what was accepted before in the round: "first choices" alone, or also "a sibling" of one
@@ -214,8 +222,8 @@ class TreeStudy:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What every method took on the same prompts. The first method is plain decoding by our engine; for
-    a masked model, step by step."""
+    """What every method took on the same prompts. The first method is plain decoding by our engine;
+    for a masked model, step by step."""
 
     target: str
     device: str
@@ -234,7 +242,9 @@ class Evaluation:
     example: ExampleRound | None = None
     what: str | None = None  # of an evaluation beside another: what is different
     reference: Reference | None = None  # of the prompts from outside the data
-    trees: TreeStudy | None = None  # None for sampled texts, and for drafters that cannot be replayed
+    trees: TreeStudy | None = (
+        None  # None for sampled texts, and for drafters that cannot be replayed
+    )
     cut: str | None = None  # what was left out for want of time
     date: str | None = None  # of the measurement, as 2026-11-28; None in files of earlier versions
 
@@ -261,18 +271,22 @@ class Evaluation:
     @property
     def plain(self) -> MethodResult:
         """The fastest plain decoder, over which speedups are."""
-        return next((method for method in self.methods if method.name == self.baseline), self.methods[0])
+        return next(
+            (method for method in self.methods if method.name == self.baseline), self.methods[0]
+        )
 
     @property
     def same_output(self) -> bool:
-        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those
-        beside them."""
-        return all(method.identical for method in self.ours) and all(one.same_output for one in self.beside or ())
+        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on
+        those beside them."""
+        return all(method.identical for method in self.ours) and all(
+            one.same_output for one in self.beside or ()
+        )
 
 
 def surest(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method with the highest lower end of its speedup's interval; where there is none, of
-    the speedup."""
+    """Return the method with the highest lower end of its speedup's interval; where there is none,
+    of the speedup."""
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
 
@@ -306,8 +320,8 @@ def write_result(path: Path, result: object) -> None:
 
 
 def read_result(path: Path, kind: type[Result]) -> Result:
-    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds something
-    else."""
+    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds
+    something else."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")), kind)
     except TypeError as error:
@@ -316,12 +330,21 @@ def read_result(path: Path, kind: type[Result]) -> Result:
 
 def to_json(result: object) -> dict[str, object]:
     """Return dictionaries and lists for dataclasses, at any depth."""
-    return asdict(result, dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None or key == "step"})
+    return asdict(
+        result,
+        dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None or key == "step"},
+    )
 
 
 def from_json(data: dict, kind: type[Result]) -> Result:
     """Return the dataclass that `to_json` made these dictionaries of."""
-    return kind(**{name: with_parts(data[name], hint) for name, hint in get_type_hints(kind).items() if name in data})
+    return kind(
+        **{
+            name: with_parts(data[name], hint)
+            for name, hint in get_type_hints(kind).items()
+            if name in data
+        }
+    )
 
 
 def with_parts(value: object, hint: object) -> object:
@@ -332,4 +355,8 @@ def with_parts(value: object, hint: object) -> object:
         return from_json(value, hint)
     if value is None or not parts:
         return value
-    return [with_parts(item, parts[0]) for item in value] if get_origin(hint) is list else with_parts(value, parts[0])
+    return (
+        [with_parts(item, parts[0]) for item in value]
+        if get_origin(hint) is list
+        else with_parts(value, parts[0])
+    )

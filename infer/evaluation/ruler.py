@@ -1,5 +1,5 @@
-"""Figures from what every prompt took, with the intervals in which they would lie on other prompts of
-the same kind.
+"""Figures from what every prompt took, with the intervals in which they would lie on other prompts
+of the same kind.
 
 A speedup is the median, over prompts, of tokens a second over those of the fastest plain decoder.
 Intervals hold 95 of 100 bootstrap samples of the prompts: https://doi.org/10.1201/9780429246593,
@@ -31,7 +31,8 @@ class Figures:
 
 
 def figures(prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> Figures:
-    """Return the figures of a method's prompts, over the same prompts by the fastest plain decoder."""
+    """Return the figures of a method's prompts, over the same prompts by the fastest plain
+    decoder."""
     plain = {one.number: one for one in baseline}
     ratios = np.array([rate(one) / rate(plain[one.number]) for one in prompts])
     return Figures(
@@ -46,13 +47,19 @@ def rate(prompt: PromptResult) -> float:
     return prompt.tokens / max(min(prompt.seconds), 1e-9)
 
 
-def acceptance_length(counts: Sequence, base: Sequence | None = None) -> tuple[float, list[float] | None]:
+def acceptance_length(
+    counts: Sequence, base: Sequence | None = None
+) -> tuple[float, list[float] | None]:
     """Return the tokens a round of n texts, pooled, and its interval over texts. counts (n, 2): the
     tokens of each behind the prefill's, and its rounds; with those of a `base`, (n, 2) of the same
     texts, the ratio to its tokens a round."""
 
     def of(drawn: np.ndarray) -> np.ndarray:
-        found = [pooled(np.asarray(each, float).reshape(-1, 2)[drawn]) for each in (counts, base) if each is not None]
+        found = [
+            pooled(np.asarray(each, float).reshape(-1, 2)[drawn])
+            for each in (counts, base)
+            if each is not None
+        ]
         return found[0] / found[-1] if base is not None else found[0]
 
     return float(of(np.arange(len(counts)))), interval(of, len(counts))
@@ -65,15 +72,16 @@ def counted(texts: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def pooled(counts: np.ndarray) -> np.ndarray:
-    """Return the tokens a round (...) of texts with counts (..., n, 2) together; 1 without rounds."""
+    """Return the tokens a round (...) of texts with counts (..., n, 2) together; 1 without
+    rounds."""
     gains, rounds = np.moveaxis(counts.sum(-2), -1, 0)
     return np.where(rounds > 0, gains / np.maximum(rounds, 1), 1.0)
 
 
 def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[float] | None:
-    """Return the bootstrap interval of a figure over `count` observations. `figure` takes numbers of
-    observations (SAMPLES, count), drawn with replacement, and returns (SAMPLES,). The same call gives
-    the same interval."""
+    """Return the bootstrap interval of a figure over `count` observations. `figure` takes numbers
+    of observations (SAMPLES, count), drawn with replacement, and returns (SAMPLES,). The same call
+    gives the same interval."""
     if count < FEWEST:
         return None
     drawn = np.random.default_rng(0).integers(count, size=(SAMPLES, count))
@@ -82,8 +90,8 @@ def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[flo
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the best checkpoint's evaluation: the last, unless an earlier one is better by more than
-    noise, on no fewer than ENOUGH prompts."""
+    """Return the best checkpoint's evaluation: the last, unless an earlier one is better by more
+    than noise, on no fewer than ENOUGH prompts."""
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = ordered.pop()
     for earlier in reversed(ordered):
@@ -97,23 +105,27 @@ def is_better(one: Evaluation, other: Evaluation) -> bool:
     pairs = shared_prompts(one, other)
     if len(pairs) < ENOUGH:
         return False
-    _, lead = acceptance_length(*([(one.tokens - 1, one.rounds) for one in side] for side in zip(*pairs, strict=True)))
+    _, lead = acceptance_length(
+        *([(one.tokens - 1, one.rounds) for one in side] for side in zip(*pairs, strict=True))
+    )
     return lead[0] > 1
 
 
 def shared_prompts(one: Evaluation, other: Evaluation) -> list[tuple[PromptResult, PromptResult]]:
-    """Return what the drafter's method with the highest acceptance length in `one`, without n-grams if
-    there is such a one, took on the prompts that both decoded with it."""
+    """Return what the drafter's method with the highest acceptance length in `one`, without n-grams
+    if there is such a one, took on the prompts that both decoded with it."""
     alone = [method for method in one.of_drafter if not method.tree.ngrams]
     top = max(alone or one.of_drafter, key=lambda method: method.tau)
     same = next((method for method in other.methods if method.label == top.label), None)
     theirs = {prompt.number: prompt for prompt in same.prompts or ()} if same else {}
-    return [(prompt, theirs[prompt.number]) for prompt in top.prompts or () if prompt.number in theirs]
+    return [
+        (prompt, theirs[prompt.number]) for prompt in top.prompts or () if prompt.number in theirs
+    ]
 
 
 def too_few(evaluations: Sequence[Evaluation]) -> str | None:
-    """Return the sentence about checkpoints that cannot be told apart, so that the last is taken; else
-    None."""
+    """Return the sentence about checkpoints that cannot be told apart, so that the last is taken;
+    else None."""
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = max((len(shared_prompts(one, last)) for one in earlier), default=ENOUGH)
     if shared >= ENOUGH:

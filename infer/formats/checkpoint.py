@@ -46,23 +46,32 @@ def load_drafter(
     window: int | None = None,
 ) -> Drafter | Lookup:
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
-    checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the text's own
-    n-grams. `target_layers`, how many layers the target has, is needed for a config that does not say
-    which ones are tapped (DART's published ones). `quantization`: none or int8 (`infer.int8_cpu`),
-    for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
+    checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the
+    text's own n-grams. `target_layers`, how many layers the target has, is needed for a config that
+    does not say which ones are tapped (DART's published ones). `quantization`: none or int8
+    (`infer.int8_cpu`), for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
-    tensor that is missing, unknown, wrong or not finite, for int8 elsewhere, and for a window that does not fit. An
-    n-gram file beside the weights goes with them: engines open it. Warns where config.json is not the
-    one that the weights were saved with: somebody may have changed it on purpose.
+    tensor that is missing, unknown, wrong or not finite, for int8 elsewhere, and for a window that
+    does not fit. An n-gram file beside the weights goes with them: engines open it. Warns where
+    config.json is not the one that the weights were saved with: somebody may have changed it on
+    purpose.
     """
     if str(folder) == LOOKUP.name:
         return Lookup()
-    if quantization == "int8" and (dtype not in (None, torch.float32) or torch.device(device).type != "cpu"):
-        raise ValueError("drafter.quantization=int8 is for float32 on the CPU: use target.device=cpu target.dtype=auto")
+    if quantization == "int8" and (
+        dtype not in (None, torch.float32) or torch.device(device).type != "cpu"
+    ):
+        raise ValueError(
+            "drafter.quantization=int8 is for float32 on the CPU: use target.device=cpu target.dtype=auto"
+        )
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
-        tried = "" if str(opened.path) != str(folder) else f" (and there is neither {' nor '.join(INNER)} in it)"
+        tried = (
+            ""
+            if str(opened.path) != str(folder)
+            else f" (and there is neither {' nor '.join(INNER)} in it)"
+        )
         raise FileNotFoundError(f"{opened.path} is no drafter: {'; '.join(opened.problems)}{tried}")
     reading = read(opened, target_layers)
     if problems := find_problems(opened, reading):
@@ -98,12 +107,14 @@ def check_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary: int) -> 
     """Raise ValueError unless d2t (rows,), offsets, names different tokens of the vocabulary."""
     tokens = d2t.long() + torch.arange(len(d2t))
     if not ((tokens >= 0) & (tokens < vocabulary)).all() or len(tokens.unique()) < len(tokens):
-        raise ValueError(f"{folder}: d2t leads twice to a token, or outside the vocabulary, 0 to {vocabulary - 1}")
+        raise ValueError(
+            f"{folder}: d2t leads twice to a token, or outside the vocabulary, 0 to {vocabulary - 1}"
+        )
 
 
 def check_padding(folder: str | Path, d2t: torch.Tensor) -> None:
-    """Raise ValueError unless d2t (V,), offsets of a padded vocabulary's tokens, leaves each where it
-    is."""
+    """Raise ValueError unless d2t (V,), offsets of a padded vocabulary's tokens, leaves each where
+    it is."""
     if d2t.any():
         raise ValueError(
             f"{folder}: draft_vocab_size is more than vocab_size, and d2t, which gives the head's rows other tokens, "

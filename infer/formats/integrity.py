@@ -1,9 +1,9 @@
 """Digests inside a drafter's own weight file, where every reader of safetensors leaves them alone.
 
-A bit that flips on a disk or on the way gives other weights and no error. The file's metadata therefore
-holds the SHA-256 of its tensors and of the config.json beside it, both compared when the folder is
-read. A file that others wrote has none and is believed, as before. This is against damage; whoever
-writes files on purpose writes digests too.
+A bit that flips on a disk or on the way gives other weights and no error. The file's metadata
+therefore holds the SHA-256 of its tensors and of the config.json beside it, both compared when the
+folder is read. A file that others wrote has none and is believed, as before. This is against
+damage; whoever writes files on purpose writes digests too.
 """
 
 import hashlib
@@ -27,9 +27,13 @@ def tensor_digest(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
 
 
 def save_weights(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
-    """Writes a weight file with the digests of its tensors and of the config.json beside it. The same
-    tensors give the same bytes: safetensors writes metadata in any order, which is put right here."""
-    digests = {"sha256": tensor_digest(weights, weights.__getitem__), "config_sha256": json_digest(config)}
+    """Writes a weight file with the digests of its tensors and of the config.json beside it. The
+    same tensors give the same bytes: safetensors writes metadata in any order, which is put right
+    here."""
+    digests = {
+        "sha256": tensor_digest(weights, weights.__getitem__),
+        "config_sha256": json_digest(config),
+    }
     save_readable(weights, file, {"format": "pt"} | digests)
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")

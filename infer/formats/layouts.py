@@ -1,5 +1,5 @@
-"""Read a drafter's folder in our terms, whatever its layout: a family, a config, and the tensors that
-it must have.
+"""Read a drafter's folder in our terms, whatever its layout: a family, a config, and the tensors
+that it must have.
 
 The families know their own layouts (`read` of their classes). All faults are noted, not the first
 one only.
@@ -27,17 +27,23 @@ def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
     if raw.get("parallel_drafting") and "eagle" in named:
         named = "peagle"
     for word in [word for word in REFUSED if word in named]:
-        return ConfigReading("none", None, {}, [f"config.json: this is {REFUSED[word]}, which is not read here"])
+        return ConfigReading(
+            "none", None, {}, [f"config.json: this is {REFUSED[word]}, which is not read here"]
+        )
     for family in FAMILIES.values():
         reading = family.load().read(family, raw, folder.tensors, target_layers)
         if reading is not None:
             return reading
     for family in MISSING_FAMILIES:
         if family.config_key in raw:
-            sentence = f"this is a {family.title} drafter, and {find_missing(family.drafter)} is missing"
+            sentence = (
+                f"this is a {family.title} drafter, and {find_missing(family.drafter)} is missing"
+            )
             return ConfigReading("none", None, {}, [f"config.json: {sentence}"])
     known = ", ".join(f"['{family.architecture}']" for family in FAMILIES.values())
-    sentence = f"architectures is {raw.get('architectures')}, expected {known}, or another name of theirs"
+    sentence = (
+        f"architectures is {raw.get('architectures')}, expected {known}, or another name of theirs"
+    )
     return ConfigReading("none", None, {}, [f"config.json: {sentence}"])
 
 
@@ -48,7 +54,10 @@ def shapes(reading: ConfigReading) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_problems(
-    folder: Folder, expected: dict[str, tuple[int, ...]], unused: set[str], floats: tuple[str, ...] = FLOATS
+    folder: Folder,
+    expected: dict[str, tuple[int, ...]],
+    unused: set[str],
+    floats: tuple[str, ...] = FLOATS,
 ) -> list[str]:
     """Return a sentence for each kind of fault of a folder's tensors, with their names."""
     found = folder.tensors
@@ -63,15 +72,18 @@ def tensor_problems(
         "of wrong type": [
             f"{name} {found[name].dtype}"
             for name in expected
-            if name in found and found[name].dtype not in (("I64", "I32") if name == "d2t" else floats)
+            if name in found
+            and found[name].dtype not in (("I64", "I32") if name == "d2t" else floats)
         ],
     }
-    return [f"{what} tensors: {', '.join(sorted(names))}" for what, names in groups.items() if names]
+    return [
+        f"{what} tensors: {', '.join(sorted(names))}" for what, names in groups.items() if names
+    ]
 
 
 def as_read(folder: Folder, reading: ConfigReading) -> Folder:
-    """Return a folder with its tensors under our names, and without rows that stand for no token. The
-    config has no problems."""
+    """Return a folder with its tensors under our names, and without rows that stand for no token.
+    The config has no problems."""
     renamed = folder.renamed(reading.renamed)
     return renamed.without_padding(reading.padded_rows, reading.options["vocab_size"])
 
@@ -83,6 +95,10 @@ def find_problems(folder: Folder, reading: ConfigReading) -> list[str]:
         return config
     renamed = as_read(folder, reading)
     if len(renamed.tensors) < len(folder.tensors):
-        twice = [name for name, ours in reading.renamed.items() if name != ours and ours in folder.tensors]
+        twice = [
+            name
+            for name, ours in reading.renamed.items()
+            if name != ours and ours in folder.tensors
+        ]
         config = [*config, f"tensors stored twice, under two names: {', '.join(sorted(twice))}"]
     return config + tensor_problems(renamed, shapes(reading), reading.unused, (*FLOATS, CODED))

@@ -1,8 +1,10 @@
-"""Attention in float32 whose sums go from the first cached position to the last, one by one, and to which a hidden
-position adds 0. So a query's result follows from what it sees alone, wherever that lies and whatever lies between: it
-is the same to the last bit alone, in a draft tree and beside other sequences.
+"""Attention in float32 whose sums go from the first cached position to the last, one by one, and to
+which a hidden position adds 0. So a query's result follows from what it sees alone, wherever that
+lies and whatever lies between: it is the same to the last bit alone, in a draft tree and beside
+other sequences.
 
-N new positions of B batch rows, Q each, K key heads, G query heads of each, E head size, S visible positions.
+N new positions of B batch rows, Q each, K key heads, G query heads of each, E head size, S visible
+positions.
 """
 
 from itertools import chain
@@ -39,7 +41,9 @@ VECTOR_WIDTH = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
 VECTOR_BYTES = 4 * VECTOR_WIDTH
 TILE_COLUMNS = 2 * VECTOR_WIDTH
 QUERY_TILE = 16  # queries of a batch row that are computed together
-KEY_TILE = 128  # cached positions at a time: they stay in the nearest cache until they are read again
+KEY_TILE = (
+    128  # cached positions at a time: they stay in the nearest cache until they are read again
+)
 VECTOR = ir.VectorType(ir.FloatType(), VECTOR_WIDTH)
 
 
@@ -54,8 +58,9 @@ def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
 
 @intrinsic
 def accumulate_products(typing, factors, count, matrix, row_bytes, sums):
-    """Add to the TILE_COLUMNS numbers at each address of `sums` the product of the `count` numbers at its address of
-    `factors` with a matrix, `count` rows `row_bytes` apart: row by row, each product and sum rounded once."""
+    """Add to the TILE_COLUMNS numbers at each address of `sums` the product of the `count` numbers
+    at its address of `factors` with a matrix, `count` rows `row_bytes` apart: row by row, each
+    product and sum rounded once."""
 
     def generate(context, builder, signature, values):
         count, matrix, row_bytes = values[1:4]
@@ -63,9 +68,14 @@ def accumulate_products(typing, factors, count, matrix, row_bytes, sums):
         sum_addresses = cgutils.unpack_tuple(builder, values[4])
         shifts = [int64_constant(shift) for shift in range(0, 4 * TILE_COLUMNS, VECTOR_BYTES)]
         places = [[builder.add(address, shift) for shift in shifts] for address in sum_addresses]
-        totals = [[cgutils.alloca_once_value(builder, load(builder, x, VECTOR)) for x in row] for row in places]
+        totals = [
+            [cgutils.alloca_once_value(builder, load(builder, x, VECTOR)) for x in row]
+            for row in places
+        ]
         fma_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{VECTOR_WIDTH}f32")
+        fma = cgutils.get_or_insert_function(
+            builder.module, fma_type, f"llvm.fma.v{VECTOR_WIDTH}f32"
+        )
         broadcast = ir.Constant(ir.VectorType(ir.IntType(32), VECTOR_WIDTH), None)
         with cgutils.for_range(builder, count) as loop:
             row = builder.add(matrix, builder.mul(loop.index, row_bytes))
@@ -73,12 +83,16 @@ def accumulate_products(typing, factors, count, matrix, row_bytes, sums):
             offset = builder.mul(loop.index, int64_constant(4))
             for address, row_totals in zip(factor_addresses, totals, strict=True):
                 factor = load(builder, builder.add(address, offset), ir.FloatType())
-                vector = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), factor, int64_constant(0))
+                vector = builder.insert_element(
+                    ir.Constant(VECTOR, ir.Undefined), factor, int64_constant(0)
+                )
                 vector = builder.shuffle_vector(vector, vector, broadcast)
                 for total, numbers in zip(row_totals, lanes, strict=True):
                     builder.store(builder.call(fma, [vector, numbers, builder.load(total)]), total)
         for place, total in zip(chain(*places), chain(*totals), strict=True):
-            builder.store(builder.load(total), builder.inttoptr(place, VECTOR.as_pointer()), align=4)
+            builder.store(
+                builder.load(total), builder.inttoptr(place, VECTOR.as_pointer()), align=4
+            )
         return context.get_dummy_value()
 
     addresses = types.UniTuple(types.intp, len(factors))
@@ -87,7 +101,8 @@ def accumulate_products(typing, factors, count, matrix, row_bytes, sums):
 
 @intrinsic
 def transpose_tile(typing, source, source_bytes, to, to_bytes):
-    """Write a matrix of VECTOR_WIDTH rows and columns, whose rows are `source_bytes` apart, transposed to another
+    """Write a matrix of VECTOR_WIDTH rows and columns, whose rows are `source_bytes` apart,
+    transposed to another
     place: blocks of half the size change places, then those of a quarter, and so on."""
 
     def generate(context, builder, signature, values):
@@ -122,23 +137,33 @@ def transpose(source, source_bytes, rows, columns, to, to_bytes):
         in_tiles = columns // VECTOR_WIDTH * VECTOR_WIDTH if row + VECTOR_WIDTH <= rows else 0
         for column in range(0, in_tiles, VECTOR_WIDTH):
             transpose_tile(
-                source + row * source_bytes + 4 * column, source_bytes, to + column * to_bytes + 4 * row, to_bytes
+                source + row * source_bytes + 4 * column,
+                source_bytes,
+                to + column * to_bytes + 4 * row,
+                to_bytes,
             )
         for r in range(row, min(row + VECTOR_WIDTH, rows)):
             for column in range(in_tiles, columns):
-                float_pointer(to + column * to_bytes)[r] = float_pointer(source + r * source_bytes)[column]
+                float_pointer(to + column * to_bytes)[r] = float_pointer(source + r * source_bytes)[
+                    column
+                ]
 
 
 @njit
 def add_matmul(left, left_bytes, rows, count, right, right_bytes, columns, out, out_bytes):
-    """Add the product of matrices left (rows, count) and right (count, columns) to out, whose rows are that many bytes
-    apart. Sums go from the first number to the last. Columns are taken by TILE_COLUMNS, rows by fours, the last one
-    again where there are less."""
+    """Add the product of matrices left (rows, count) and right (count, columns) to out, whose rows
+    are that many bytes apart. Sums go from the first number to the last. Columns are taken by
+    TILE_COLUMNS, rows by fours, the last one again where there are less."""
     for r in range(0, rows, 4):
         r1 = min(r + 1, rows - 1)
         r2 = min(r + 2, rows - 1)
         r3 = min(r + 3, rows - 1)
-        lefts = left + r * left_bytes, left + r1 * left_bytes, left + r2 * left_bytes, left + r3 * left_bytes
+        lefts = (
+            left + r * left_bytes,
+            left + r1 * left_bytes,
+            left + r2 * left_bytes,
+            left + r3 * left_bytes,
+        )
         for c in range(0, 4 * columns, 4 * TILE_COLUMNS):
             sums = (
                 out + c + r * out_bytes,
@@ -157,8 +182,8 @@ def ordered_bits(bits):
 
 @njit(fast=IN_ORDER)
 def exponentiate_scores(scores, mask, sees_all, scale, count):
-    """Replace the first `count` scores (S,), scaled and under an additive mask (S,) unless the query sees all of them,
-    by e^(score - largest), and those behind by 0."""
+    """Replace the first `count` scores (S,), scaled and under an additive mask (S,) unless the
+    query sees all of them, by e^(score - largest), and those behind by 0."""
     largest = np.int32(-(2**31))
     for j in range(count):
         scores[j] *= scale
@@ -177,7 +202,8 @@ def exponentiate_scores(scores, mask, sees_all, scale, count):
 
 @njit
 def last_seen(mask):
-    """Return how many positions there are up to the last one that a query sees under a mask (S,), at least 1."""
+    """Return how many positions there are up to the last one that a query sees under a mask (S,),
+    at least 1."""
     count = len(mask)
     while count > 1 and mask[count - 1] < 0:
         count -= 1
@@ -195,7 +221,8 @@ def largest_of(numbers, count):
 
 @njit
 def gather_queries(source, first, positions, key_heads, head, groups, queries):
-    """Copy the queries of one key head at positions from `first` on, (N, K, G, E) in memory, to queries (R, E)."""
+    """Copy the queries of one key head at positions from `first` on, (N, K, G, E) in memory, to
+    queries (R, E)."""
     size = queries.shape[1]
     for i in range(positions):
         query = ((first + i) * key_heads + head) * groups
@@ -204,7 +231,8 @@ def gather_queries(source, first, positions, key_heads, head, groups, queries):
 
 @njit
 def write_averages(mixed, totals, count, groups, out, head):
-    """Write sums of weighted values (R, ..), divided by the totals of their weights (R, ..), to out (N, K, G, E)."""
+    """Write sums of weighted values (R, ..), divided by the totals of their weights (R, ..), to out
+    (N, K, G, E)."""
     size = out.shape[3]
     for r in range(count):
         position = r // groups
@@ -215,13 +243,15 @@ def write_averages(mixed, totals, count, groups, out, head):
 
 @njit
 def multiply_keys(queries, keys, position_bytes, count, key_columns, scores):
-    """Add the products of queries (R, E) with the first `count` cached keys to scores (R, S), KEY_TILE keys at a
-    time; key_columns (E, KEY_TILE + ..) is their memory."""
+    """Add the products of queries (R, E) with the first `count` cached keys to scores (R, S),
+    KEY_TILE keys at a time; key_columns (E, KEY_TILE + ..) is their memory."""
     rows, size = queries.shape
     for position in range(0, count, KEY_TILE):
         near = min(KEY_TILE, count - position)
         source = keys + position * position_bytes
-        transpose(source, position_bytes, near, size, key_columns.ctypes.data, 4 * key_columns.shape[1])
+        transpose(
+            source, position_bytes, near, size, key_columns.ctypes.data, 4 * key_columns.shape[1]
+        )
         add_matmul(
             queries.ctypes.data, 4 * size, rows, size, key_columns.ctypes.data, 4 * key_columns.shape[1], near,
             scores.ctypes.data + 4 * position, 4 * scores.shape[1],
@@ -230,8 +260,8 @@ def multiply_keys(queries, keys, position_bytes, count, key_columns, scores):
 
 @njit
 def sum_rows(weights, count, totals):
-    """Add the first `count` weights of every row (R, S) to its first total (R, TILE_COLUMNS), in their order: a matmul
-    with ones, four rows at a time."""
+    """Add the first `count` weights of every row (R, S) to its first total (R, TILE_COLUMNS), in
+    their order: a matmul with ones, four rows at a time."""
     ones = np.ones(TILE_COLUMNS, np.float32)
     add_matmul(
         weights.ctypes.data, 4 * weights.shape[1], len(weights), count, ones.ctypes.data, 0, TILE_COLUMNS,
@@ -241,8 +271,8 @@ def sum_rows(weights, count, totals):
 
 @njit
 def mix_values(weights, values, position_bytes, count, size, padded_values, mixed):
-    """Add the first `count` cached values, times weights (R, S), to mixed (R, padded size); padded_values (KEY_TILE,
-    padded size) is memory for values whose size is not whole tiles."""
+    """Add the first `count` cached values, times weights (R, S), to mixed (R, padded size);
+    padded_values (KEY_TILE, padded size) is memory for values whose size is not whole tiles."""
     rows = len(weights)
     padded_size = mixed.shape[1]
     for position in range(0, count, KEY_TILE):
@@ -269,7 +299,10 @@ class AttentionArguments(Arguments):
         ("keys", ADDRESS),  # (B, capacity, K, E), from the first visible position on
         ("values", ADDRESS),
         ("mask", ADDRESS),  # (B, Q, S) additive; 0: every query sees all S positions
-        ("row_ends", ADDRESS),  # (B,) int64: behind which of the N each batch row ends; 0: each has Q of them
+        (
+            "row_ends",
+            ADDRESS,
+        ),  # (B,) int64: behind which of the N each batch row ends; 0: each has Q of them
         ("rows", INTEGER),  # B
         ("key_heads", INTEGER),  # K
         ("groups", INTEGER),  # G
@@ -286,8 +319,8 @@ attention_arguments = reader(AttentionArguments)
 
 @njit(fast=IN_ORDER)
 def attend_rows(address):
-    """Compute attention: a part of the work is some queries of a batch row and a key head, which are multiplied with
-    KEY_TILE cached positions at a time."""
+    """Compute attention: a part of the work is some queries of a batch row and a key head, which
+    are multiplied with KEY_TILE cached positions at a time."""
     a = attention_arguments(address)
     # locals: the compiler must assume that what is written to memory changes the structure's fields
     rows = a.rows
@@ -336,18 +369,35 @@ def attend_rows(address):
         mixed[:count] = 0
         totals[:count] = 0
         row_offset = 4 * (row * capacity * key_heads + head) * size
-        multiply_keys(queries[:count], key_memory + row_offset, position_bytes, most_seen, key_columns, weights)
+        multiply_keys(
+            queries[:count],
+            key_memory + row_offset,
+            position_bytes,
+            most_seen,
+            key_columns,
+            weights,
+        )
         for r in range(count):
             row_mask = queries[0] if sees_all else mask[row, begin + r // groups]
             scores = weights[r, : (most_seen + VECTOR_WIDTH - 1) // VECTOR_WIDTH * VECTOR_WIDTH]
             exponentiate_scores(scores, row_mask, sees_all, a.scale, seen[r // groups])
         sum_rows(weights[:count], most_seen, totals)
-        mix_values(weights[:count], value_memory + row_offset, position_bytes, most_seen, size, padded_values, mixed)
+        mix_values(
+            weights[:count],
+            value_memory + row_offset,
+            position_bytes,
+            most_seen,
+            size,
+            padded_values,
+            mixed,
+        )
         write_averages(mixed, totals, count, groups, out[first + begin :], head)
         part = claim_part(address)
 
 
-def attend(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float
+) -> torch.Tensor:
     """See `infer.kernels.reference.attend`."""
     if not isinstance(memory, LayerWindow):
         return reference.attend(queries, memory, mask, scale)

@@ -1,5 +1,5 @@
-"""The operations of int8 layers, for the table of `infer.kernels`: those of the CPU in float32, attention whose sums
-have one order, and matmuls of codes."""
+"""The operations of int8 layers, for the table of `infer.kernels`: those of the CPU in float32,
+attention whose sums have one order, and matmuls of codes."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,10 +17,12 @@ from infer.kernels.validation import difference, normal
 
 
 def code_sums(states: torch.Tensor, weights: Int8Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums (digits N, O) int32 of states (N, D), as codes, times the weights' codes; and the steps (N,) of
-    the states' codes."""
+    """Return the sums (digits N, O) int32 of states (N, D), as codes, times the weights' codes; and
+    the steps (N,) of the states' codes."""
     rows = weights.digits * len(states)
-    codes, steps = quantise(states, weights.smooth, weights.digits, padded_rows(rows, weights.codes))
+    codes, steps = quantise(
+        states, weights.smooth, weights.digits, padded_rows(rows, weights.codes)
+    )
     return matmul(codes, weights.codes, rows), steps
 
 
@@ -66,4 +68,7 @@ def check_argmax_head(operation: Callable, device: torch.device) -> str:
 
 OPERATIONS = cpu.OPERATIONS | {"linear": linear, "argmax_head": argmax_head, "attend": attend}
 FEATURES = {"ragged": True, "recording_decoder": "infer.int8_cpu.recording:RecordedDecoder"}
-CHECKS = {"linear": check_linear, "argmax_head": check_argmax_head}  # instead of those for float32 weights
+CHECKS = {
+    "linear": check_linear,
+    "argmax_head": check_argmax_head,
+}  # instead of those for float32 weights

@@ -1,4 +1,5 @@
-"""Loading: targets in int8, which are written once into the cache; and drafters, whose weights are rounded to nearest.
+"""Loading: targets in int8, which are written once into the cache; and drafters, whose weights are
+rounded to nearest.
 
 The rest of `infer` comes here through `infer.targets.loading.int8_package`.
 """
@@ -28,23 +29,27 @@ __all__ = ["load_int8_target", "quantise_drafter", "round_linear"]
 def quantise_drafter(drafter: nn.Module) -> None:
     """Put codes in the place of a float32 drafter's linear layers, in place, for decoding.
 
-    A drafter need not be exact: what rounding changes is acceptance, never a text. Conditional heads
-    stay."""
+    A drafter need not be exact: what rounding changes is acceptance, never a text. Conditional
+    heads stay."""
     head = drafter.conditional_head, drafter.confidence_head
     kept = {part for module in head if module is not None for part in module.modules()}
     for name, module in list(drafter.named_modules()):
         if type(module) is nn.Linear and module not in kept:
             drafter.set_submodule(name, round_linear(module, 2 if name == "fc" else 1))
     drafter.quantised = True
-    with suppress(OSError, AttributeError):  # loading leaves ten times what the codes take with the C library
+    with suppress(
+        OSError, AttributeError
+    ):  # loading leaves ten times what the codes take with the C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Int8Config(QuantizationConfigMixin):
-    """What a config.json says of the codes: the `digits` of every linear layer, 0 of an embedding."""
+    """What a config.json says of the codes: the `digits` of every linear layer, 0 of an
+    embedding."""
 
     def __init__(self, digits: dict[str, int], quant_method: str = INT8_METHOD) -> None:
-        self.digits, self.quant_method = digits, quant_method
+        self.digits = digits
+        self.quant_method = quant_method
 
 
 class Int8Quantizer(HfQuantizer):
@@ -65,15 +70,27 @@ class Int8Quantizer(HfQuantizer):
             model.set_submodule(name, new)
 
 
-AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_METHOD], AUTO_QUANTIZER_MAPPING[INT8_METHOD] = Int8Config, Int8Quantizer
+AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_METHOD], AUTO_QUANTIZER_MAPPING[INT8_METHOD] = (
+    Int8Config,
+    Int8Quantizer,
+)
 
 
 def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
-    """Return the folder, in the cache, of a target in int8, made once from the model and tokenizer that
-    `load` gives in float32. Raises what `load` raises, and OSError as `make_once`."""
+    """Return the folder, in the cache, of a target in int8, made once from the model and tokenizer
+    that `load` gives in float32. Raises what `load` raises, and OSError as `make_once`."""
     source = Path(path)
-    parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
-    how = [INT8_METHOD, calibration.TEXTS, calibration.LENGTH, calibration.ALPHAS, calibration.LOSES]
+    parts = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in sorted(source.glob("*"))
+    ]
+    how = [
+        INT8_METHOD,
+        calibration.TEXTS,
+        calibration.LENGTH,
+        calibration.ALPHAS,
+        calibration.LOSES,
+    ]
     folder = cache_folder(f"{source.name}-int8", repr([*how, str(source.resolve()), parts]))
 
     def make(loaded: tuple[nn.Module, object], folder: Path) -> None:
@@ -87,7 +104,9 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     return str(make_once(folder, f"writing {path} in integers, once, into {folder}", load, make))
 
 
-def load_int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] | None) -> Target:
+def load_int8_target(
+    path: str, trust_remote_code: bool, told: Mapping[str, object] | None
+) -> Target:
     """Load a target in int8 codes, which are written the first time."""
 
     def whole() -> tuple[nn.Module, object]:
@@ -102,9 +121,10 @@ def load_int8_target(path: str, trust_remote_code: bool, told: Mapping[str, obje
 
 
 def settle(target: Target, files: list[Path]) -> None:
-    """Give the decoder layers of an int8 target just loaded memory of their own, a block for each kind
-    of parameter, so that a recording looks at few storages and layers that read the same states lie one
-    behind the other. Embedding and head are mapped from the files anew: no page that this reads stays."""
+    """Give the decoder layers of an int8 target just loaded memory of their own, a block for each
+    kind of parameter, so that a recording looks at few storages and layers that read the same
+    states lie one behind the other. Embedding and head are mapped from the files anew: no page that
+    this reads stays."""
     kinds = defaultdict(list)
     for name, parameter in target.body.layers.named_parameters():
         kinds[name.rpartition(".")[2], parameter.dtype].append(parameter)

@@ -19,13 +19,24 @@ class Int8Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias: bool, digits: int = 1) -> None:
         super().__init__()
         self.digits = digits  # of activations
-        self.codes = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False
+        )
         self.scales = nn.Parameter(torch.empty(outputs), requires_grad=False)
-        self.smooth = nn.Parameter(torch.empty(inputs), requires_grad=False)  # activations are multiplied by it
+        self.smooth = nn.Parameter(
+            torch.empty(inputs), requires_grad=False
+        )  # activations are multiplied by it
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     @classmethod
-    def of(cls, linear: nn.Linear, codes: torch.Tensor, scales: torch.Tensor, smooth: torch.Tensor, digits: int):
+    def of(
+        cls,
+        linear: nn.Linear,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        smooth: torch.Tensor,
+        digits: int,
+    ):
         """Return what takes a linear layer's place."""
         new = cls(linear.in_features, linear.out_features, linear.bias is not None, digits)
         new.codes.data = codes
@@ -49,7 +60,9 @@ class Int8Linear(nn.Module):
         """Return the outputs (..., O) for states (..., D)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
-        return linear(states.reshape(-1, states.shape[-1]), self.operand).view(*states.shape[:-1], -1)
+        return linear(states.reshape(-1, states.shape[-1]), self.operand).view(
+            *states.shape[:-1], -1
+        )
 
     def joins(self, others: list[nn.Module]) -> bool:
         """Return whether one matmul can compute this layer and others that read the same states."""
@@ -57,9 +70,11 @@ class Int8Linear(nn.Module):
         return all(alike) and all(other.smooth.equal(self.smooth) for other in others)
 
     @staticmethod
-    def join(modules: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]) -> Int8Weights:
-        """Return the operand of layers that read the same states (`joins`). join_weights: a function from parameters
-        to one tensor of all their rows."""
+    def join(
+        modules: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
+    ) -> Int8Weights:
+        """Return the operand of layers that read the same states (`joins`). join_weights: a
+        function from parameters to one tensor of all their rows."""
         first = modules[0]
         bias = None if first.bias is None else join_weights([module.bias for module in modules])
         codes = join_weights([module.codes for module in modules])
@@ -85,6 +100,7 @@ class Int8Embedding(nn.Module):
 
 
 def round_linear(linear: nn.Linear, digits: int = 1) -> Int8Linear:
-    """Return what takes a linear layer's place, without calibration; `digits` of its activations."""
+    """Return what takes a linear layer's place, without calibration; `digits` of its
+    activations."""
     codes, scales = round_to_nearest(linear.weight.detach().float())
     return Int8Linear.of(linear, codes, scales.flatten(), torch.ones(linear.in_features), digits)

@@ -1,7 +1,8 @@
 """Recordings of passes over int8 layers: what a CUDA graph is on a GPU.
 
-For few positions Python between twenty calls a layer takes as long as all that they compute. A recording notes the
-calls of a pass once; other passes of the same shape then repeat them with their own cache, masks and angles.
+For few positions Python between twenty calls a layer takes as long as all that they compute. A
+recording notes the calls of a pass once; other passes of the same shape then repeat them with their
+own cache, masks and angles.
 """
 
 import ctypes
@@ -32,7 +33,9 @@ from infer.utils.jit import njit
 
 MAX_RECORDINGS = 32  # of a decoder
 MAX_RECORDING_BYTES = 2**25  # of the memory of all of them
-MAX_RECORDED_POSITIONS = 128  # of a pass that is recorded: longer ones take much longer than their calls
+MAX_RECORDED_POSITIONS = (
+    128  # of a pass that is recorded: longer ones take much longer than their calls
+)
 
 
 @intrinsic
@@ -51,7 +54,10 @@ class CallListArguments(Arguments):
     """Arguments of `run_calls`."""
 
     _fields_ = [
-        ("calls", ADDRESS),  # (count, 6) int64: of each a function, its words, and the address of its part counter
+        (
+            "calls",
+            ADDRESS,
+        ),  # (count, 6) int64: of each a function, its words, and the address of its part counter
         ("count", INTEGER),
     ]
 
@@ -70,7 +76,8 @@ def run_calls(address):
 
 
 def merge_loop_calls(calls: list[Callable]) -> list[Callable]:
-    """Return calls that do the same, of which each makes as many calls of compiled loops as follow each other."""
+    """Return calls that do the same, of which each makes as many calls of compiled loops as follow
+    each other."""
     merged = []
     for is_loop, group in groupby(calls, lambda call: isinstance(call, LoopCall)):
         if not is_loop:
@@ -81,28 +88,32 @@ def merge_loop_calls(calls: list[Callable]) -> list[Callable]:
         table = torch.tensor(rows, dtype=torch.int64)
         arguments = CallListArguments(calls=table, count=len(rows))
         arguments.loops = loops  # their memory lasts as long as the table
-        merged.append(LoopCall(loop_address(run_calls), (ctypes.addressof(arguments), 0, 0, 0), arguments))
+        merged.append(
+            LoopCall(loop_address(run_calls), (ctypes.addressof(arguments), 0, 0, 0), arguments)
+        )
     return merged
 
 
 class Recording:
     """The calls of a pass, and the memory that they work in.
 
-    It holds every tensor whose address a call stores, and is of no use any more once one of these has moved
-    (`moved`)."""
+    It holds every tensor whose address a call stores, and is of no use any more once one of these
+    has moved (`moved`)."""
 
     def __init__(self, states: torch.Tensor, inputs: list[object]) -> None:
-        """states: the input of the first layer. inputs: what other passes replace: rotations, masks, and a cache's
-        layers."""
+        """states: the input of the first layer. inputs: what other passes replace: rotations,
+        masks, and a cache's layers."""
         with torch.inference_mode(False):  # written to by passes outside of inference mode too
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        self.bindings: list[tuple[Callable, list[int]]] = []  # what sets a call's arguments from which inputs
+        self.bindings: list[
+            tuple[Callable, list[int]]
+        ] = []  # what sets a call's arguments from which inputs
         self.held: dict[int, torch.Tensor] = {}  # one tensor of every storage
         self.outputs: dict[int, torch.Tensor] = {}
-        # Memory for the results of a layer's calls, numbered in their order. Layers take turns with two sets of
-        # buffers, because a layer reads what the one before it has written.
+        # Memory for the results of a layer's calls, numbered in their order. Layers take turns with
+        # two sets of buffers, because a layer reads what the one before it has written.
         self.layer_buffers: tuple[dict, dict] = {}, {}
         self.scratch: dict[str, torch.Tensor] = {}  # memory within operations, by name
         self.used_buffers = 0
@@ -121,7 +132,9 @@ class Recording:
         self.calls = merge_loop_calls(self.calls)
         self.addresses = self.current_addresses()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None) -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
+    ) -> torch.Tensor:
         """See `infer.kernels.launch.empty`."""
         size = torch.Size(shape).numel() * dtype.itemsize
         buffers = self.scratch
@@ -135,7 +148,11 @@ class Recording:
         return buffers[key][:size].view(dtype).view(shape)
 
     def note(
-        self, call: Callable[[], object], tensors: list[torch.Tensor], bind: Callable | None, inputs: tuple
+        self,
+        call: Callable[[], object],
+        tensors: list[torch.Tensor],
+        bind: Callable | None,
+        inputs: tuple,
     ) -> None:
         """See `infer.kernels.launch.Recorder`."""
         self.calls.append(call)
@@ -173,14 +190,18 @@ class Recording:
         return [tensor.data_ptr() for tensor in self.held.values()]
 
     def moved(self) -> bool:
-        """Return whether a tensor has moved since its address was noted: `share_memory` moves a storage under all of
-        its tensors."""
+        """Return whether a tensor has moved since its address was noted: `share_memory` moves a
+        storage under all of its tensors."""
         return self.current_addresses() != self.addresses
 
     @property
     def bytes(self) -> int:
         """The memory that it works in."""
-        return sum(len(buffer) for buffers in (*self.layer_buffers, self.scratch) for buffer in buffers.values())
+        return sum(
+            len(buffer)
+            for buffers in (*self.layer_buffers, self.scratch)
+            for buffer in buffers.values()
+        )
 
 
 def inputs_of(rotations: Rotations, masks: Masks, memories: list[LayerWindow]) -> list[object]:
@@ -219,8 +240,8 @@ class RecordedDecoder(LeanDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Keep the recordings used last, within the bounds of their number and memory. Other threads may take
-        recordings meanwhile."""
+        """Keep the recordings used last, within the bounds of their number and memory. Other
+        threads may take recordings meanwhile."""
         kept_bytes = 0
         for number, (key, recording) in enumerate(reversed(list(self.recordings.items()))):
             kept_bytes += recording.bytes

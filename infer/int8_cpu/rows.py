@@ -1,7 +1,7 @@
 """Rows of activations to int8 codes, and sums of products of codes back to float32.
 
-N positions, D inputs, O outputs of a linear layer. Activations have one digit or two: the second one has codes of what
-the first rounds off. Its rows follow all rows of the first.
+N positions, D inputs, O outputs of a linear layer. Activations have one digit or two: the second
+one has codes of what the first rounds off. Its rows follow all rows of the first.
 """
 
 import numpy as np
@@ -62,7 +62,9 @@ def quantise_rows(address):
         largest = np.int32(0)
         for d in range(width):
             row[d] = states[d] * smooth[d]
-            magnitude = np.int32(as_bits(row[d]) & np.int32(0x7FFFFFFF))  # in the same order as the floats
+            magnitude = np.int32(
+                as_bits(row[d]) & np.int32(0x7FFFFFFF)
+            )  # in the same order as the floats
             largest = magnitude if magnitude > largest else largest
         top = max(as_float(largest), np.float32(1e-30))
         factor = np.float32(127) / top
@@ -155,21 +157,31 @@ def argmax_rows(address):
         n = claim_part(address)
 
 
-def quantise(states: torch.Tensor, smooth: torch.Tensor, digits: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (rows, D) int8 and steps (N,) of states (N, D) times smooth (D,). There are at least digits * N
-    rows; what is in further ones is not defined."""
+def quantise(
+    states: torch.Tensor, smooth: torch.Tensor, digits: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (rows, D) int8 and steps (N,) of states (N, D) times smooth (D,). There are at
+    least digits * N rows; what is in further ones is not defined."""
     states = states.contiguous()
     count, width = states.shape
     codes = empty((rows, width), torch.int8, scratch="codes")
     steps = empty((count,), scratch="steps")
     arguments = QuantiseArguments(
-        states=states, smooth=smooth, codes=codes, steps=steps, rows=count, width=width, digits=digits
+        states=states,
+        smooth=smooth,
+        codes=codes,
+        steps=steps,
+        rows=count,
+        width=width,
+        digits=digits,
     )
     launch(quantise_rows, arguments, count, count * width)
     return codes, steps
 
 
-def sums_of(sums: torch.Tensor, steps: torch.Tensor, weights: Int8Weights, out: torch.Tensor) -> SumsArguments:
+def sums_of(
+    sums: torch.Tensor, steps: torch.Tensor, weights: Int8Weights, out: torch.Tensor
+) -> SumsArguments:
     """Return the arguments of `dequantise_rows` and `argmax_rows`."""
     return SumsArguments(
         sums=sums,
@@ -184,7 +196,8 @@ def sums_of(sums: torch.Tensor, steps: torch.Tensor, weights: Int8Weights, out: 
 
 
 def dequantise_sums(sums: torch.Tensor, steps: torch.Tensor, weights: Int8Weights) -> torch.Tensor:
-    """Return the outputs (N, O) float32 that sums (digits N, O) int32 of codes with steps (N,) stand for."""
+    """Return the outputs (N, O) float32 that sums (digits N, O) int32 of codes with steps (N,)
+    stand for."""
     out = empty((len(steps), sums.shape[1]))
     launch(dequantise_rows, sums_of(sums, steps, weights, out), len(steps), sums.numel())
     return out

@@ -1,7 +1,9 @@
-"""Operations on the CPU in float32, compiled by numba: several tensor operations in one call each. For few positions
-calls cost more than what they compute. A position's result does not depend on the others.
+"""Operations on the CPU in float32, compiled by numba: several tensor operations in one call each.
+For few positions calls cost more than what they compute. A position's result does not depend on the
+others.
 
-N positions, D hidden size, I inner size, L layers, H query heads, K key heads, E head size, R of its features rotated.
+N positions, D hidden size, I inner size, L layers, H query heads, K key heads, E head size, R of
+its features rotated.
 """
 
 import numba
@@ -38,7 +40,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def bitcast(source: types.Type, to: types.Type):
-    """Return a function for compiled code that reads the bits of a number as one of another kind."""
+    """Return a function for compiled code that reads the bits of a number as one of another
+    kind."""
 
     @intrinsic
     def cast(typing, value):
@@ -56,8 +59,8 @@ as_bits = bitcast(types.float32, types.int32)
 
 @numba.njit(inline="always")
 def exp(x):
-    """Return e^x to the last bit or two, 0 for x below -87, for x up to 88: numpy's is not computed in vectors. Its
-    caller must not be compiled with REORDERS."""
+    """Return e^x to the last bit or two, 0 for x below -87, for x up to 88: numpy's is not computed
+    in vectors. Its caller must not be compiled with REORDERS."""
     shifted = max(x, EXP_UNDERFLOW) * LOG2_E + ROUNDING_SHIFT
     n = shifted - ROUNDING_SHIFT  # a whole number
     r = (max(x, EXP_UNDERFLOW) - n * LN2_HIGH) - n * LN2_LOW
@@ -91,7 +94,8 @@ def norm_row(x, weight, eps, out):
 
 @njit(fast=IN_ORDER)
 def gate_row(both, linear, cubic, out):
-    """Write gate * up * sigmoid(linear * gate + cubic * gate^3), (I,), of gates and ups side by side (2 I,), to out."""
+    """Write gate * up * sigmoid(linear * gate + cubic * gate^3), (I,), of gates and ups side by
+    side (2 I,), to out."""
     half = len(both) // 2
     gates = both[:half]
     ups = both[half:]
@@ -179,8 +183,14 @@ class HeadArguments(Arguments):
         ("cosines", ADDRESS),  # (N, R)
         ("sines", ADDRESS),  # (N, R)
         ("slots", ADDRESS),  # (N,) int64
-        ("keys", ADDRESS),  # (slots, K E) of the first layer; its values and the other layers' keys and values follow
-        ("plane_bytes", INTEGER),  # from a layer's keys to its values, and from these to the next layer's keys
+        (
+            "keys",
+            ADDRESS,
+        ),  # (slots, K E) of the first layer; its values and the other layers' keys and values follow
+        (
+            "plane_bytes",
+            INTEGER,
+        ),  # from a layer's keys to its values, and from these to the next layer's keys
         ("rows", INTEGER),  # N
         ("layers", INTEGER),  # L
         ("heads", INTEGER),  # H
@@ -196,7 +206,8 @@ head_arguments = reader(HeadArguments)
 
 @njit(fast=REORDERS)
 def norm_rotate_write_heads(address):
-    """Norm and rotate queries and keys; write queries to their memory, keys and values to the cache."""
+    """Norm and rotate queries and keys; write queries to their memory, keys and values to the
+    cache."""
     a = head_arguments(address)
     # locals: the compiler must assume that what is written to memory changes the structure's fields
     rows = a.rows
@@ -234,7 +245,9 @@ def norm_rotate_write_heads(address):
                     out[e + half] = x[e + half] * cosines[n, e + half] + x[e] * sines[n, e + half]
                 for e in range(rotated, size):
                     out[e] = x[e]
-            copy_floats(position[heads + key_heads :].ctypes.data, keys + a.plane_bytes, key_heads * size)
+            copy_floats(
+                position[heads + key_heads :].ctypes.data, keys + a.plane_bytes, key_heads * size
+            )
         n = claim_part(address)
 
 
@@ -283,7 +296,9 @@ def gated_activation(both: torch.Tensor, activation: Activation) -> torch.Tensor
     rows, width = both.shape
     out = empty((rows, width // 2))
     linear, cubic = activation.coefficients
-    arguments = GateArguments(both=both, out=out, rows=rows, width=width, linear=linear, cubic=cubic)
+    arguments = GateArguments(
+        both=both, out=out, rows=rows, width=width, linear=linear, cubic=cubic
+    )
     launch(gate_rows, arguments, rows, rows * width)
     return out
 
@@ -325,7 +340,9 @@ def qk_norm_rope_write(
         arguments.keys = memory.buffer.data_ptr() + 2 * memory.index * arguments.plane_bytes
 
     bind(rotation, memory)
-    launch(norm_rotate_write_heads, arguments, rows, 2 * projected.numel(), bind, (rotation, memory))
+    launch(
+        norm_rotate_write_heads, arguments, rows, 2 * projected.numel(), bind, (rotation, memory)
+    )
     return queries.flatten(1, 2)
 
 

@@ -12,7 +12,8 @@ from infer.utils.jit import njit
 
 
 def best_first_search(candidates: Candidates, budget: int) -> Nodes:
-    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not recurrent."""
+    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not
+    recurrent."""
     rows, length, count = candidates.tokens.shape
     table = comparable(one_table(candidates))
     before = candidates.table[1].shape[2]
@@ -27,23 +28,30 @@ def best_first_search(candidates: Candidates, budget: int) -> Nodes:
 
 @njit
 def search(log_q, tokens, length, before, guide, nodes, scores):
-    """Run algorithm 1 of DDTree section 4.3 for one row: fill nodes (3, N), that is tokens, parents and
-    depths, and scores (N,), best first, all of them: there must be so many prefixes.
+    """Run algorithm 1 of DDTree section 4.3 for one row: fill nodes (3, N), that is tokens, parents
+    and depths, and scores (N,), best first, all of them: there must be so many prefixes.
 
-    Without a guide, log q is a table (1 + (L - 1) before, M) over tokens (L, M): of the first position,
-    then of the others behind each candidate of the one before; with before = 1 behind any, likeliest
-    first. With a guide (`infer.ngrams.factor.Guide`) both are (N, M) and hold a row for each node, filled when
-    the node is opened; before is 0.
+    Without a guide, log q is a table (1 + (L - 1) before, M) over tokens (L, M): of the first
+    position, then of the others behind each candidate of the one before; with before = 1 behind
+    any, likeliest first. With a guide (`infer.ngrams.factor.Guide`) both are (N, M) and hold a row
+    for each node, filled when the node is opened; before is 0.
 
-    Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place
-    when it is taken. Of equal entries that of the shallowest, then the first node goes first."""
+    Entry n is the best child of node n that is not in the tree yet: its next sibling takes its
+    place when it is taken. Of equal entries that of the shallowest, then the first node goes
+    first."""
     budget = len(scores)
     # of entry n: its score, which child; -1: none
-    key, which = np.empty(budget, scores.dtype), np.full(budget, -1)
+    key = np.empty(budget, scores.dtype)
+    which = np.full(budget, -1)
     # where node n's children are, and their tokens
-    row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)
-    score, depth = np.zeros(budget + 1, scores.dtype), np.zeros(budget + 1, np.int64)  # of node n
-    parent, last = depth[0], np.zeros(budget + 1, np.int64)  # which of its siblings node n is
+    row = np.zeros(budget, np.int64)
+    line = np.zeros(budget, np.int64)
+    # of node n
+    score = np.zeros(budget + 1, scores.dtype)
+    depth = np.zeros(budget + 1, np.int64)
+    # which of its siblings node n is
+    parent = depth[0]
+    last = np.zeros(budget + 1, np.int64)
     # arguments below are no literals: for those numba would compile what is called once more
     ranked = before == 1
     for node in range(budget):  # open the newest node, then take the best entry
@@ -57,7 +65,8 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
             which[node] = next_best(score[node], children, np.inf, which[node], ranked)
             key[node] = score[node] + children[which[node]]
         parent = best_entry(key, which, depth, node)
-        child, level = which[parent], depth[parent] + 1
+        child = which[parent]
+        level = depth[parent] + 1
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[line[parent], child], parent, level
         scores[node] = score[node + 1] = key[parent]
         depth[node + 1], last[node + 1] = level, child
@@ -80,14 +89,17 @@ def best_entry(key, which, depth, newest):
 @njit
 def next_best(above, row, score, index, ranked):
     """Return the index of the best entry of row (M,) that ranks behind an entry with this score and
-    index, -1 if there is none: the highest of the rest, of equal ones the first; NaN is none. Scores
-    are `above + row`, rounded as these are: sums may be equal where entries are not. Rows need not be
-    sorted, as few of their entries are asked for; in those that are (`ranked`), it is the next."""
+    index, -1 if there is none: the highest of the rest, of equal ones the first; NaN is none.
+    Scores are `above + row`, rounded as these are: sums may be equal where entries are not. Rows
+    need not be sorted, as few of their entries are asked for; in those that are (`ranked`), it is
+    the next."""
     if ranked:
         return index + 1 if index + 1 < len(row) else -1
-    best, highest = -1, -np.inf
+    best = -1
+    highest = -np.inf
     for i in range(len(row)):
         found = above + row[i]
         if (found < score or (found == score and i > index)) and (best < 0 or found > highest):
-            best, highest = i, found
+            best = i
+            highest = found
     return best

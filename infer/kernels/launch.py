@@ -1,8 +1,8 @@
 """Launching loops that numba compiled, from as many threads as torch has.
 
-A compiled loop takes the address of a structure with named fields (`Arguments`). All threads of a launch run the same
-function; each claims the next part of the work through an atomic counter, the structure's first field, until no part
-is left.
+A compiled loop takes the address of a structure with named fields (`Arguments`). All threads of a
+launch run the same function; each claims the next part of the work through an atomic counter, the
+structure's first field, until no part is left.
 """
 
 import ctypes
@@ -43,14 +43,20 @@ class LoopCall:
 class Recorder(Protocol):
     """What wants to know of every call while it is active (`infer.int8_cpu.recording`)."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None) -> torch.Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
+    ) -> torch.Tensor:
         """Return memory, see `empty` below."""
 
     def note(
-        self, call: Callable[[], object], tensors: list[torch.Tensor], bind: Callable | None, inputs: tuple
+        self,
+        call: Callable[[], object],
+        tensors: list[torch.Tensor],
+        bind: Callable | None,
+        inputs: tuple,
     ) -> None:
-        """Take note of a call, the tensors whose addresses it holds, and what `bind` must be given again if other
-        inputs take the place of these."""
+        """Take note of a call, the tensors whose addresses it holds, and what `bind` must be given
+        again if other inputs take the place of these."""
 
 
 class ActiveRecorder(threading.local):
@@ -68,8 +74,8 @@ class Arguments(ctypes.Structure):
     _fields_ = [("next_part", INTEGER)]
 
     def __init__(self, **values: torch.Tensor | float | None) -> None:
-        """Set fields: a tensor stands for its address, None for address 0. `tensors` are those whose addresses are
-        among them."""
+        """Set fields: a tensor stands for its address, None for address 0. `tensors` are those
+        whose addresses are among them."""
         super().__init__()
         self.tensors: list[torch.Tensor] = []
         for name, value in values.items():
@@ -81,10 +87,14 @@ class Arguments(ctypes.Structure):
 
 
 def reader(arguments: type[Arguments]) -> Callable:
-    """Return a function for compiled code that reads the structure at an address; its result has the structure's
-    fields as attributes."""
-    names = [name for base in reversed(arguments.__mro__) for name, _ in vars(base).get("_fields_", ())]
-    kinds = [kind for base in reversed(arguments.__mro__) for _, kind in vars(base).get("_fields_", ())]
+    """Return a function for compiled code that reads the structure at an address; its result has
+    the structure's fields as attributes."""
+    names = [
+        name for base in reversed(arguments.__mro__) for name, _ in vars(base).get("_fields_", ())
+    ]
+    kinds = [
+        kind for base in reversed(arguments.__mro__) for _, kind in vars(base).get("_fields_", ())
+    ]
     layout = {
         "names": names,
         "formats": [np.dtype(kind) for kind in kinds],
@@ -133,8 +143,8 @@ def claim_part(typing, address):
 
 @cache
 def parallel_entry() -> int:
-    """Return the address of the function that calls another from several threads, those of torch's matmuls: libgomp's
-    entry for `omp parallel`. 0 where torch comes with another library."""
+    """Return the address of the function that calls another from several threads, those of torch's
+    matmuls: libgomp's entry for `omp parallel`. 0 where torch comes with another library."""
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
@@ -151,8 +161,9 @@ def launch(
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Run a loop over its parts, on several threads where it takes that many cycles. What is computed for a part does
-    not depend on which thread takes it. `bind(*inputs)`, if given, has set those arguments that belong to one pass."""
+    """Run a loop over its parts, on several threads where it takes that many cycles. What is
+    computed for a part does not depend on which thread takes it. `bind(*inputs)`, if given, has set
+    those arguments that belong to one pass."""
     address = loop_address(loop)
     memory = ctypes.addressof(arguments)
     threads = min(torch.get_num_threads(), parts)
@@ -164,7 +175,10 @@ def launch(
 
 
 def run_and_record(
-    call: Callable[[], object], tensors: list[torch.Tensor], bind: Callable | None = None, inputs: tuple = ()
+    call: Callable[[], object],
+    tensors: list[torch.Tensor],
+    bind: Callable | None = None,
+    inputs: tuple = (),
 ) -> None:
     """Make a call, and have the active recorder note it."""
     call()
@@ -172,8 +186,11 @@ def run_and_record(
         ACTIVE.recorder.note(call, tensors, bind, inputs)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, scratch: str | None = None) -> torch.Tensor:
-    """Return memory for the result of an operation; for what lasts within one operation only, `scratch` names it."""
+def empty(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, scratch: str | None = None
+) -> torch.Tensor:
+    """Return memory for the result of an operation; for what lasts within one operation only,
+    `scratch` names it."""
     if ACTIVE.recorder is not None:
         return ACTIVE.recorder.empty(shape, dtype, scratch)
     return torch.empty(shape, dtype=dtype)

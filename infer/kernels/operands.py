@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class Norm:
-    """The weight of an RMS norm, (D,), or (L, heads, E) of the heads of L layers. It is float32 where the module
-    multiplies by one more than it has (Gemma)."""
+    """The weight of an RMS norm, (D,), or (L, heads, E) of the heads of L layers. It is float32
+    where the module multiplies by one more than it has (Gemma)."""
 
     weight: torch.Tensor
     eps: float

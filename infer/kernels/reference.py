@@ -1,8 +1,8 @@
-"""The reference of every operation, in torch: what fast versions are validated against, and what runs where there is
-none.
+"""The reference of every operation, in torch: what fast versions are validated against, and what
+runs where there is none.
 
-N positions of B batch rows, Q each, D hidden size, I inner size, V vocabulary, L layers, H query heads, K key heads,
-G = H / K, E head size, R of its features rotated, S cached positions.
+N positions of B batch rows, Q each, D hidden size, I inner size, V vocabulary, L layers, H query
+heads, K key heads, G = H / K, E head size, R of its features rotated, S cached positions.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,19 @@ from infer.attention.masks import Mask
 from infer.kernels.operands import Activation, Linear, Norm
 from infer.kernels.packed_attention import attend_pieces
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines (N, 1, R), the sign of the rotation in the sines
+Rotation = tuple[
+    torch.Tensor, torch.Tensor
+]  # cosines and sines (N, 1, R), the sign of the rotation in the sines
 
 
 def rms_norm(states: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return the RMS norm of states (..., D); for a weight (L, heads, E) that of heads (N, L, heads, E)."""
+    """Return the RMS norm of states (..., D); for a weight (L, heads, E) that of heads (N, L,
+    heads, E)."""
     if norm.weight.ndim == 1 and norm.weight.dtype == states.dtype:
         return F.rms_norm(states, norm.weight.shape, norm.weight, norm.eps)
-    normed = F.rms_norm(states.to(norm.weight.dtype), states.shape[-1:], None, norm.eps) * norm.weight
+    normed = (
+        F.rms_norm(states.to(norm.weight.dtype), states.shape[-1:], None, norm.eps) * norm.weight
+    )
     return normed.to(states.dtype)
 
 
@@ -55,9 +60,9 @@ def qk_norm_rope_write(
     rotation: Rotation | None,
     memory: LayerWindow | PackedLayer,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys of projected heads (N, L, H + 2 K, E), in place, write keys and values to the
-    L layers that begin with `memory`'s, and return the queries (N, L H, E). Several layers have no queries: they are a
-    drafter's, which read the same context."""
+    """Norm and rotate queries and keys of projected heads (N, L, H + 2 K, E), in place, write keys
+    and values to the L layers that begin with `memory`'s, and return the queries (N, L H, E).
+    Several layers have no queries: they are a drafter's, which read the same context."""
     heads = projected.shape[2] - 2 * key_heads
     turning = projected[:, :, : heads + key_heads]
     normed = turning
@@ -72,8 +77,11 @@ def qk_norm_rope_write(
     return projected[:, :, :heads].flatten(1, 2)
 
 
-def rotate_into(states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor) -> None:
-    """Write heads (N, L, heads, E), the first R features rotated by angles (N, 1, 1, R), to `out`."""
+def rotate_into(
+    states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write heads (N, L, heads, E), the first R features rotated by angles (N, 1, 1, R), to
+    `out`."""
     size = cosines.shape[-1]
     if size < states.shape[-1]:
         out[..., size:] = states[..., size:]
@@ -88,15 +96,20 @@ def attention(
     mask: Mask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E), grouped heads included. Queries
-    may also be packed by the key head they share, (B, K, G Q, E): the same numbers in the same order.
+    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E), grouped heads
+    included. Queries may also be packed by the key head they share, (B, K, G Q, E): the same
+    numbers in the same order.
 
-    A mask of ranges alone is evaluated in pieces (`infer.kernels.packed_attention`), one of a cache densely. A tensor
-    (B, 1, Q, S), bool or additive, goes to SDPA as it is."""
+    A mask of ranges alone is evaluated in pieces (`infer.kernels.packed_attention`), one of a cache
+    densely. A tensor (B, 1, Q, S), bool or additive, goes to SDPA as it is."""
     if not isinstance(mask, Mask):
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(queries.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+            mask = mask.to(
+                queries.dtype
+            )  # SDPA on the CPU silently misreads a mask of another dtype
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
     scale = keys.shape[-1] ** -0.5 if scale is None else scale
     if mask.inside is None:
         apart = split_heads(queries, mask)
@@ -118,18 +131,26 @@ def pack_heads(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return queries.reshape(rows, key_heads, -1, size)
 
 
-def attend(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float
+) -> torch.Tensor:
     """Return the attention (N, H E) of new positions' queries (N, H, E) over a layer of a cache."""
     return attend_by(attention, queries, memory, mask, scale)
 
 
 def attend_by(
-    attention: Callable, queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float
+    attention: Callable,
+    queries: torch.Tensor,
+    memory: LayerWindow | PackedLayer,
+    mask: Mask,
+    scale: float,
 ) -> torch.Tensor:
     """Return the same by an implementation of `attention`."""
     shape = memory.rows, memory.width, memory.keys.shape[1], -1, queries.shape[-1]
     queries = queries.view(shape).permute(0, 2, 3, 1, 4)  # (B, K, G, Q, E)
-    mixed = attention(queries.flatten(2, 3), memory.keys, memory.values, mask, scale).view(queries.shape)
+    mixed = attention(queries.flatten(2, 3), memory.keys, memory.values, mask, scale).view(
+        queries.shape
+    )
     return mixed.permute(0, 3, 1, 2, 4).reshape(memory.rows * memory.width, -1)
 
 

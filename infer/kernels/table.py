@@ -1,5 +1,5 @@
-"""The table of operations: which implementation of each runs on a device. This is the only place that selects a fast
-path."""
+"""The table of operations: which implementation of each runs on a device. This is the only place
+that selects a fast path."""
 
 import warnings
 from collections.abc import Callable
@@ -43,9 +43,9 @@ REFERENCE = Kernels(
     best_first_search=search_by_depth,
 )
 
-# Device type and dtype of the weights, None: any -> module with faster versions of some operations, in its dict
-# OPERATIONS; what else `Kernels` says of them, in FEATURES; checks of its own, in CHECKS. torch.int8: codes, whose
-# activations are float32.
+# Device type and dtype of the weights, None: any -> module with faster versions of some operations,
+# in its dict OPERATIONS; what else `Kernels` says of them, in FEATURES; checks of its own, in
+# CHECKS. torch.int8: codes, whose activations are float32.
 FAST_VERSIONS = {
     ("cuda", None): "infer.kernels.cuda",
     ("cpu", torch.float32): "infer.kernels.cpu",
@@ -61,7 +61,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     module = FAST_VERSIONS.get((device.type, dtype)) or FAST_VERSIONS.get((device.type, None))
     if module is None:
         return REFERENCE
-    # A dict and no functools.cache, into which torch.compile would look: it is filled before a drafter is compiled.
+    # A dict and no functools.cache, into which torch.compile would look: it is filled before a
+    # drafter is compiled.
     key = module, device.type, device.index
     if key not in VALIDATED:
         VALIDATED[key] = validated_kernels(module, device)
@@ -69,8 +70,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def validated_kernels(module: str, device: torch.device) -> Kernels:
-    """Return the operations with a module's fast versions, but for those that fail or whose results differ from the
-    reference's, which a warning names."""
+    """Return the operations with a module's fast versions, but for those that fail or whose results
+    differ from the reference's, which a warning names."""
     from infer.kernels.validation import CHECKS
 
     try:
@@ -84,7 +85,9 @@ def validated_kernels(module: str, device: torch.device) -> Kernels:
     for name, operation in fast.OPERATIONS.items():
         reason = find_fault(checks[name], operation, device)
         if reason:
-            warnings.warn(f"{name} runs without its fast version ({module}): {reason}", stacklevel=2)
+            warnings.warn(
+                f"{name} runs without its fast version ({module}): {reason}", stacklevel=2
+            )
         else:
             operations[name] = operation
     features = vars(fast).get("FEATURES", {})

@@ -1,8 +1,8 @@
 """The best-first search for the likeliest prefixes, in one launch on a GPU: what
 `infer.kernels.cpu_search.search` does on the CPU, in Triton.
 
-One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet;
-each step takes the best entry.
+One program searches one row's tree. Entry n is the best child of node n that is not in the tree
+yet; each step takes the best entry.
 
 B rows, L drafted positions, M candidates a position, N nodes.
 """
@@ -16,9 +16,9 @@ from infer.kernels.reference_search import Candidates, Nodes, comparable, node_c
 
 @triton.jit
 def _next(row, above, score, rank, count, COUNT: tl.constexpr):
-    """Return the score and the rank of what comes behind an entry with this score and rank in a row of
-    candidates whose parent scores `above`: the highest of the rest, of equal ones the first; COUNT for
-    its rank where there is none."""
+    """Return the score and the rank of what comes behind an entry with this score and rank in a row
+    of candidates whose parent scores `above`: the highest of the rest, of equal ones the first;
+    COUNT for its rank where there is none."""
     index = tl.arange(0, COUNT)
     scores = above + tl.load(row + index, mask=index < count, other=-float("inf"))
     scores = tl.where(scores == scores, scores, -float("inf"))  # a NaN drafts badly, and no worse
@@ -40,14 +40,20 @@ def _search(
     key = tl.where(entry == 0, best, -float("inf"))  # of entry n
     rank = tl.where(entry == 0, which, zero)  # its candidate
     depth = tl.where(entry == 0, 1, zero)  # 0: there is no such entry yet, or it has no child left
-    place, score = zero, tl.zeros([NODES], tl.float32)  # of node n: where its children's row is, and its score
+    # of node n: where its children's row is, and its score
+    place = zero
+    score = tl.zeros([NODES], tl.float32)
     for node in range(1, budget + 1):
         highest = tl.max(tl.where(depth > 0, key, -float("inf")), 0)
         # of equal ones the shallowest, then the first
-        order = tl.where((depth > 0) & (key == highest), depth * NODES + entry, (length + 1) * NODES)
+        order = tl.where(
+            (depth > 0) & (key == highest), depth * NODES + entry, (length + 1) * NODES
+        )
         here = entry == tl.min(order, 0) % NODES
-        at, level = tl.sum(tl.where(here, entry, 0), 0), tl.sum(tl.where(here, depth, 0), 0)
-        own, above = tl.sum(tl.where(here, rank, 0), 0), tl.sum(tl.where(here, score, 0.0), 0)
+        at = tl.sum(tl.where(here, entry, 0), 0)
+        level = tl.sum(tl.where(here, depth, 0), 0)
+        own = tl.sum(tl.where(here, rank, 0), 0)
+        above = tl.sum(tl.where(here, score, 0.0), 0)
         to = row * budget + node - 1
         tl.store(tokens + to, tl.load(candidates + (row * length + level - 1) * count + own))
         tl.store(parents + to, at.to(tl.int64))
@@ -55,7 +61,8 @@ def _search(
         tl.store(scores + to, highest)
         siblings = tl.sum(tl.where(here, place, 0), 0)
         best, which = _next(table + siblings * count, above, highest, own, count, COUNT)
-        key, rank = tl.where(here, best, key), tl.where(here, which, rank)
+        key = tl.where(here, best, key)
+        rank = tl.where(here, which, rank)
         depth = tl.where(here & (which == COUNT), 0, depth)
         deeper = level < length
         children = level
@@ -64,13 +71,16 @@ def _search(
         children = tl.where(deeper, children, 0)
         best, which = _next(table + children * count, highest, float("inf"), -1, count, COUNT)
         new = entry == node
-        score, place = tl.where(new, highest, score), tl.where(new, children, place)
+        score = tl.where(new, highest, score)
+        place = tl.where(new, children, place)
         key = tl.where(new, tl.where(deeper, best, -float("inf")), key)
-        rank, depth = tl.where(new, which, rank), tl.where(new & deeper, level + 1, depth)
+        rank = tl.where(new, which, rank)
+        depth = tl.where(new & deeper, level + 1, depth)
 
 
 def best_first_search(candidates: Candidates, budget: int) -> Nodes:
-    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not recurrent."""
+    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not
+    recurrent."""
     rows, length, count = candidates.tokens.shape
     table = comparable(one_table(candidates))
     number = node_count(length, count, budget)

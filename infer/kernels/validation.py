@@ -1,5 +1,5 @@
-"""Checks of fast versions against the reference, on small random inputs, when they are selected. Each check takes an
-operation and a device, and returns what differs, or an empty string."""
+"""Checks of fast versions against the reference, on small random inputs, when they are selected.
+Each check takes an operation and a device, and returns what differs, or an empty string."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,7 +24,11 @@ def normal(device: torch.device, *shape: int) -> torch.Tensor:
 def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
     """Return a sentence if two results differ by more than rounding."""
     largest = float((found - expected).abs().max())
-    return "" if largest < MAX_DIFFERENCE else f"its results differ from the reference by {largest:.3g}"
+    return (
+        ""
+        if largest < MAX_DIFFERENCE
+        else f"its results differ from the reference by {largest:.3g}"
+    )
 
 
 def check_rms_norm(operation: Callable, device: torch.device) -> str:
@@ -54,7 +58,8 @@ def check_linear(operation: Callable, device: torch.device) -> str:
 
 
 def cache_window(device: torch.device, width: int) -> Window:
-    """Return a window of `width` new positions of a small cache of two layers, two heads of 24 and two batch rows."""
+    """Return a window of `width` new positions of a small cache of two layers, two heads of 24 and
+    two batch rows."""
     cache = KVCache(dict.fromkeys(range(2), ((2, 24), (2, 24))), 2, 90, torch.float32, device)
     with cache.add(2) as rows:
         rows.advance([75, 3])
@@ -75,7 +80,9 @@ def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
 
 
 def check_attend(operation: Callable, device: torch.device) -> str:
-    return check_tree_attention(device, lambda *given: (operation(*given), reference.attend(*given)))
+    return check_tree_attention(
+        device, lambda *given: (operation(*given), reference.attend(*given))
+    )
 
 
 def check_attention(operation: Callable, device: torch.device) -> str:

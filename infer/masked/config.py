@@ -11,17 +11,17 @@ LONGEST = 8  # tokens that a round drafts at most
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model writes. block_length and cache decide what is written, the others
-    only how fast.
+    """How a masked diffusion model writes. block_length and cache decide what is written, the
+    others only how fast.
 
     method: what a pass computes beside the text, whose own drafts these are. guided: the likeliest
-        states, by what the text has shown of itself so far too; greedy: a chain by confidence; mixed:
-        where two drafts may swap; steps: nothing, one token a pass: docs/methods.md
+        states, by what the text has shown of itself so far too; greedy: a chain by confidence;
+        mixed: where two drafts may swap; steps: nothing, one token a pass: docs/methods.md
     rows: texts decoded side by side at most; others wait
-    block_length: tokens of a block, which is finished before the next one begins; an answer is whole
-        blocks, then cut
-    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside
-        the block are those of the pass that began it
+    block_length: tokens of a block, which is finished before the next one begins; an answer is
+        whole blocks, then cut
+    cache: of keys and values. none: every pass computes the whole row; dual: keys and values
+        outside the block are those of the pass that began it
     draft_length: tokens drafted each round, 1 to 8
     nodes: of method guided: states verified each round, the current text among them
     """
@@ -32,7 +32,9 @@ class MaskedConfig:
     cache: str = "none"
     draft_length: int = 4
     nodes: int = 8
-    positions: ClassVar = None  # of a step: there is no limit, prompts are computed with their answers
+    positions: ClassVar = (
+        None  # of a step: there is no limit, prompts are computed with their answers
+    )
 
     def room(self, tokens: int) -> int:
         """Return the positions that an answer of so many tokens takes: whole blocks are written."""
@@ -52,7 +54,8 @@ class MaskedConfig:
 @inherited_help
 @dataclass
 class MaskedOptions(MaskedConfig, TextOptions):
-    """What is written and how a masked model writes it: the options of MaskedConfig and TextOptions."""
+    """What is written and how a masked model writes it: the options of MaskedConfig and
+    TextOptions."""
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
@@ -62,13 +65,15 @@ class MaskedOptions(MaskedConfig, TextOptions):
 
 
 def check_masked_text(options: TextOptions) -> None:
-    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a
-    token is the likeliest one of its position, or drawn from the whole distribution there."""
+    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and
+    a token is the likeliest one of its position, or drawn from the whole distribution there."""
     neutral = TextOptions()
     for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMARS):
         value = getattr(options, name)
         if value != getattr(neutral, name):
-            raise ValueError(f"{name}={value}: masked diffusion decoding cannot follow it, leave it out")
+            raise ValueError(
+                f"{name}={value}: masked diffusion decoding cannot follow it, leave it out"
+            )
 
 
 def masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:

@@ -1,11 +1,11 @@
-"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to (SSD
-section 3.2).
+"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to
+(SSD section 3.2).
 
-A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the empty
-state is the text itself. Step-by-step decoding goes from state to state, one write at a time. A round
-of SSD picks some states that are likely to come, computes all of them in one pass, and then steps as
-step-by-step decoding would, for as long as the state that it reaches was computed. So the text does not
-depend on which states are picked.
+A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the
+empty state is the text itself. Step-by-step decoding goes from state to state, one write at a time.
+A round of SSD picks some states that are likely to come, computes all of them in one pass, and then
+steps as step-by-step decoding would, for as long as the state that it reaches was computed. So the
+text does not depend on which states are picked.
 
 A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is
 ours. States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
@@ -54,7 +54,8 @@ class Plan:
     def open(self, state: State) -> list[int]:
         """Return the positions that the next step chooses from: the masks of the first unfinished
         block."""
-        filled, left = {position for position, _ in state}, []
+        filled = {position for position, _ in state}
+        left = []
         for position in self.masked:
             if left and self.block(position) != self.block(left[0]):
                 break
@@ -68,11 +69,13 @@ class Plan:
 
 def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None) -> torch.Tensor:
     """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the
-    device: confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads
+    device: confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses`
+        reads
     the columns.
 
-    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same
-    order, but probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.
+    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the
+    same order, but probabilities near 1 stay distinct, and rounding errors of the logits are not
+    magnified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
@@ -93,11 +96,13 @@ def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Gue
 
 
 def drafts(guesses: Guesses, plan: Plan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes in the order in which steps would make them, block by block,
-    by confidence (section 3.2.2)."""
+    """Return the `length` likeliest writes in the order in which steps would make them, block by
+    block, by confidence (section 3.2.2)."""
     known = [position for position in plan.masked if position in guesses]
     known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
-    return [(position, guesses[position].tokens[0]) for position in known[: min(length, plan.longest)]]
+    return [
+        (position, guesses[position].tokens[0]) for position in known[: min(length, plan.longest)]
+    ]
 
 
 def chain_states(writes: Sequence[Write]) -> list[State]:
@@ -106,8 +111,8 @@ def chain_states(writes: Sequence[Write]) -> list[State]:
 
 
 def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
-    """Return the chain, and for every state also the one that takes the draft after the next first: 2 *
-    length states (section 5.2). Drafts of two blocks never swap."""
+    """Return the chain, and for every state also the one that takes the draft after the next first:
+    2 * length states (section 5.2). Drafts of two blocks never swap."""
     swapped = [
         frozenset([*writes[:size], later])
         for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
@@ -116,10 +121,12 @@ def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
     return chain_states(writes) + swapped
 
 
-def guided_states(guesses: Guesses, plan: Plan, length: int, nodes: int, habits: TextHabits) -> list[State]:
-    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a
-    write's probability is that of its position being next times its token's, one of the likeliest or
-    the one that habits expect.
+def guided_states(
+    guesses: Guesses, plan: Plan, length: int, nodes: int, habits: TextHabits
+) -> list[State]:
+    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1):
+    a write's probability is that of its position being next times its token's, one of the likeliest
+    or the one that habits expect.
 
     A state's probability is that of its likeliest order of writes. It is at most that of the state
     before, so the best-first search finds the likeliest states, and for each also the states of its
@@ -145,8 +152,8 @@ def guided_states(guesses: Guesses, plan: Plan, length: int, nodes: int, habits:
 def order_shares(
     guesses: Guesses, open_: Sequence[int], last: int | None, habits: TextHabits
 ) -> list[tuple[int, float]]:
-    """Return the probability of every open position to be written next: by confidence, mixed with the
-    habit of writing right behind the last write."""
+    """Return the probability of every open position to be written next: by confidence, mixed with
+    the habit of writing right behind the last write."""
     choices = [position for position in open_ if position in guesses]
     if not choices:
         return []
@@ -154,13 +161,20 @@ def order_shares(
     weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
     beside = habits.follows_last.value if last is not None and last + 1 in weights else 0.0
     rest = (1 - beside) / sum(weights.values())
-    return [(position, rest * weight + beside * (position - 1 == last)) for position, weight in weights.items()]
+    return [
+        (position, rest * weight + beside * (position - 1 == last))
+        for position, weight in weights.items()
+    ]
 
 
-def token_shares(guess: Guess, position: int, written: dict[int, int], habits: TextHabits) -> list[tuple[int, float]]:
-    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by its
-    hit rate."""
-    shares = {token: math.exp(share) for token, share in zip(guess.tokens, guess.log_shares, strict=True)}
+def token_shares(
+    guess: Guess, position: int, written: dict[int, int], habits: TextHabits
+) -> list[tuple[int, float]]:
+    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by
+    its hit rate."""
+    shares = {
+        token: math.exp(share) for token, share in zip(guess.tokens, guess.log_shares, strict=True)
+    }
     length, expected = habits.expects(position, written)
     if length:
         trust = habits.right[length].value
@@ -169,7 +183,9 @@ def token_shares(guess: Guess, position: int, written: dict[int, int], habits: T
     return list(shares.items())
 
 
-def pick_states(guesses: Guesses, plan: Plan, options: MaskedConfig, habits: TextHabits) -> list[State]:
+def pick_states(
+    guesses: Guesses, plan: Plan, options: MaskedConfig, habits: TextHabits
+) -> list[State]:
     """Return the states of a round, the current text first."""
     if options.method == "guided":
         return guided_states(guesses, plan, options.draft_length, options.nodes, habits)
@@ -177,16 +193,22 @@ def pick_states(guesses: Guesses, plan: Plan, options: MaskedConfig, habits: Tex
     return mixed_states(writes, plan) if options.method == "mixed" else chain_states(writes)
 
 
-def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> tuple[list[Write], int]:
-    """Take steps as long as the state that they lead to was computed. Return the writes, in order, and
-    the index of the state that the last one was chosen in, by the model beyond the drafts (Algorithm
-    1's extra token)."""
+def follow_steps(
+    states: Sequence[State], guesses: Sequence[Guesses], plan: Plan
+) -> tuple[list[Write], int]:
+    """Take steps as long as the state that they lead to was computed. Return the writes, in order,
+    and the index of the state that the last one was chosen in, by the model beyond the drafts
+    (Algorithm 1's extra token)."""
     index = {state: at for at, state in enumerate(states)}
-    at, writes = index[frozenset()], []
+    at = index[frozenset()]
+    writes = []
     while at is not None:
         last = at
-        guess, places = guesses[at], plan.open(states[at])
-        place = max(places, key=lambda place: (guess[place].confidence, -place))  # the lower one of two equals
+        guess = guesses[at]
+        places = plan.open(states[at])
+        place = max(
+            places, key=lambda place: (guess[place].confidence, -place)
+        )  # the lower one of two equals
         writes.append((place, guess[place].tokens[0]))
         at = index.get(states[at] | {writes[-1]})
     return writes, last

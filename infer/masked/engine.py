@@ -1,11 +1,11 @@
 """Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which writes the
 same text sooner.
 
-A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident one
-among the masks of the first unfinished block (SSD section 3.1, LLaDA's low-confidence remasking). A
-round of SSD computes several states of the text in one pass, and takes steps as long as their states
-were computed (Algorithm 1). Step-by-step decoding is a round that computes the current text only: one
-loop for both.
+A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident
+one among the masks of the first unfinished block (SSD section 3.1, LLaDA's low-confidence
+remasking). A round of SSD computes several states of the text in one pass, and takes steps as long
+as their states were computed (Algorithm 1). Step-by-step decoding is a round that computes the
+current text only: one loop for both.
 
 Q outputs asked for, V vocabulary.
 """
@@ -30,9 +30,9 @@ from infer.masked.sequence import MaskedSequence
 class MaskedEngine(Engine):
     """Decodes with a masked model: every row with its own drafts.
 
-    An answer's last block may go beyond `capacity`. A text does not depend on what is written beside
-    it, nor on anything that is drafted (float32; lower precisions round differently in other batch
-    shapes).
+    An answer's last block may go beyond `capacity`. A text does not depend on what is written
+    beside it, nor on anything that is drafted (float32; lower precisions round differently in other
+    batch shapes).
     """
 
     def __init__(
@@ -51,26 +51,38 @@ class MaskedEngine(Engine):
 
 
 class MaskedRunner:
-    """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal target."""
+    """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal
+    target."""
 
-    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch) -> None:
-        self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
-        self.budget, self.patience = Budget(0), 0
+    def __init__(
+        self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch
+    ) -> None:
+        self.target = model
+        self.options = options
+        self.capacity = capacity
+        self.watch = watch
+        self.budget = Budget(0)
+        self.patience = 0
         self.reset()
 
     def reset(self) -> None:
         """Make all memory anew; the old one is freed before."""
-        options, self.passes = self.options, None
+        options = self.options
+        self.passes = None
         if options.cache == "none":
             self.passes = Rows(self.target, options)
         else:
             self.passes = DualCache(self.target, options, self.capacity + options.room(1) - 1)
         self.free_rows = list(range(options.rows))
 
-    def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> MaskedSequence:
+    def new_text(
+        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]
+    ) -> MaskedSequence:
         """Return a text to be queued. Raises ValueError for what it cannot follow."""
         if processors:
-            raise ValueError("logits processors: masked diffusion decoding has no prefixes that they could see")
+            raise ValueError(
+                "logits processors: masked diffusion decoding has no prefixes that they could see"
+            )
         return MaskedSequence(prompt, options)
 
     def find_prefix(self, text: MaskedSequence) -> None:
@@ -91,7 +103,8 @@ class MaskedRunner:
 
     def round(self, texts: list[MaskedSequence], most: int) -> None:
         """Run one pass over the states of all texts, or one for each kind of step."""
-        options, tasks = self.options, []
+        options = self.options
+        tasks = []
         for text in texts:
             plan = self.passes.plan(text)
             states = pick_states(text.guesses, plan, options, text.habits)
@@ -108,16 +121,22 @@ class MaskedRunner:
         sizes = [sum(map(len, task.asked)) for task in tasks]
         parts = []
         for task, part in zip(tasks, logits.split(sizes), strict=True):
-            temperature, noise = task.text.options.temperature, None
+            temperature = task.text.options.temperature
+            noise = None
             if temperature > 0:
                 every = task.asked[0]  # of all states: the noise of a position is the same in all
                 index = {position: at for at, position in enumerate(every)}
-                seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
+                seed, places = (
+                    torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every])
+                )
                 which = [index[position] for positions in task.asked for position in positions]
                 noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
             parts.append(summarize(part, temperature, noise))
         rows = iter(torch.cat(parts).tolist())
-        return [[as_guesses([next(rows) for _ in asked], asked) for asked in task.asked] for task in tasks]
+        return [
+            [as_guesses([next(rows) for _ in asked], asked) for asked in task.asked]
+            for task in tasks
+        ]
 
     def _take_steps(self, task: Task, found: list[Guesses]) -> None:
         """Take the steps whose states were computed."""
@@ -130,7 +149,9 @@ class MaskedRunner:
         text.drafted.append(len(task.states) - 1)
         text.write(writes, self.target)
 
-    def free(self, texts: list[MaskedSequence], entering: list[MaskedSequence], order: list[int]) -> None:
+    def free(
+        self, texts: list[MaskedSequence], entering: list[MaskedSequence], order: list[int]
+    ) -> None:
         """Give up the rows of finished texts."""
         for text in texts:
             if text.finish is not None:

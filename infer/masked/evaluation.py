@@ -1,4 +1,5 @@
-"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2 and 5.2.
+"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2 and
+5.2.
 
 Every number comes from decoding. Step-by-step decoding is the first method.
 """
@@ -20,8 +21,8 @@ NODES = 16  # states of a guided round with the longest drafts, the last method
 
 
 def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
-    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all
-    texts are equally long."""
+    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that
+    all texts are equally long."""
     text = TextOptions(
         max_new_tokens=masked.room(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
@@ -37,14 +38,20 @@ def evaluate_masked(
     masked: MaskedConfig,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt step by step and with drafts of every length and order, as many as there is
-    time for."""
+    """Decode every prompt step by step and with drafts of every length and order, as many as there
+    is time for."""
     options = evaluation_options(evaluation, masked)
-    drafts = [(method, length, length + 1) for length in LENGTHS for method in ("greedy", "mixed", "guided")]
+    drafts = [
+        (method, length, length + 1)
+        for length in LENGTHS
+        for method in ("greedy", "mixed", "guided")
+    ]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
     for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
         way = replace(options, method=method, draft_length=length, nodes=states)
-        variants.append(Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way))
+        variants.append(
+            Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way)
+        )
     until = time.monotonic() + 60 * (evaluation.minutes or math.inf)
     measured = measure(model, None, variants, prompts, progress, until=until)
     cut = cut_at(evaluation.minutes, len(measured[0].texts), len(prompts))

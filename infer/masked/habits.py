@@ -1,8 +1,8 @@
 """Statistics of a text so far: which token follows which, and where the next one is written.
 
-A draft of a masked model does not depend on the tokens that are written before it in the same round, so
-it is an average over what they may be. Neighbours decide much of a token: what followed the same few
-tokens earlier in the text often follows them again. Trees of drafts
+A draft of a masked model does not depend on the tokens that are written before it in the same
+round, so it is an average over what they may be. Neighbours decide much of a token: what followed
+the same few tokens earlier in the text often follows them again. Trees of drafts
 (`infer.masked.drafting.guided_states`) mix both, and weigh them by how often each was right so far.
 """
 
@@ -33,10 +33,14 @@ class TextHabits:
     """The habits of one text. `row` maps positions to tokens: the prompt at first."""
 
     row: dict[int, int]
-    follows_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
+    follows_last: Rate = field(
+        default_factory=Rate
+    )  # the next write stands right behind the last one
     # by length of the context
     right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])
-    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token last seen behind some tokens
+    _after: dict[tuple[int, ...], int] = field(
+        default_factory=dict
+    )  # the token last seen behind some tokens
     last: int | None = None  # the position of the newest token
 
     def __post_init__(self) -> None:
@@ -56,8 +60,9 @@ class TextHabits:
                 self._learn(near)
 
     def expects(self, position: int, written: dict[int, int]) -> tuple[int, int]:
-        """Return the length of the longest context of a position that was seen before, and the token
-        that followed it; 0, 0 where there is none. `written` are tokens besides the row's own."""
+        """Return the length of the longest context of a position that was seen before, and the
+        token that followed it; 0, 0 where there is none. `written` are tokens besides the row's
+        own."""
         left = self._left(position, written)
         for length in range(len(left), 0, -1):
             token = self._after.get(left[-length:])

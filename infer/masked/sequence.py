@@ -1,5 +1,5 @@
-"""A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in any
-order."""
+"""A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in
+any order."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -33,9 +33,13 @@ class MaskedSequence(Sequence):
 
     # (position in the answer, token), in the order of the steps
     writes: list[Write] = field(default_factory=list)
-    row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
+    row: torch.Tensor | None = (
+        None  # (T,) int64, on the model's device: the prompt, tokens and masks
+    )
     masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
-    guesses: Guesses = field(default_factory=dict)  # the newest of every position, from which drafts are made
+    guesses: Guesses = field(
+        default_factory=dict
+    )  # the newest of every position, from which drafts are made
     habits: TextHabits | None = None
     slot: int = 0  # of the engine's rows
     full: bool = True  # cache=dual: whether the next step is one
@@ -49,9 +53,12 @@ class MaskedSequence(Sequence):
         return []
 
     def begin(self, model: MaskedModel, length: int) -> None:
-        """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache
-        of keys and values, what is written depends on where they were computed anew."""
-        self.ids, self.commits, self.writes, self.guesses = [], [], [], {}
+        """Lay out the row, with `length` masks. A text that was begun before begins again: with a
+        cache of keys and values, what is written depends on where they were computed anew."""
+        self.ids = []
+        self.commits = []
+        self.writes = []
+        self.guesses = {}
         self.full = True
         self.__post_init__()
         start = len(self.prompt)
@@ -73,4 +80,6 @@ class MaskedSequence(Sequence):
         self.habits.wrote(writes)
         self.writes += [(position - start, token) for position, token in writes]
         certain = self.masked[0] if self.masked else len(self.row)
-        self.append([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)
+        self.append(
+            [self.habits.row[position] for position in range(start + len(self.ids), certain)], model
+        )

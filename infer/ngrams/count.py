@@ -1,10 +1,10 @@
 """Count the n-grams of a corpus into a file for `infer.ngrams.model`.
 
-Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus
-1, the first in the highest bits; positions behind the document's end are 0. Sorted distinct keys with
-counts hold the nodes of all levels, as their prefixes. Rare n-grams are left out: one is never rarer
-than those that begin with it. The counts that stay are those of the corpus: Pr(token | context) is what
-it was, or 0. All of it is in memory, some 40 bytes a token.
+Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each
+plus 1, the first in the highest bits; positions behind the document's end are 0. Sorted distinct
+keys with counts hold the nodes of all levels, as their prefixes. Rare n-grams are left out: one is
+never rarer than those that begin with it. The counts that stay are those of the corpus: Pr(token |
+context) is what it was, or 0. All of it is in memory, some 40 bytes a token.
 
 N nodes, V ids, O order.
 """
@@ -18,8 +18,8 @@ from infer.ngrams.model import NGram, write
 
 
 def usual_order(vocabulary: int) -> int:
-    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key holds,
-    at most 6."""
+    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key
+    holds, at most 6."""
     return min(6, 64 // vocabulary.bit_length())
 
 
@@ -37,8 +37,8 @@ def count_ngrams(
     documents: sequences of ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal digits.
     progress is told how many tokens were read. threshold: n-grams seen fewer times are left out.
 
-    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside the
-    vocabulary, and a corpus without tokens.
+    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside
+    the vocabulary, and a corpus without tokens.
     """
     bits = vocabulary.bit_length()
     if not 1 <= order <= 64 // bits:
@@ -46,7 +46,8 @@ def count_ngrams(
             f"n-grams of order {order} over {vocabulary} ids: {64 // bits} is the largest order possible for this "
             f"vocabulary, whose ids take {bits} of 64 bits each, and 1 the smallest"
         )
-    pieces, total = [], 0
+    pieces = []
+    total = 0
     for number, document in enumerate(documents):
         pieces.append(document_keys(np.asarray(document, np.int64), number, vocabulary, order))
         total += len(pieces[-1])
@@ -64,7 +65,9 @@ def document_keys(tokens: np.ndarray, number: int, vocabulary: int, order: int) 
     vocabulary."""
     for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
         if not 0 <= token < vocabulary:
-            raise ValueError(f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids")
+            raise ValueError(
+                f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids"
+            )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)
     for j in range(order):
@@ -77,19 +80,32 @@ def first_of_each(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
 
 
-def _build(out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, threshold: int) -> NGram:
+def _build(
+    out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, threshold: int
+) -> NGram:
     """Write the file of sorted keys, one a position, and open it."""
-    bits, levels, starts = np.uint64(vocabulary.bit_length()), [], None
-    positions, first = len(keys), first_of_each(keys)
-    keys, counts = keys[first], np.diff(first, append=positions).astype(np.uint64)
+    bits = np.uint64(vocabulary.bit_length())
+    levels = []
+    starts = None
+    positions = len(keys)
+    first = first_of_each(keys)
+    keys = keys[first]
+    counts = np.diff(first, append=positions).astype(np.uint64)
     for _ in range(order):  # the longest n-grams first
         tokens = keys & ((np.uint64(1) << bits) - np.uint64(1))
-        kept = (tokens > 0) & (counts >= threshold)  # no token: the n-gram would end behind its document
+        kept = (tokens > 0) & (
+            counts >= threshold
+        )  # no token: the n-gram would end behind its document
         before = np.cumsum(kept) - kept  # where the parents' children start
-        levels.insert(0, [tokens[kept] - np.uint64(1), counts[kept], starts if starts is None else starts[kept]])
+        levels.insert(
+            0,
+            [tokens[kept] - np.uint64(1), counts[kept], starts if starts is None else starts[kept]],
+        )
         keys = keys >> bits
         first = first_of_each(keys)
-        keys, counts, starts = keys[first], np.add.reduceat(counts, first), before[first]
+        keys = keys[first]
+        counts = np.add.reduceat(counts, first)
+        starts = before[first]
     # level 1 has all tokens: an unseen one's children are where the next one's are
     seen, times, starts = levels[0]
     levels[0] = [np.arange(vocabulary, dtype=np.uint64), np.zeros(vocabulary, np.uint64), None]

@@ -1,9 +1,9 @@
 """What an answer is made of: thoughts, words, and calls of tools.
 
-A model writes all of these as one text, each between marks of its family. transformers' response parser
-tells them apart, by the tokenizer's own `response_template` where it has one, else by a row of
-`FORMATS` whose mark the chat template has. Calls that a request demands are written under a grammar of
-the same row.
+A model writes all of these as one text, each between marks of its family. transformers' response
+parser tells them apart, by the tokenizer's own `response_template` where it has one, else by a row
+of `FORMATS` whose mark the chat template has. Calls that a request demands are written under a
+grammar of the same row.
 """
 
 import json
@@ -19,7 +19,13 @@ from infer.serving.protocol import Tool
 from infer.utils.chat_template import arguments_text
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
-MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}  # which may be special tokens
+MARKS = {
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+}  # which may be special tokens
 # JSON as models learnt it
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -30,7 +36,9 @@ class Format:
 
     mark: str  # in its chat template
     calls: dict | None = None  # their field of a response template; None: it makes none
-    key: str | None = None  # under which calls in JSON have their arguments; None: calls are no JSON
+    key: str | None = (
+        None  # under which calls in JSON have their arguments; None: calls are no JSON
+    )
     around: tuple[str, str] = ("", "")  # what stands before and behind a call
     several: bool = True  # whether calls may follow each other
 
@@ -51,8 +59,13 @@ FORMATS = {
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
         },
     ),
     "hermes": Format(  # Hermes, Qwen2.5, Qwen3
@@ -72,11 +85,13 @@ FORMATS = {
 
 
 def call_schema(tool: Tool, arguments_key: str) -> dict:
-    """Return the JSON schema of a call of a tool: its name and, under a key, its arguments. What the parameters
-    refer to stands at the schema's top."""
+    """Return the JSON schema of a call of a tool: its name and, under a key, its arguments. What
+    the parameters refer to stands at the schema's top."""
     properties = {"name": {"const": tool.name}, arguments_key: tool.parameters}
     schema = {"type": "object", "properties": properties, "required": ["name", arguments_key]}
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    shared = {
+        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+    }
     return schema | {"additionalProperties": False, "x-guidance": SPACED} | shared
 
 
@@ -87,12 +102,16 @@ def quoted(text: str, special: Sequence[str] = ()) -> str:
 
 
 def calls_in(body: str) -> list[dict]:
-    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError, KeyError
-    or TypeError."""
-    found, decoder, body = [], json.JSONDecoder(), body.strip()
+    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError,
+    KeyError or TypeError."""
+    found = []
+    decoder = json.JSONDecoder()
+    body = body.strip()
     while body:
         call, end = decoder.raw_decode(body)
-        found.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
+        found.append(
+            {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))}
+        )
         body = body[end:].lstrip("; \n")
     return found
 
@@ -115,8 +134,8 @@ class Reading:
         return opens_thought(self.tokenizer.decode(prompt[-16:]))
 
     def prefix(self, prompt: list[int]) -> str:
-        """Return what of a prompt the answer's parser is to see: the thought that it opens, or all of
-        it for the tokenizer's own response template."""
+        """Return what of a prompt the answer's parser is to see: the thought that it opens, or all
+        of it for the tokenizer's own response template."""
         if self.own is not None:
             return self.tokenizer.decode(prompt)
         return "<think>" if self.thinks(prompt) else ""
@@ -128,27 +147,38 @@ class Reading:
     def template(self, calls: bool) -> dict:
         """Return the response template; without `calls` these are words like all others."""
         template = self.own or {"start_anchor_pattern": r"\A", "fields": self.format.fields}
-        fields = {name: rule for name, rule in template["fields"].items() if calls or name != "tool_calls"}
+        fields = {
+            name: rule for name, rule in template["fields"].items() if calls or name != "tool_calls"
+        }
         return template | {"fields": fields}
 
     def grammar(self, tools: Sequence[Tool], several: bool, thinking: bool) -> str:
-        """Return the grammar of an answer that is a call of one of these tools, or `several`, behind a
-        thought where the model thinks; `thinking`: the prompt has opened one. Raises ValueError where
-        that is not known here."""
+        """Return the grammar of an answer that is a call of one of these tools, or `several`,
+        behind a thought where the model thinks; `thinking`: the prompt has opened one. Raises
+        ValueError where that is not known here."""
         form = self.format
         if form is None or form.key is None:
             raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
-        special = [token for token in self.tokenizer.all_special_tokens if re.fullmatch(r"<\|?\w+\|?>", token)]
+        special = [
+            token
+            for token in self.tokenizer.all_special_tokens
+            if re.fullmatch(r"<\|?\w+\|?>", token)
+        ]
         begin, end = (quoted(part, special) for part in form.around)
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         more = ' ("\\n" call)*' if several and form.several else ""
         rules = [f"call: {begin} ({names}) {end}"]
-        rules += [f"call{i}: %json {json.dumps(call_schema(tool, form.key))}" for i, tool in enumerate(tools)]
+        rules += [
+            f"call{i}: %json {json.dumps(call_schema(tool, form.key))}"
+            for i, tool in enumerate(tools)
+        ]
         thought = ""
         if thinking or "<think>" in str(self.tokenizer.get_chat_template()):
             thought = "thought " if thinking else "thought? "
             rules.append('thinking[suffix="</think>"]: /(?s:.*)/')
-            rules.append(rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/")
+            rules.append(
+                rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/"
+            )
         return "\n".join([f"start: {thought}call{more}", *rules])
 
 
@@ -165,8 +195,8 @@ def reading_of(tokenizer: object) -> Reading | None:
 
 @dataclass
 class AnswerReader:
-    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts, as
-    OpenAI's deltas have them. prefix: what the parser is to see before it."""
+    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts,
+    as OpenAI's deltas have them. prefix: what the parser is to see before it."""
 
     reading: Reading
     tools: Sequence[Tool]
@@ -179,7 +209,8 @@ class AnswerReader:
     broken: bool = False
 
     def __post_init__(self) -> None:
-        template, tools = self.reading.template(bool(self.tools)), [vars(tool) for tool in self.tools]
+        template = self.reading.template(bool(self.tools))
+        tools = [vars(tool) for tool in self.tools]
         self.parser = ResponseParser(template, prefix=self.prefix, tools=tools)
         self.thought = any(event["field"] in THOUGHTS for event in self.parser.initial_events)
 
@@ -189,8 +220,15 @@ class AnswerReader:
         try:
             events = [] if self.broken else self.parser.feed(text)
             events += self.parser.finalize()[1] if final and not self.broken else []
-        except (ValueError, KeyError, TypeError):  # no call, under the tokenizer's own template: words from here on
-            self.broken, text, self.body, events = True, self.body + text, "", []
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # no call, under the tokenizer's own template: words from here on
+            self.broken = True
+            text = self.body + text
+            self.body = ""
+            events = []
         if self.broken:
             return {"content": text} if text else {}
         for event in events:
@@ -203,8 +241,8 @@ class AnswerReader:
         return delta
 
     def _take_words(self, field: str, text: str, delta: dict) -> None:
-        """Add to a thought or to the words; spaces around thoughts, and between words and calls, are
-        nobody's."""
+        """Add to a thought or to the words; spaces around thoughts, and between words and calls,
+        are nobody's."""
         name = "reasoning_content" if field in THOUGHTS else "content"
         self.thought |= name != "content"
         text = self.spaces.pop(name, "") + text
@@ -222,11 +260,15 @@ class AnswerReader:
             self.body += event["text"]
         if event["type"] != "region_close":
             return
-        body, self.body = self.body, ""
+        body = self.body
+        self.body = ""
         try:
             value = event["value"]
             called = calls_in(body) if isinstance(value, str) else [value["function"]]
-            found = [{"name": call["name"], "arguments": arguments_text(call["arguments"])} for call in called]
+            found = [
+                {"name": call["name"], "arguments": arguments_text(call["arguments"])}
+                for call in called
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             return add(delta, "content", body)
         for call in found:

@@ -29,9 +29,9 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
-    memory: MiB of address space that the server may take, what the system reserves for threads among
-        them (not on CUDA, which reserves far more than it uses); None: no limit. A request that does
-        not fit is told 503
+    memory: MiB of address space that the server may take, what the system reserves for threads
+        among them (not on CUDA, which reserves far more than it uses); None: no limit. A request
+        that does not fit is told 503
     open: listen to other machines without asking for a key
     """
 
@@ -61,8 +61,8 @@ class ServerConfig:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def key(self) -> bytes | None:
-        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for a
-        malformed key, without showing it."""
+        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for
+        a malformed key, without showing it."""
         key = os.environ.get(KEY_VARIABLE, "")
         if key and (len(key) < 16 or not key.isascii() or len(key.split()) != 1):
             raise ValueError(f"{KEY_VARIABLE}: a key is one word of at least 16 ASCII characters")

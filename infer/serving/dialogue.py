@@ -1,5 +1,5 @@
-"""Rows that a target answers anew: a text once, a chat turn by turn, each answer after those written
-before it."""
+"""Rows that a target answers anew: a text once, a chat turn by turn, each answer after those
+written before it."""
 
 import json
 import re
@@ -59,21 +59,23 @@ Answering = Callable[[Iterable[Row], Callable[[], None]], Iterator[dict]]
 
 
 def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:
-    """Return the options with the row's own seed, and of its turns each its own, whoever answers and
-    wherever a run begins."""
+    """Return the options with the row's own seed, and of its turns each its own, whoever answers
+    and wherever a run begins."""
     return replace(options, seed=derived_seed(derived_seed(options.seed, row.index), turn))
 
 
 class Dialogue:
-    """A row on its way: what is asked next, `prompt`, until its `answer` is there: a row to train on,
-    {"index", "prompt", "response", "finish"} or {"index", "messages", ...}, or {"index", "error"}.
+    """A row on its way: what is asked next, `prompt`, until its `answer` is there: a row to train
+    on, {"index", "prompt", "response", "finish"} or {"index", "messages", ...}, or {"index",
+    "error"}.
 
-    A chat ends early with an answer that was cut, and where the recorded results of tools are not those
-    of the calls that the target makes.
+    A chat ends early with an answer that was cut, and where the recorded results of tools are not
+    those of the calls that the target makes.
     """
 
     def __init__(self, row: Row) -> None:
-        self.row, self.turns = row, 0
+        self.row = row
+        self.turns = 0
         self.answer: dict | None = None
         self.messages: list[dict] = []
         self.chat = row.chat
@@ -130,9 +132,13 @@ class Dialogue:
 
 def asked(message: dict) -> dict:
     """Return a message as it is sent on: what the target wrote in the words that it wrote."""
-    said = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
+    said = {
+        key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message
+    }
     if message.get("reasoning_content"):
-        said["content"] = f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n{said['content']}"
+        said["content"] = (
+            f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n{said['content']}"
+        )
     return said | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
 
 
@@ -164,4 +170,8 @@ def opens_thought(prompt: str) -> bool:
 
 def with_opening(text: str, prompt: str) -> str:
     """Return an answer with the opening of its thought, if that was the prompt's."""
-    return f"<think>\n{text}" if opens_thought(prompt) and not text.lstrip().startswith("<think>") else text
+    return (
+        f"<think>\n{text}"
+        if opens_thought(prompt) and not text.lstrip().startswith("<think>")
+        else text
+    )

@@ -17,7 +17,9 @@ from infer.serving.protocol import error
 
 MAX_HEADERS = 16 * 1024  # bytes, names and values together
 MAX_CONNECTIONS = 1024  # open at once; further ones are told 503
-MAX_FRAMING_BYTES = 64 * 1024  # of chunk sizes, chunk extensions and trailers, beyond the bytes of the body
+MAX_FRAMING_BYTES = (
+    64 * 1024
+)  # of chunk sizes, chunk extensions and trailers, beyond the bytes of the body
 MAX_PIECE_BYTES = 16 * 1024  # read before limits are looked at again
 MAX_PAUSE_SECONDS = 60  # in which nothing of a body comes
 CLOSE = {"Connection": "close"}  # the rest of the request is not read
@@ -25,13 +27,15 @@ EXCESSIVE = "excessive"  # in a request's state: `BoundedProtocol` has found it 
 
 
 class Guard:
-    """Middleware that asks for the key (except for /health), and stops reading a request that is too
-    large. A server for this machine that asks for no key answers to this machine's names only: a page
-    in a browser here can have a name of its own resolve to 127.0.0.1 (DNS rebinding), and would read
-    the answers."""
+    """Middleware that asks for the key (except for /health), and stops reading a request that is
+    too large. A server for this machine that asks for no key answers to this machine's names only:
+    a page in a browser here can have a name of its own resolve to 127.0.0.1 (DNS rebinding), and
+    would read the answers."""
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
-        self.app, self.most, key = app, options.max_body, options.key()
+        self.app = app
+        self.most = options.max_body
+        key = options.key()
         self.too_large = f"a request may have {self.most} bytes"
         self.expected = None if key is None else b"Bearer " + key
         self.local = key is None and not options.open and loopback(options.host)
@@ -45,7 +49,10 @@ class Guard:
             return refusal
         host = headers.get(b"host", b"").decode("latin-1")
         if self.local and host and not loopback(hostname(host)):
-            return error(403, f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.open")
+            return error(
+                403,
+                f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.open",
+            )
         if self.expected is None or scope["path"] == "/health":
             return None
         if hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
@@ -79,13 +86,16 @@ class Guard:
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 that reads no further where a body's next chunk is said to be larger than a body may be
-    (`max_body` bytes), or where a request sends too many bytes around its body. `Guard` then answers."""
+    """HTTP/1.1 that reads no further where a body's next chunk is said to be larger than a body may
+    be (`max_body` bytes), or where a request sends too many bytes around its body. `Guard` then
+    answers."""
 
     def __init__(self, *args: object, max_body: int, **options: object) -> None:
         super().__init__(*args, **options)
         self.max_body = max_body
-        self.framing = 0  # bytes around the body of the request that is being read, beyond as many as it has
+        self.framing = (
+            0  # bytes around the body of the request that is being read, beyond as many as it has
+        )
         self.excessive = False
 
     def data_received(self, data: bytes) -> None:

@@ -40,7 +40,8 @@ class Tool:
 
 
 class AnswerParts(Protocol):
-    """Tells one answer's thoughts, words and tool calls apart (`infer.serving.calls`, an optional package)."""
+    """Tells one answer's thoughts, words and tool calls apart (`infer.serving.calls`, an optional
+    package)."""
 
     calls: int  # that were begun
 
@@ -81,28 +82,41 @@ def few_pairs(value: object) -> object:
 
 
 class Strict(BaseModel):
-    """Part of a request. Null says the same as a field left out, and a number is not true. Fields that
-    are not known here are refused unless they say nothing: an option that is silently ignored is worse
-    than an error."""
+    """Part of a request. Null says the same as a field left out, and a number is not true. Fields
+    that are not known here are refused unless they say nothing: an option that is silently ignored
+    is worse than an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def without_empty(cls, fields: object) -> object:
-        """Leave known fields out that are null, and others that are null, false, 0 or empty. Of those
-        that are refused one is enough."""
+        """Leave known fields out that are null, and others that are null, false, 0 or empty. Of
+        those that are refused one is enough."""
         if not isinstance(fields, dict):
             return fields
-        kept = {name: value for name, value in fields.items() if name in cls.model_fields and value is not None}
+        kept = {
+            name: value
+            for name, value in fields.items()
+            if name in cls.model_fields and value is not None
+        }
         if cls.model_config["extra"] == "forbid":
             others = (name for name in fields if name not in cls.model_fields)
-            refused = next((name for name in others if fields[name] not in (None, False, "", [], {})), None)
+            refused = next(
+                (name for name in others if fields[name] not in (None, False, "", [], {})), None
+            )
             kept |= {} if refused is None else {refused: fields[refused]}
         return kept
 
 
-SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "stop"}  # with TextOptions
+SHARED = {
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "stop",
+}  # with TextOptions
 
 
 class StreamOptions(Strict):
@@ -118,7 +132,8 @@ class CompletionRequest(Strict):
     template_options: what the chat template is told beside the messages
     tools_shown: the tools that it is shown, as it reads them
     callable_tools: those that the answer may call
-    wished_calls: the tools of which the answer must call one, if it must; or more, with `several_calls`
+    wished_calls: the tools of which the answer must call one, if it must; or more, with
+        `several_calls`
     format_schema: the JSON schema that `response_format` stands for
     """
 
@@ -156,7 +171,9 @@ class CompletionRequest(Strict):
     def effective(self) -> "CompletionRequest":
         """Raise ValueError for options of a stream where there is none."""
         if (self.stream_options or self.trace) and not self.stream:
-            raise ValueError("stream_options and trace: for streams only, add stream=true or leave them out")
+            raise ValueError(
+                "stream_options and trace: for streams only, add stream=true or leave them out"
+            )
         return self
 
     def shapes(self) -> dict[str, str]:
@@ -166,7 +183,10 @@ class CompletionRequest(Strict):
         wishes = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("grammar", choice and "start: " + " | ".join(map(json.dumps, choice))),
+            "guided_choice": (
+                "grammar",
+                choice and "start: " + " | ".join(map(json.dumps, choice)),
+            ),
             "guided_grammar": ("grammar", self.guided_grammar),
             "response_format": ("json_schema", self.format_schema),
         }
@@ -179,7 +199,9 @@ class CompletionRequest(Strict):
         """Return the options of text number `index` of the request."""
         shared = self.model_dump(include=SHARED)
         seed = random.getrandbits(62) if self.seed is None else derived_seed(self.seed, index)
-        return TextOptions(most, seed=seed, top_k=max(0, self.top_k), logprobs=logprobs, **shared, **self.shapes())
+        return TextOptions(
+            most, seed=seed, top_k=max(0, self.top_k), logprobs=logprobs, **shared, **self.shapes()
+        )
 
 
 class PromptRequest(CompletionRequest):
@@ -251,7 +273,8 @@ ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class Message(Returned):
-    """One turn of a chat. An answer of this server or another can be fed back as the client has it."""
+    """One turn of a chat. An answer of this server or another can be fed back as the client has
+    it."""
 
     role: str
     content: str | Annotated[list[ContentPart], FIRST_WRONG] = ""
@@ -269,7 +292,11 @@ class Message(Returned):
     @classmethod
     def with_content(cls, fields: object) -> object:
         """Raise ValueError for a message without content, whose key may be mistyped."""
-        if isinstance(fields, dict) and "content" not in fields and fields.get("role") != "assistant":
+        if (
+            isinstance(fields, dict)
+            and "content" not in fields
+            and fields.get("role") != "assistant"
+        ):
             raise ValueError("it has no content")
         return fields
 
@@ -278,9 +305,13 @@ class Message(Returned):
         return self.reasoning_content or self.reasoning or self.thinking
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates read it, but for the key of its thought: the arguments
-        of calls are objects there."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """Return the message as chat templates read it, but for the key of its thought: the
+        arguments of calls are objects there."""
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
         said: dict[str, Any] = {"role": self.role, "content": content or self.refusal or ""}
         said |= {"reasoning_content": self.thought} if self.thought else {}
         said |= {"name": self.name} if self.name else {}
@@ -288,7 +319,12 @@ class Message(Returned):
         if self.tool_calls:
             said["tool_calls"] = [
                 {"id": call.id, "type": "function"}
-                | {"function": {"name": call.function.name, "arguments": arguments_of(call.function.model_dump())}}
+                | {
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": arguments_of(call.function.model_dump()),
+                    }
+                }
                 for call in self.tool_calls
             ]
         return said
@@ -318,8 +354,8 @@ class NamedTool(Strict):
 
 
 class ResponseFormat(Strict):
-    """The form of an answer. json_schema: {"schema": ...}; what else is in it says nothing to the model
-    here."""
+    """The form of an answer. json_schema: {"schema": ...}; what else is in it says nothing to the
+    model here."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] = {}
@@ -351,15 +387,22 @@ class ChatRequest(CompletionRequest):
         """Raise ValueError for fields of which one makes the other ineffective."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: with logprobs=true only, add it or leave this out")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens: is the old name of max_completion_tokens, give one of them")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ValueError(
+                "max_tokens: is the old name of max_completion_tokens, give one of them"
+            )
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two have one name")
         if self.wished_calls == []:
             raise ValueError("tool_choice: there is no such tool")
         if self.wished_calls is not None and self.shapes():
-            raise ValueError(f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too")
+            raise ValueError(
+                f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too"
+            )
         return self
 
     @property
@@ -376,7 +419,9 @@ class ChatRequest(CompletionRequest):
     @property
     def wished_calls(self) -> list[Tool] | None:
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.callable_tools if tool.name == self.tool_choice.function.name]
+            return [
+                tool for tool in self.callable_tools if tool.name == self.tool_choice.function.name
+            ]
         return self.callable_tools if self.tool_choice == "required" else None
 
     @property
@@ -400,7 +445,9 @@ class ChatRequest(CompletionRequest):
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
-        return self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        return self.max_completion_tokens or self.max_tokens, (
+            self.top_logprobs or 0
+        ) if self.logprobs else None
 
 
 def event(payload: dict) -> str:
@@ -408,13 +455,15 @@ def event(payload: dict) -> str:
 
 
 def error(status: int, message: str) -> JSONResponse:
-    """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of a
-    surrogate pair."""
+    """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of
+    a surrogate pair."""
     message = message.encode(errors="replace").decode()
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": None}}, status
+    )
 
 
 class Form:
@@ -425,16 +474,33 @@ class Form:
     chunk_kind: str
 
     def __init__(
-        self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]], answers: list[AnswerParts]
+        self,
+        target: Target,
+        name: str,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        answers: list[AnswerParts],
     ) -> None:
-        self.target, self.name, self.logprobs = target, name, body.limits()[1] is not None
-        self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
-        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.answers = answers  # one for each of the request's answers; none where they are words alone
+        self.target = target
+        self.name = name
+        self.logprobs = body.limits()[1] is not None
+        self.prompt_tokens = sum(map(len, prompts))
+        self.ids_too = body.return_token_ids
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.answers = (
+            answers  # one for each of the request's answers; none where they are words alone
+        )
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.name,
+            "choices": choices,
+        }
 
     def whole(self, pieces: list[TextPiece], reused: int) -> dict:
         """Return the whole answer."""
@@ -446,7 +512,11 @@ class Form:
         """Token counts, of all prompts, each counted once, and of all answers; `reused`: those of
         prompts that earlier texts began with."""
         total = self.prompt_tokens + tokens
-        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+        counts = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": total,
+        }
         return counts | {"prompt_tokens_details": {"cached_tokens": reused}}
 
     def chunk(self, index: int, piece: TextPiece) -> dict:
@@ -477,7 +547,9 @@ class Form:
 class Completion(Form):
     """Answers of /v1/completions."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
         logprobs = None
@@ -485,36 +557,52 @@ class Completion(Form):
             logprobs = {
                 "tokens": [self.word(id) for id in piece.ids],
                 "token_logprobs": [entry.logprob for entry in piece.logprobs],
-                "top_logprobs": [{self.word(id): value for id, value in entry.top} for entry in piece.logprobs],
+                "top_logprobs": [
+                    {self.word(id): value for id, value in entry.top} for entry in piece.logprobs
+                ],
                 "text_offset": None,
             }
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish,
+        }
 
 
 class Chat(Form):
     """Answers of /v1/chat/completions."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def opening(self, index: int) -> dict:
         said = {"role": "assistant", "content": ""}
-        return self.envelope([{"index": index, "delta": said, "logprobs": None, "finish_reason": None}], chunk=True)
+        return self.envelope(
+            [{"index": index, "delta": said, "logprobs": None, "finish_reason": None}], chunk=True
+        )
 
     def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
         logprobs = None
         if self.logprobs:
             tokens = [
-                self.entry(id, entry.logprob) | {"top_logprobs": [self.entry(*pair) for pair in entry.top]}
+                self.entry(id, entry.logprob)
+                | {"top_logprobs": [self.entry(*pair) for pair in entry.top]}
                 for id, entry in zip(piece.ids, piece.logprobs, strict=True)
             ]
             logprobs = {"content": tokens}
-        parts, finish = {"content": piece.text}, piece.finish
+        parts = {"content": piece.text}
+        finish = piece.finish
         if self.answers:
             answer = self.answers[index]
             parts = answer.read(piece.text, piece.finish is not None)
             finish = "tool_calls" if answer.calls and finish == "stop" else finish
         if not chunk:
-            calls = [{k: v for k, v in call.items() if k != "index"} for call in parts.pop("tool_calls", ())]
+            calls = [
+                {k: v for k, v in call.items() if k != "index"}
+                for call in parts.pop("tool_calls", ())
+            ]
             parts = {"role": "assistant", "content": None if calls else ""} | parts
             parts |= {"tool_calls": calls} if calls else {}
         body = {"delta": parts} if chunk else {"message": parts}
@@ -522,4 +610,8 @@ class Chat(Form):
 
     def entry(self, id: int, logprob: float) -> dict:
         word = self.word(id)
-        return {"token": word, "logprob": logprob, "bytes": None if "\ufffd" in word else list(word.encode())}
+        return {
+            "token": word,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in word else list(word.encode()),
+        }

@@ -24,8 +24,8 @@ NO_INFLUENCE = ("data.bad_rows", "data.max_invalid")
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
-    """Return a function that answers rows with our engine, `options.rows` side by side, in the rows'
-    order."""
+    """Return a function that answers rows with our engine, `options.rows` side by side, in the
+    rows' order."""
     from infer.api import encode, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
@@ -42,7 +42,9 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
             return None
 
     def answers(rows: Iterable[Row], finished: Callable[[], None] = lambda: None) -> Iterator[dict]:
-        rows, queue = iter(rows), []  # [[row under way, its text or None]] in order
+        # [[row under way, its text or None]] in order
+        rows = iter(rows)
+        queue = []
         while True:
             for row in islice(rows, 4 * options.rows - len(queue)):
                 dialogue = Dialogue(row)
@@ -67,11 +69,12 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
 
 
 def engine_turn(target, text, chat: bool) -> Turn:
-    """Return a finished text of our engine as a turn. In a chat special tokens within it stay: they may
-    be a thought's or a call's."""
+    """Return a finished text of our engine as a turn. In a chat special tokens within it stay: they
+    may be a thought's or a call's."""
     from infer.api import answer_text
 
-    finish, ids = text.finish, list(text.ids)
+    finish = text.finish
+    ids = list(text.ids)
     if finish == "stop" and text.options.stop and ids[-1] not in target.end_ids:
         finish = "stop string"
     said = answer_text(target, ids, text.options)
@@ -85,26 +88,36 @@ def engine_turn(target, text, chat: bool) -> Turn:
 
 
 def regenerate(
-    rows: Iterable[Row], answers: Answering, out: Path, settings: dict, most_failures: int, total: int | None = None
+    rows: Iterable[Row],
+    answers: Answering,
+    out: Path,
+    settings: dict,
+    most_failures: int,
+    total: int | None = None,
 ) -> dict[str, int]:
     """Write the rows' answers to `out`, a line each, and {"index", "error"} lines to `out`.failed;
-    returns how many of each there are. `settings` say how the answers come about, their "content" what
-    target and rows are: a file that was begun with others is not gone on with. Raises ValueError for
-    that, and when more than `most_failures` rows failed; Stopped where the disk is full. total: how
-    many rows there are."""
-    failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
+    returns how many of each there are. `settings` say how the answers come about, their "content"
+    what target and rows are: a file that was begun with others is not gone on with. Raises
+    ValueError for that, and when more than `most_failures` rows failed; Stopped where the disk is
+    full. total: how many rows there are."""
+    failed_path = Path(f"{out}.failed")
+    settings_path = Path(f"{out}.settings.json")
     total = len(rows) if total is None else total
     settings = {"rows": total} | settings
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
         known = json.loads(settings_path.read_text())
-        known = {key: value for key, value in known.items() if key in settings}  # options that are no more
+        known = {
+            key: value for key, value in known.items() if key in settings
+        }  # options that are no more
         if "content" not in known:  # of an earlier version, which had no record
             known |= {"content": settings.get("content")}
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
         refuse_other_settings(known, settings, message, NO_INFLUENCE)
     if out.exists() and not settings_path.exists():
-        raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
+        raise ValueError(
+            f"out={out} exists already and is not ours to go on with: give another out"
+        )
     with disk(str(out)):
         write_json(settings_path, settings)
     (count, answered), (lost, failed) = _begun(out), _begun(failed_path)
@@ -128,16 +141,24 @@ def regenerate(
                 good.flush()
             else:
                 lost += 1
-                with failed_path.open("a", encoding="utf-8") as bad:  # only there where a row failed
-                    bad.write(json.dumps(answer | {"error": redact_text(error)}, ensure_ascii=False) + "\n")
+                with failed_path.open(
+                    "a", encoding="utf-8"
+                ) as bad:  # only there where a row failed
+                    bad.write(
+                        json.dumps(answer | {"error": redact_text(error)}, ensure_ascii=False)
+                        + "\n"
+                    )
             if lost > most_failures:
-                raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {error!r}")
+                raise ValueError(
+                    f"{lost} rows failed, at most {most_failures} may: the last said {error!r}"
+                )
     return {"answers": count, "failed": lost}
 
 
 def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
     """Return how many rows there are, and a digest of them all."""
-    count, digest = 0, hashlib.sha256()
+    count = 0
+    digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")
         count += 1
@@ -145,10 +166,12 @@ def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
 
 
 def _begun(path: Path) -> tuple[int, int]:
-    """Cut off a file's last line if it is not complete; return how many lines it has and the index in
-    the last one, -1 where there is none. Raises ValueError for lines that are not in the rows' order,
-    as two runs at once leave them."""
-    count, last, end = 0, -1, 0
+    """Cut off a file's last line if it is not complete; return how many lines it has and the index
+    in the last one, -1 where there is none. Raises ValueError for lines that are not in the rows'
+    order, as two runs at once leave them."""
+    count = 0
+    last = -1
+    end = 0
     if not path.exists():
         return count, last
     with path.open("r+b") as file:
@@ -159,10 +182,16 @@ def _begun(path: Path) -> tuple[int, int]:
             try:
                 index = int(json.loads(line)["index"])
             except (ValueError, LookupError, TypeError) as error:
-                raise ValueError(f"{path}, line {count + 1}: no answer of regenerate ({error})") from error
+                raise ValueError(
+                    f"{path}, line {count + 1}: no answer of regenerate ({error})"
+                ) from error
             if index <= last:
-                raise ValueError(f"{path}, line {count + 1}: row {index} stands behind row {last}: give another out")
-            count, last, end = count + 1, index, end + len(line)
+                raise ValueError(
+                    f"{path}, line {count + 1}: row {index} stands behind row {last}: give another out"
+                )
+            count = count + 1
+            last = index
+            end = end + len(line)
     return count, last
 
 

@@ -1,7 +1,7 @@
 """The server: OpenAI-compatible HTTP in front of one engine, whose rows all requests share.
 
-The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them
-go `Ticket`s, one for each text, and `TextPiece`s back.
+The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between
+them go `Ticket`s, one for each text, and `TextPiece`s back.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ from infer.utils.optional import is_installed, require_installed
 
 log = logging.getLogger(__name__)
 
-# (tokenizer) -> how a model's answers are told apart into thoughts, words and tool calls: an optional package
+# (tokenizer) -> how a model's answers are told apart into thoughts, words and tool calls: an
+# optional package
 ANSWER_READING = "infer.serving.calls:reading_of"
 ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
@@ -90,7 +91,8 @@ class Ticket:
 
 
 class Metrics:
-    """The counters and gauges of /metrics, and how the engine decodes: the values of DECODING_LABELS."""
+    """The counters and gauges of /metrics, and how the engine decodes: the values of
+    DECODING_LABELS."""
 
     def __init__(self, decoding: dict[str, str]) -> None:
         self.registry = prometheus_client.CollectorRegistry()
@@ -98,11 +100,15 @@ class Metrics:
         counter = partial(prometheus_client.Counter, **kept)
         gauge = partial(prometheus_client.Gauge, **kept)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
-        self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
+        self.reused = counter(
+            "reused_prompt_tokens", "Of these, not computed: an earlier text began alike"
+        )
         self.tokens = counter("generated_tokens", "Committed tokens")
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
-        self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
+        self.accepted = counter(
+            "accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"]
+        )
         self.writing = gauge("texts_writing", "Texts being written")
         self.waiting = gauge("texts_waiting", "Texts waiting for a row")
         prometheus_client.Info("decoding", "How texts are decoded", **kept).info(decoding)
@@ -111,14 +117,15 @@ class Metrics:
 class Worker(threading.Thread):
     """The thread that runs the engine while there is work, and sleeps otherwise.
 
-    The texts of a round that fails are written on, fewer side by side, until one fails alone: that one
-    is given up, as is a text that cannot be told. An engine that cannot come back ends the thread:
-    `failure` says why, and `on_failure` stops the server, which tells everybody.
+    The texts of a round that fails are written on, fewer side by side, until one fails alone: that
+    one is given up, as is a text that cannot be told. An engine that cannot come back ends the
+    thread: `failure` says why, and `on_failure` stops the server, which tells everybody.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         super().__init__(name="engine", daemon=True)
-        self.engine, self.metrics = engine, metrics
+        self.engine = engine
+        self.metrics = metrics
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.open: dict[Sequence, tuple[Ticket, TextStream]] = {}
         self.failure: str | None = None
@@ -136,7 +143,9 @@ class Worker(threading.Thread):
         """Take texts in and write them until a None comes. Raises whatever the engine raises that
         cannot come back."""
         while True:
-            tickets = [] if self.engine.busy else [self.inbox.get()]  # sleeps while there is nothing to do
+            tickets = (
+                [] if self.engine.busy else [self.inbox.get()]
+            )  # sleeps while there is nothing to do
             while not self.inbox.empty():
                 tickets.append(self.inbox.get())
             if None in tickets:
@@ -184,12 +193,14 @@ class Worker(threading.Thread):
                 log.exception("a text could not be told")
                 self._give_up(ticket, end_of(error))
         self.metrics.writing.set(len(self.engine.scheduler.writing))
-        self.metrics.waiting.set(len(self.engine.scheduler.waiting) + len(self.engine.scheduler.entering))
+        self.metrics.waiting.set(
+            len(self.engine.scheduler.waiting) + len(self.engine.scheduler.entering)
+        )
         return wrong
 
     def _recover(self, wrong: TextPiece) -> None:
-        """Let the texts of a failed round wait again, in an engine with new caches; give one up that
-        failed alone."""
+        """Let the texts of a failed round wait again, in an engine with new caches; give one up
+        that failed alone."""
         text = self.engine.scheduler.retry()
         if text in self.open:
             self._give_up(self.open[text][0], wrong)
@@ -198,9 +209,12 @@ class Worker(threading.Thread):
 
     def _tell(self, text: Sequence) -> None:
         ticket, pieces = self.open[text]
-        new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
+        new = text.ids[ticket.tokens :]
+        rounds = text.drafted[ticket.rounds :]
         rejected = text.rejected[-1] if text.rejected else None
-        piece = TextPiece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected)
+        piece = TextPiece(
+            pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected
+        )
         if ticket.tokens == 0 and new:
             self.metrics.prompt_tokens.inc(len(text.prompt))
             self.metrics.reused.inc(text.stats.reused)
@@ -220,7 +234,8 @@ class Service:
     """The event loop's side: the texts of all requests that have not ended."""
 
     def __init__(self, engine: Engine, options: ServerConfig) -> None:
-        self.engine, self.options = engine, options
+        self.engine = engine
+        self.options = options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.reading = None
         if is_installed(ANSWER_READING):
@@ -232,11 +247,13 @@ class Service:
         self.inside: set[Ticket] = set()
         self.preparing = 0  # texts that are not inside yet
         self.trial = Trial(partial(serialised_tokenizer, engine.target))
-        self.reader, self.compiler = ThreadPoolExecutor(1, "prompts"), ThreadPoolExecutor(1, "grammars")
+        self.reader = ThreadPoolExecutor(1, "prompts")
+        self.compiler = ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> None:
         """Start all threads: short of memory, none could be started later. Making llguidance's
-        tokenizer holds all of them up, for a second where the vocabulary is large: it is made here."""
+        tokenizer holds all of them up, for a second where the vocabulary is large: it is made
+        here."""
         with suppress(ValueError):  # of targets that cannot follow grammars
             grammar_tokenizer(self.target)
         self.worker.start()
@@ -270,25 +287,34 @@ class Service:
         return tickets
 
     def _prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Return a request's prompts. Raises HTTPException for what is no work for this server, or not
-        now."""
+        """Return a request's prompts. Raises HTTPException for what is no work for this server, or
+        not now."""
         if self.worker.failure is not None:
             raise HTTPException(503, self.worker.failure)
         if body.model not in (None, self.name):
             raise HTTPException(404, f"the model here is {self.name}, not {body.model}")
         prompts = body.prompts()
-        working, most = len(self.inside) + self.preparing, self.options.max_texts
+        working = len(self.inside) + self.preparing
+        most = self.options.max_texts
         if len(prompts) * body.n > most:
-            raise HTTPException(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
+            raise HTTPException(
+                400,
+                f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all",
+            )
         if working + len(prompts) * body.n > most:
-            raise HTTPException(429, f"{working} texts are in work or waiting, {most} may be: try again later")
+            raise HTTPException(
+                429, f"{working} texts are in work or waiting, {most} may be: try again later"
+            )
         return prompts
 
-    def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
+    def _tickets(
+        self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop
+    ) -> list[Ticket]:
         """Return a request's texts, checked. Raises ValueError."""
         if body.callable_tools:
             require_installed(ANSWER_READING, "tools: what reads tool calls")
-        tickets, pieces = [], asyncio.Queue()
+        tickets = []
+        pieces = asyncio.Queue()
         special = body.chat and self.reading is not None and self.reading.special
         if body.chat and getattr(self.target.tokenizer, "chat_template", None) is not None:
             template = str(self.target.tokenizer.get_chat_template())
@@ -311,7 +337,9 @@ class Service:
             for tool in tools:
                 check_properties(tool.parameters)
             if self.reading is None:
-                raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
+                raise ValueError(
+                    "tool_choice: how this model writes calls is not known here, use auto"
+                )
             calls = self.reading.grammar(tools, body.several_calls, self.reading.thinks(ids))
             settings = replace(settings, grammar=calls)
         if (asked := asked_grammar(settings)) is not None:
@@ -354,9 +382,11 @@ class Service:
             gone.cancel()
             self.leave(tickets)
 
-    async def events(self, tickets: list[Ticket], form: Form, body: CompletionRequest) -> AsyncIterator[str]:
-        """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by
-        their index."""
+    async def events(
+        self, tickets: list[Ticket], form: Form, body: CompletionRequest
+    ) -> AsyncIterator[str]:
+        """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart
+        by their index."""
         for i in range(len(tickets)):
             if opening := form.opening(i):
                 yield event(opening)
@@ -379,7 +409,9 @@ class Stream(StreamingResponse):
     """Server-sent events. `after` is called when the response is over, even if nobody listened."""
 
     def __init__(self, events: AsyncIterator[str], after: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self.after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -402,7 +434,9 @@ async def short(request: Request, wrong: MemoryError) -> Response:
 async def invalid(request: Request, wrong: RequestValidationError) -> Response:
     kind = request.headers.get("content-type", "")
     if "json" not in kind:
-        return error(400, f"send JSON, with the header Content-Type: application/json (it is '{kind[:100]}')")
+        return error(
+            400, f"send JSON, with the header Content-Type: application/json (it is '{kind[:100]}')"
+        )
     first = wrong.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     said = first["msg"].removeprefix("Value error, ")
@@ -413,7 +447,8 @@ REFUSALS = {HTTPException: refused, MemoryError: short, RequestValidationError: 
 
 
 def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
-    """Return the application around an engine; its start and stop start and end the engine's thread."""
+    """Return the application around an engine; its start and stop start and end the engine's
+    thread."""
     service = Service(engine, options)
     began = int(time.time())
 
@@ -423,14 +458,21 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
         yield
         service.stop()
 
-    app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None, exception_handlers=REFUSALS)
+    app = FastAPI(
+        title="Block-diffusion drafting",
+        lifespan=lifespan,
+        openapi_url=None,
+        exception_handlers=REFUSALS,
+    )
     app.state.service = service
     app.add_middleware(Guard, options=options)
 
     @app.get("/health")
     async def health() -> Response:
         alive = service.worker.is_alive()
-        return JSONResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+        return JSONResponse(
+            {"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503
+        )
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -454,9 +496,11 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
 
 
 def end_of(error: Exception) -> TextPiece:
-    """Return what a text is told that made the engine raise. On a CPU torch has no class for want of
-    memory."""
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Return what a text is told that made the engine raise. On a CPU torch has no class for want
+    of memory."""
+    full = isinstance(
+        error, MemoryError | torch.OutOfMemoryError
+    ) or "can't allocate memory" in str(error)
     return SHORT if full else FAILED
 
 
@@ -466,8 +510,8 @@ def reused(tickets: list[Ticket]) -> int:
 
 
 async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, TextPiece]]:
-    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all.
-    Raises HTTPException where one failed."""
+    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of
+    all. Raises HTTPException where one failed."""
     left = len(tickets)
     while left:
         index, piece = await tickets[0].pieces.get()
@@ -482,7 +526,9 @@ async def gather(tickets: list[Ticket]) -> list[TextPiece]:
     texts = [TextPiece("", [], [], None) for _ in tickets]
     async for index, new in pieces_of(tickets):
         said = texts[index]
-        texts[index] = TextPiece(said.text + new.text, said.ids + new.ids, said.logprobs + new.logprobs, new.finish)
+        texts[index] = TextPiece(
+            said.text + new.text, said.ids + new.ids, said.logprobs + new.logprobs, new.finish
+        )
     return texts
 
 
@@ -493,18 +539,22 @@ async def disconnected(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """Calls `on_bound` once the address is this server's; its `run` raises Stopped, with the reason, where
-    it cannot be. Stopped, it gives running answers a second to end."""
+    """Calls `on_bound` once the address is this server's; its `run` raises Stopped, with the
+    reason, where it cannot be. Stopped, it gives running answers a second to end."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_bound: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_bound: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self.service, self.on_bound = service, on_bound
+        self.service = service
+        self.on_bound = on_bound
 
     async def startup(self, sockets: list | None = None) -> None:
         try:
             await super().startup(sockets)
         except SystemExit as ended:  # an OSError, or what it has shown
-            wrong, elsewhere = ended.__context__, "choose another server.host= or server.port="
+            wrong = ended.__context__
+            elsewhere = "choose another server.host= or server.port="
             why = f"{wrong}; {elsewhere}" if wrong else "it could not be started, as it says above"
             raise Stopped(f"{self.service.options.url}: {why}") from ended
         self.on_bound()
@@ -515,8 +565,8 @@ class Server(uvicorn.Server):
 
 
 def make_server(engine: Engine, options: ServerConfig, on_bound: Callable[[], None]) -> Server:
-    """Return a server of an engine, which its `run` starts, and `should_exit` ends; it ends where the engine
-    cannot go on. It calls `on_bound` once it listens."""
+    """Return a server of an engine, which its `run` starts, and `should_exit` ends; it ends where
+    the engine cannot go on. It calls `on_bound` once it listens."""
     app = create_app(engine, options)
     service = app.state.service
     server = Server(network(app, options), service, on_bound)
@@ -524,7 +574,9 @@ def make_server(engine: Engine, options: ServerConfig, on_bound: Callable[[], No
     return server
 
 
-def serve(engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
+def serve(
+    engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None
+) -> None:
     """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine
     cannot go on, so that the process ends with an exit code that a supervisor sees."""
     server = make_server(engine, options, on_bound)

@@ -1,8 +1,8 @@
-"""Whether a model's folder is whole: its files are readable, its config.json makes sense, and its weights are
-all of the model's, of the model's shapes, and finite.
+"""Whether a model's folder is whole: its files are readable, its config.json makes sense, and its
+weights are all of the model's, of the model's shapes, and finite.
 
-transformers checks little of this: it fills missing tensors with random numbers, and raises exceptions of any
-kind for damaged files.
+transformers checks little of this: it fills missing tensors with random numbers, and raises
+exceptions of any kind for damaged files.
 """
 
 import json
@@ -33,8 +33,9 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# Tensors of a model's parts that a causal language model does not have: layers for multi-token prediction, towers for
-# images and sound, and buffers that old files hold and that are computed today.
+# Tensors of a model's parts that a causal language model does not have: layers for multi-token
+# prediction, towers for images and sound, and buffers that old files hold and that are computed
+# today.
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|mtp_\w+|vision_\w+|visual|audio_\w+|multi_modal_\w+|mm_\w+|embed_vision|embed_audio|image_\w+)\.|"
     r"rotary_emb\.inv_freq$"
@@ -45,8 +46,8 @@ Shape = tuple[int, ...]
 
 @contextmanager
 def hold_warnings() -> Iterator[None]:
-    """Hold back what transformers logs within the block: it is printed at the end if the block succeeds, and
-    dropped if it raises."""
+    """Hold back what transformers logs within the block: it is printed at the end if the block
+    succeeds, and dropped if it raises."""
     logger = get_logger("transformers")
     handlers = logger.handlers[:]
     held = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
@@ -66,7 +67,8 @@ def one_line(error: BaseException) -> str:
 
 
 def find_bad_json(folder: Path) -> str | None:
-    """Return which of a folder's JSON files holds no JSON object, and why; None if all that are there do."""
+    """Return which of a folder's JSON files holds no JSON object, and why; None if all that are
+    there do."""
     for name in JSON_FILES:
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -80,13 +82,16 @@ def find_bad_json(folder: Path) -> str | None:
 
 
 def read_small_json(path: str, file: Path) -> dict:
-    """Return the content of a JSON file, {} where there is none. Raises ValueError if it is damaged."""
+    """Return the content of a JSON file, {} where there is none. Raises ValueError if it is
+    damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"target.path={path}: {file.name} is damaged ({one_line(error)}): {DOWNLOAD_AGAIN}") from error
+        raise ValueError(
+            f"target.path={path}: {file.name} is damaged ({one_line(error)}): {DOWNLOAD_AGAIN}"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"target.path={path}: {file.name} holds no JSON object: {DOWNLOAD_AGAIN}")
     return content
@@ -103,20 +108,29 @@ def check_layer_count(path: str, config: Mapping[str, object]) -> None:
 
 
 def check_config(path: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for sizes, epsilons and rotary bases in config.json that no model can have."""
-    values = config.get_text_config().to_dict()  # no attributes: those of heterogeneous layers raise
+    """Raise ValueError for sizes, epsilons and rotary bases in config.json that no model can
+    have."""
+    values = (
+        config.get_text_config().to_dict()
+    )  # no attributes: those of heterogeneous layers raise
 
     def refuse(name: str, value: object, allowed: str) -> None:
         raise ValueError(f"target.path={path}: its configuration has {name}={value!r}: {allowed}")
 
     for name in SIZES:
         size = values.get(name)
-        if size is not None and not isinstance(size, list) and (not isinstance(size, int) or size < 1):
+        if (
+            size is not None
+            and not isinstance(size, list)
+            and (not isinstance(size, int) or size < 1)
+        ):
             refuse(name, size, "a whole number above 0 is needed")
     heads = values.get("num_attention_heads")
     key_heads = values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
-        refuse("num_key_value_heads", key_heads, f"a divisor of num_attention_heads={heads} is needed")
+        refuse(
+            "num_key_value_heads", key_heads, f"a divisor of num_attention_heads={heads} is needed"
+        )
     window = values.get("sliding_window")
     if isinstance(window, int) and window < 0:
         refuse("sliding_window", window, "a number of positions or null is needed")
@@ -127,7 +141,11 @@ def check_config(path: str, config: PretrainedConfig) -> None:
             refuse(name, value, "a number is needed")
         if key == "rope_theta" and value is not None and not (number and 0 < value < math.inf):
             refuse(name, value, "a finite number above 0 is needed")
-        if key.endswith(("norm_eps", "norm_epsilon")) and value is not None and not (number and 0 <= value < math.inf):
+        if (
+            key.endswith(("norm_eps", "norm_epsilon"))
+            and value is not None
+            and not (number and 0 <= value < math.inf)
+        ):
             refuse(name, value, "a finite number of at least 0 is needed")
 
 
@@ -141,17 +159,20 @@ def flat_values(values: Mapping[str, object], prefix: str = "") -> Iterator[tupl
 
 
 def check_generation_config(path: str, folder: Path) -> None:
-    """Raise ValueError for a generation_config.json that is damaged, which transformers would leave out in
-    silence, and for one whose end tokens are no token ids."""
+    """Raise ValueError for a generation_config.json that is damaged, which transformers would leave
+    out in silence, and for one whose end tokens are no token ids."""
     ends = read_small_json(path, folder / "generation_config.json").get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(token) is int for token in ids):
-        raise ValueError(f"target.path={path}: generation_config.json has eos_token_id={ends!r}: token ids are needed")
+        raise ValueError(
+            f"target.path={path}: generation_config.json has eos_token_id={ends!r}: token ids are needed"
+        )
 
 
 def checkpoint_files(path: str, folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder that its weights are read from; none where they are in another
-    format. Raises ValueError for a damaged index and FileNotFoundError for files that are not there."""
+    """Return the safetensors files of a folder that its weights are read from; none where they are
+    in another format. Raises ValueError for a damaged index and FileNotFoundError for files that
+    are not there."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
@@ -169,13 +190,16 @@ def checkpoint_files(path: str, folder: Path) -> list[Path]:
 
 
 def read_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
-    """Return the shapes of the tensors in safetensors files, by their headers alone. Raises ValueError for a
-    file whose header is damaged, or which is shorter or longer than its header says."""
+    """Return the shapes of the tensors in safetensors files, by their headers alone. Raises
+    ValueError for a file whose header is damaged, or which is shorter or longer than its header
+    says."""
     shapes = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+                shapes |= {
+                    name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()
+                }  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"target.path={path}: {file.name} is damaged ({one_line(error)}): {DOWNLOAD_AGAIN}"
@@ -184,7 +208,8 @@ def read_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
 
 
 def check_size(path: str, model: nn.Module, shapes: Mapping[str, Shape], factor: int = 1) -> None:
-    """Raise ValueError where a model, on the meta device, has more than `factor` times as many numbers as its
+    """Raise ValueError where a model, on the meta device, has more than `factor` times as many
+    numbers as its
     files: what is too large for the memory is refused before it is allocated."""
     stored = sum(map(math.prod, shapes.values()))
     needed = sum(parameter.numel() for parameter in model.parameters())
@@ -197,21 +222,35 @@ def check_size(path: str, model: nn.Module, shapes: Mapping[str, Shape], factor:
 
 
 def name_differences(model: nn.Module, shapes: Mapping[str, Shape]) -> str:
-    """Return which tensors the files lack or hold in another shape, as far as they have the model's names."""
+    """Return which tensors the files lack or hold in another shape, as far as they have the model's
+    names."""
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if not wanted.keys() & shapes.keys():
         return ""
     missing = [name for name in wanted if name not in shapes]
     mismatched = [
-        (name, shapes[name], wanted[name]) for name in wanted if shapes.get(name, wanted[name]) != wanted[name]
+        (name, shapes[name], wanted[name])
+        for name in wanted
+        if shapes.get(name, wanted[name]) != wanted[name]
     ]
     return f" ({describe(missing, mismatched, ())})"
 
 
-def describe(missing: Iterable[str], mismatched: Iterable[tuple[str, Shape, Shape]], unexpected: Iterable[str]) -> str:
+def describe(
+    missing: Iterable[str],
+    mismatched: Iterable[tuple[str, Shape, Shape]],
+    unexpected: Iterable[str],
+) -> str:
     """Return in words which tensors are wrong: a count and the first names of each kind."""
-    shapes = [f"{name} ({tuple(stored)}, not {tuple(wanted)})" for name, stored, wanted in sorted(mismatched)]
-    kinds = {"missing": sorted(missing), "of another shape": shapes, "unknown to the model": sorted(unexpected)}
+    shapes = [
+        f"{name} ({tuple(stored)}, not {tuple(wanted)})"
+        for name, stored, wanted in sorted(mismatched)
+    ]
+    kinds = {
+        "missing": sorted(missing),
+        "of another shape": shapes,
+        "unknown to the model": sorted(unexpected),
+    }
     phrases = []
     for kind, names in kinds.items():
         if names:
@@ -222,8 +261,8 @@ def describe(missing: Iterable[str], mismatched: Iterable[tuple[str, Shape, Shap
 
 
 def is_other_part(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a tensor belongs to a part of the checkpoint that a causal language model does not
-    have, or that its class ignores."""
+    """Return whether a tensor belongs to a part of the checkpoint that a causal language model does
+    not have, or that its class ignores."""
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     if OTHER_PARTS.search(name) or any(re.search(pattern, name) for pattern in ignored):
         return True
@@ -241,8 +280,8 @@ def check_tensors(
     unexpected: Iterable[str],
     remedy: str = DOWNLOAD_AGAIN,
 ) -> None:
-    """Raise ValueError, naming them, for tensors that the weight files lack, hold in another shape (name,
-    stored, wanted), or hold beside those of the model."""
+    """Raise ValueError, naming them, for tensors that the weight files lack, hold in another shape
+    (name, stored, wanted), or hold beside those of the model."""
     unexpected = [name for name in unexpected if not is_other_part(name, model)]
     if wrong := describe(missing, mismatched, unexpected):
         raise ValueError(
@@ -254,13 +293,16 @@ def check_loading_info(
     path: str, model: PreTrainedModel, info: Mapping[str, Iterable], remedy: str = DOWNLOAD_AGAIN
 ) -> None:
     """Do as `check_tensors` with what `from_pretrained(..., output_loading_info=True)` returns."""
-    check_tensors(path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy)
+    check_tensors(
+        path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy
+    )
 
 
 @torch.no_grad()
 def check_finite(place: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError, naming it, for the first tensor with an entry that is NaN or infinite. Tensors on the
-    meta device and those of whole numbers are left out. `place`: where they are from, for the message."""
+    """Raise ValueError, naming it, for the first tensor with an entry that is NaN or infinite.
+    Tensors on the meta device and those of whole numbers are left out. `place`: where they are
+    from, for the message."""
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:
             continue

@@ -1,7 +1,7 @@
 """The tokens that end an output: all that the four places name which may name one.
 
-Fine-tuned models often name the end of their turns in one place alone; a model that is stopped by the
-others only goes on as the user. A token that the model never generates does no harm.
+Fine-tuned models often name the end of their turns in one place alone; a model that is stopped by
+the others only goes on as the user. A token that the model never generates does no harm.
 """
 
 import re
@@ -36,7 +36,9 @@ def end_tokens(
     return frozenset(id for id in named if type(id) is int and 0 <= id < vocabulary_size)
 
 
-def config_end_tokens(config: "GenerationConfig | PretrainedConfig | None", tokenizer: object | None) -> list[int]:
+def config_end_tokens(
+    config: "GenerationConfig | PretrainedConfig | None", tokenizer: object | None
+) -> list[int]:
     """Return the end tokens that a config names: none, one or several.
 
     A config class may have a default, such as 2 for Llama, which the text config of an image model
@@ -65,10 +67,10 @@ def turn_end(tokenizer: object, template: str) -> int | None:
     """Return the token that ends an assistant's turn in a tokenizer's chat template; None where the
     template shows none.
 
-    An answer is rendered as the last message and before another question. Added tokens that follow it
-    in both cases, before any other text, belong to the turn; the last of them ends it. What follows in
-    one case only begins the next turn (GLM), or ends a message after which the same turn may go on
-    (`<|end|>` of gpt-oss).
+    An answer is rendered as the last message and before another question. Added tokens that follow
+    it in both cases, before any other text, belong to the turn; the last of them ends it. What
+    follows in one case only begins the next turn (GLM), or ends a message after which the same turn
+    may go on (`<|end|>` of gpt-oss).
 
     template: the template's text, which the cached result belongs to.
     """
@@ -89,7 +91,9 @@ def turn_end(tokenizer: object, template: str) -> int | None:
     ids = added_tokens(tokenizer)
     beginning = leading_tokens(opening, ids)
     end = None
-    for last, inner in zip(leading_tokens(behind_last, ids), leading_tokens(behind_inner, ids), strict=False):
+    for last, inner in zip(
+        leading_tokens(behind_last, ids), leading_tokens(behind_inner, ids), strict=False
+    ):
         if last != inner or last in beginning:
             break
         end = ids[last]

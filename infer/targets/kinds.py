@@ -1,5 +1,5 @@
-"""The table entry of masked diffusion models, targets that are no causal language models. No torch here:
-commands read their options from here before anything is loaded."""
+"""The table entry of masked diffusion models, targets that are no causal language models. No torch
+here: commands read their options from here before anything is loaded."""
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -9,8 +9,8 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class TargetKind:
-    """A kind of target beside causal language models: how its config.json is recognised, and what commands need of
-    its optional package, as "module:name"."""
+    """A kind of target beside causal language models: how its config.json is recognised, and what
+    commands need of its optional package, as "module:name"."""
 
     title: str  # for people
     model_types: tuple[str, ...]  # `model_type` of config.json, of models with code of their own
@@ -22,7 +22,10 @@ class TargetKind:
 
     def matches(self, config: dict) -> bool:
         """Return whether a config.json is of a model of this kind."""
-        return config["model_type"].lower() in self.model_types or config.get(self.config_key) is not None
+        return (
+            config["model_type"].lower() in self.model_types
+            or config.get(self.config_key) is not None
+        )
 
 
 MASKED = TargetKind(
@@ -45,8 +48,11 @@ class NotInstalled:
 
 
 def masked_options_class() -> type:
-    """Return the class of a masked diffusion model's options, `NotInstalled` where its package is missing."""
-    return resolve_name(MASKED.options_class) if is_installed(MASKED.options_class) else NotInstalled
+    """Return the class of a masked diffusion model's options, `NotInstalled` where its package is
+    missing."""
+    return (
+        resolve_name(MASKED.options_class) if is_installed(MASKED.options_class) else NotInstalled
+    )
 
 
 def read_config(path: str) -> dict:
@@ -63,8 +69,9 @@ def read_config(path: str) -> dict:
 
 
 def is_masked(path: str) -> bool:
-    """Return whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError where there
-    is none, and ValueError for such a model where its package is not in this installation."""
+    """Return whether a model is a masked diffusion model, by its config.json. Raises
+    FileNotFoundError where there is none, and ValueError for such a model where its package is not
+    in this installation."""
     if not MASKED.matches(read_config(path)):
         return False
     require_installed(MASKED.load, f"target.path={path}: what decodes a {MASKED.title}")

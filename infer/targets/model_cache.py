@@ -1,5 +1,5 @@
-"""Folders of models in the hub's cache: made once from a source, checked whenever they are used, and made again
-where they are damaged."""
+"""Folders of models in the hub's cache: made once from a source, checked whenever they are used,
+and made again where they are damaged."""
 
 import fcntl
 import hashlib
@@ -26,19 +26,22 @@ Source = TypeVar("Source")
 
 
 def cache_folder(name: str, source: str) -> Path:
-    """Return the folder, in the hub's cache, of what is made of a source: files' names, sizes and times,
-    say."""
+    """Return the folder, in the hub's cache, of what is made of a source: files' names, sizes and
+    times, say."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
 
 
-def make_once(folder: Path, why: str, open_source: Callable[[], Source], make: Callable[[Source, Path], None]) -> Path:
+def make_once(
+    folder: Path, why: str, open_source: Callable[[], Source], make: Callable[[Source, Path], None]
+) -> Path:
     """Return a folder of the cache, made by the first process that asks, for which others wait. A
-    damaged one, and one of an earlier version, which did not check its source, is deleted and made again.
+    damaged one, and one of an earlier version, which did not check its source, is deleted and made
+    again.
 
-    `why` is printed before `make(open_source(), folder)`, but after the source is open: what it raises
-    is all that is said of a damaged source. Raises OSError, one sentence, where the folder cannot be
-    written; nothing is left of it then."""
+    `why` is printed before `make(open_source(), folder)`, but after the source is open: what it
+    raises is all that is said of a damaged source. Raises OSError, one sentence, where the folder
+    cannot be written; nothing is left of it then."""
     if find_problem(folder) is None:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +73,8 @@ def make_once(folder: Path, why: str, open_source: Callable[[], Source], make: C
 
 
 def save_model(model, tokenizer, folder: Path) -> None:
-    """Save a model and its tokenizer as a Hugging Face folder. Raises OSError where the disk is full or
-    read-only, which safetensors and tokenizers say by exceptions of their own."""
+    """Save a model and its tokenizer as a Hugging Face folder. Raises OSError where the disk is
+    full or read-only, which safetensors and tokenizers say by exceptions of their own."""
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -92,14 +95,16 @@ def find_problem(folder: Path) -> str | None:
 
 @lru_cache(maxsize=64)
 def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
-    """Return which file of a folder is not what its manifest says, None if all are. `stamps`: name, size
-    and time of every file; while they stay the same nothing is read again."""
+    """Return which file of a folder is not what its manifest says, None if all are. `stamps`: name,
+    size and time of every file; while they stay the same nothing is read again."""
     if MANIFEST not in {name for name, *_ in stamps}:
         return "the one that was there is of an earlier version"
     try:
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         actual = checksums(folder)
-        wrong = [name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)]
+        wrong = [
+            name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)
+        ]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         wrong = [MANIFEST]
     return f"{wrong[0]} of the one that was there was damaged" if wrong else None

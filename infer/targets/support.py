@@ -16,9 +16,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CHUNKED = "chunked_attention"  # a query sees its own chunk of positions alone (Llama 4)
-LAYERS = {"full_attention", "sliding_attention", CHUNKED}  # kinds whose attention is a mask over all cached positions
+LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    CHUNKED,
+}  # kinds whose attention is a mask over all cached positions
 STATEFUL = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state
-STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # names of such layers' sizes, by prefix
+STATES = (
+    "mamba_",
+    "ssm_",
+    "lru_",
+    "linear_key_head_dim",
+    "conv_L_cache",
+)  # names of such layers' sizes, by prefix
 # models whose states follow trees (infer/targets/recurrent.py)
 FOLLOWED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
@@ -37,8 +47,8 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then soft-capped
-    (Gemma)."""
+    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then
+    soft-capped (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
@@ -50,8 +60,8 @@ class LogitScale:
         return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the logits with respect to the products, at these logits; None where
-        it is 1."""
+        """Return the derivative of the logits with respect to the products, at these logits; None
+        where it is 1."""
         if self.cap is None:
             return None if self.divisor == 1 else 1 / self.divisor
         return (1 - (logits / self.cap).square()) / self.divisor
@@ -61,8 +71,8 @@ PLAIN = LogitScale()
 
 
 def setting(config: "PretrainedConfig", *names: str) -> object | None:
-    """Return what a config.json says under the first of the names that it has; None for 0, false and
-    nothing too."""
+    """Return what a config.json says under the first of the names that it has; None for 0, false
+    and nothing too."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
@@ -77,8 +87,8 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     """Return the attention window, or chunk, of each kind of the target's layers: positions, the
     query's own included; None: all before it.
 
-    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes
-    a single mask, with a window if its config has one.
+    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3)
+    takes a single mask, with a window if its config has one.
     """
     width = setting(config, "sliding_window")
     if config.model_type in FOLLOWED:
@@ -104,16 +114,16 @@ def norm_eps(config: "PretrainedConfig") -> float:
 
 
 def rope(config: "PretrainedConfig") -> dict:
-    """Return the rotary parameters; of the full-attention layers, where each kind has its own (Gemma
-    3)."""
+    """Return the rotary parameters; of the full-attention layers, where each kind has its own
+    (Gemma 3)."""
     parameters = setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
 def longest(config: "PretrainedConfig") -> int | None:
-    """Return the longest text whose rotary angles do not depend on its length, nor its queries' scales
-    on their place (Llama 4: transformers takes the place in the cache for the position); None: they
-    never do."""
+    """Return the longest text whose rotary angles do not depend on its length, nor its queries'
+    scales on their place (Llama 4: transformers takes the place in the cache for the position);
+    None: they never do."""
     if setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
     parameters = rope(config)
@@ -161,7 +171,9 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
     through."""
 
     def refuse(what: str) -> None:
-        raise ValueError(f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it")
+        raise ValueError(
+            f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it"
+        )
 
     if setting(config, "is_encoder_decoder"):
         refuse("an encoder beside its decoder")
@@ -194,16 +206,21 @@ def decoder_of(model: "nn.Module") -> "nn.Module":
 def refuse_unfit(model: "nn.Module") -> None:
     """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
     config = model.config.get_text_config()
-    body, head = decoder_of(model), model.get_output_embeddings()
+    body = decoder_of(model)
+    head = model.get_output_embeddings()
     if len(dict(body.named_children()).get("layers", ())) != config.num_hidden_layers:
-        raise ValueError(f"this target ({config.model_type}) has no list of decoder layers that can be listened to")
+        raise ValueError(
+            f"this target ({config.model_type}) has no list of decoder layers that can be listened to"
+        )
     if (unknown := unknown_recurrence(body)) is not None:
         raise ValueError(
             f"this target ({config.model_type}) has recurrent layers of another form ({unknown}): "
             "draft trees cannot be verified through it"
         )
     if head is None or "bias" in dict(head.named_parameters()):
-        raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported")
+        raise ValueError(
+            f"this target ({config.model_type}) has no plain head without bias: not supported"
+        )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
             f"attention {config._attn_implementation} takes no masks of trees: "

@@ -15,10 +15,10 @@ class Watch:
     """Notices that weights of a module were replaced, moved or written to.
 
     Writing through `.data`, as peft merges adapters, leaves a tensor's version and address as they
-    are. Therefore values are compared too: of vectors (norms and biases) all, since the decoder pass
-    works on copies of some; of matrices a few. A partial write through `.data` to a matrix that misses
-    those values is not noticed; it needs no notice in a decoder pass, which reads the matrices where
-    they are.
+    are. Therefore values are compared too: of vectors (norms and biases) all, since the decoder
+    pass works on copies of some; of matrices a few. A partial write through `.data` to a matrix
+    that misses those values is not noticed; it needs no notice in a decoder pass, which reads the
+    matrices where they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,12 +39,16 @@ class Watch:
 
     def written(self) -> bool:
         """Return whether versions, or replaced and moved parameters, tell of a change. It is cheap
-        enough for every round, since it looks at some parameters only: versions of the first of every
-        module, identity and address of a few. What it misses, `changed` sees where a sequence enters."""
+        enough for every round, since it looks at some parameters only: versions of the first of
+        every module, identity and address of a few. What it misses, `changed` sees where a sequence
+        enters."""
         if sum(map(version, self.counted)) != self.versions:
             return True
         current = [owner.get(name) for owner, name in self.slots]
-        return not all(map(is_, current, self.slot_weights)) or addresses(current) != self.slot_addresses
+        return (
+            not all(map(is_, current, self.slot_weights))
+            or addresses(current) != self.slot_addresses
+        )
 
     def note(self) -> None:
         """Take the weights as they are now for unchanged."""
@@ -64,8 +68,8 @@ class Watch:
 
 
 def addresses(weights: list[nn.Parameter]) -> list[int]:
-    """Return where the values of ordinary parameters lie; not of other classes, which are sharded or
-    quantised by other packages and move their memory as they like."""
+    """Return where the values of ordinary parameters lie; not of other classes, which are sharded
+    or quantised by other packages and move their memory as they like."""
     return [weight.data_ptr() for weight in weights if type(weight) is nn.Parameter]
 
 

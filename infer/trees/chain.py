@@ -1,4 +1,5 @@
-"""The chain: the most probable token of each position, which DFlash verifies. A tree of width one."""
+"""The chain: the most probable token of each position, which DFlash verifies. A tree of width
+one."""
 
 import torch
 
@@ -6,9 +7,10 @@ from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
 
 def chain(proposal: Proposal) -> DraftTree:
-    """Return the likeliest token of each of the first min(budget, L) positions, one behind the other;
-    with a conditional head the likeliest one behind those before it."""
-    bonus, steps = proposal.bonus, proposal.steps
+    """Return the likeliest token of each of the first min(budget, L) positions, one behind the
+    other; with a conditional head the likeliest one behind those before it."""
+    bonus = proposal.bonus
+    steps = proposal.steps
     length = min(proposal.budget, proposal.marginals.shape[1])
     if steps is not None:
         tokens, log_probs = steps.chain(length)

@@ -1,8 +1,8 @@
 """The table of tree methods. No torch here: options, reports and help read it before anything is
 loaded.
 
-A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and a
-row of `TREES`.
+A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and
+a row of `TREES`.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,23 @@ class TreeMethod:
     name: str  # decoding.method=<name>; a name has no parts
     label: str  # in tables and figures
     builder: str  # "module:function", Proposal -> DraftTree; imported when an engine is made
-    colour: str = "#777777"  # in figures; those of the table can be told apart by colour-blind readers
+    colour: str = (
+        "#777777"  # in figures; those of the table can be told apart by colour-blind readers
+    )
     drafts: bool = True  # false: needs no drafter
     # block size -> nodes it can use at most; None: any node budget
     most_nodes: Callable[[int], int] | None = None
-    ranked: bool = False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
+    ranked: bool = (
+        False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
+    )
     ngrams: bool = False  # needs an n-gram file
-    recalls: bool = False  # asks the text's own n-grams too, which are enough where there is no file
+    recalls: bool = (
+        False  # asks the text's own n-grams too, which are enough where there is no file
+    )
     with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
-    evaluated: bool = True  # measured by every evaluation that can (with an n-gram file, if it needs one)
+    evaluated: bool = (
+        True  # measured by every evaluation that can (with an n-gram file, if it needs one)
+    )
 
     @property
     def by_budget(self) -> bool:
@@ -40,7 +48,9 @@ class TreeMethod:
 
 
 _ROWS = (
-    TreeMethod("plain", "plain", "infer.trees.tree:plain", drafts=False, most_nodes=lambda block_size: 0),
+    TreeMethod(
+        "plain", "plain", "infer.trees.tree:plain", drafts=False, most_nodes=lambda block_size: 0
+    ),
     TreeMethod(
         "chain",
         "chain",
@@ -57,7 +67,9 @@ _ROWS = (
         ranked=True,
         with_ngrams="ddtree+ngrams",
     ),
-    TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
+    TreeMethod(
+        "continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True
+    ),
     TreeMethod(
         "ddtree+ngrams",
         "DDTree + n-grams",
@@ -70,7 +82,9 @@ _ROWS = (
     TreeMethod("static", "static", "infer.trees.fixed:static", evaluated=False),
 )
 # plain decoding first, wherever a row is added: evaluations compare with the first
-TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts) if is_installed(row.builder)}
+TREES = {
+    row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts) if is_installed(row.builder)
+}
 # in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the
 # drafter's place
 ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)

@@ -29,12 +29,12 @@ class Conditionals(Protocol):
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P), and
-        a memory."""
+        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P),
+        and a memory."""
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each slot's likeliest token of all behind the ones before, and its log q: (B, length)
-        both."""
+        """Return each slot's likeliest token of all behind the ones before, and its log q: (B,
+        length) both."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Proposal:
     marginals: torch.Tensor | None
     budget: int = 0  # drafted nodes at most
     ngram: NGram | None = None
-    contexts: Sequence[Sequence[int]] = ()  # with an n-gram model: every row's text, the bonus token included
+    contexts: Sequence[
+        Sequence[int]
+    ] = ()  # with an n-gram model: every row's text, the bonus token included
     weight: float = 1.0  # of the n-gram model against the drafter
     width: int = 1  # children of every node of a full tree
     ends: Collection[int] = ()  # tokens that end a text
@@ -57,8 +59,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes before
-    its children.
+    """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes
+    before its children.
 
     A node stands for the whole prefix from the root down to it (DDTree section 4.2).
     """
@@ -79,7 +81,11 @@ class DraftTree:
     @property
     def budgets(self) -> list[int]:
         """Drafted nodes of every row."""
-        return [self.budget] * len(self.tokens) if self.real is None else (self.real.sum(1) - 1).tolist()
+        return (
+            [self.budget] * len(self.tokens)
+            if self.real is None
+            else (self.real.sum(1) - 1).tolist()
+        )
 
     def positions(self, start: torch.Tensor) -> torch.Tensor:
         """Return absolute positions (B, M) for a root at `start` (B,): by depth, never by slot."""
@@ -90,26 +96,35 @@ class DraftTree:
         attends to."""
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
-        above, reach = self.parents, 1  # (B, M): the ancestor so many steps up, the root where there is none
+        # (B, M): the ancestor so many steps up, the root where there is none
+        above = self.parents
+        reach = 1
         # doubling: what a node sees within `reach` steps, and what that one sees
         while reach <= self.max_depth:
             mask = mask | mask.gather(1, above[..., None].expand(-1, -1, nodes))
-            above, reach = above.gather(1, above), 2 * reach
+            above = above.gather(1, above)
+            reach = 2 * reach
         return mask if mask.is_contiguous() else mask.contiguous()
 
     def first(self, nodes: int) -> "DraftTree":
-        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that
-        size."""
+        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of
+        that size."""
         end = nodes + 1
         return DraftTree(
-            self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
+            self.tokens[:, :end],
+            self.parents[:, :end],
+            self.depths[:, :end],
+            self.log_probs[:, :end],
+            self.max_depth,
         )
 
     def likeliest(self, nodes: int) -> "DraftTree":
-        """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are: rows of which the
-        drafter is sure have more than others."""
+        """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are:
+        rows of which the drafter is sure have more than others."""
         rows, found = self.log_probs[:, 1:].shape
-        chosen = self.log_probs[:, 1:].flatten().topk(rows * nodes).indices // found  # the rows of these
+        chosen = (
+            self.log_probs[:, 1:].flatten().topk(rows * nodes).indices // found
+        )  # the rows of these
         counts = 1 + chosen.bincount(minlength=rows)
         cut = self.first(int(counts.max()) - 1)
         real = torch.arange(cut.budget + 1, device=counts.device) < counts[:, None]

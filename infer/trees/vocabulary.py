@@ -32,8 +32,8 @@ class Vocabulary(NamedTuple):
         return values if self.tokens is None or values is None else values[..., self.tokens]
 
     def whole(self, scores: torch.Tensor, rest: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores (..., R) to those of all tokens (..., V); the others have `rest` (..., 1), or minus
-        infinity."""
+        """Scores (..., R) to those of all tokens (..., V); the others have `rest` (..., 1), or
+        minus infinity."""
         if self.tokens is None:
             return scores
         rest = torch.full_like(scores[..., :1], -torch.inf) if rest is None else rest

@@ -1,8 +1,8 @@
 """Messages in the form that a chat template reads.
 
-The arguments of a tool call are an object for most templates (Qwen3, Llama 3), and JSON text for those that join
-them to strings (DeepSeek V3, R1, V3.1). A thought has a key of its own in some templates, and stands in the content
-in others.
+The arguments of a tool call are an object for most templates (Qwen3, Llama 3), and JSON text for
+those that join them to strings (DeepSeek V3, R1, V3.1). A thought has a key of its own in some
+templates, and stands in the content in others.
 """
 
 import json
@@ -17,9 +17,13 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 def readable_messages(tokenizer, messages: list[dict], **options: object) -> list[dict]:
     """Return messages with the arguments of their tool calls as the tokenizer's chat template takes
-    them: as objects, unless the template fails with these or writes them in Python's notation and does
-    neither with JSON text. `options`: what else the template is given, as for `apply_chat_template`."""
-    calls = [call.get("function", {}) for message in messages for call in message.get("tool_calls") or ()]
+    them: as objects, unless the template fails with these or writes them in Python's notation and
+        does
+    neither with JSON text. `options`: what else the template is given, as for
+    `apply_chat_template`."""
+    calls = [
+        call.get("function", {}) for message in messages for call in message.get("tool_calls") or ()
+    ]
     if not calls:
         return messages
     with_objects = _with_arguments(messages, arguments_object)
@@ -31,7 +35,9 @@ def readable_messages(tokenizer, messages: list[dict], **options: object) -> lis
             text = tokenizer.apply_chat_template(form, tokenize=False, **options)
         except (TypeError, TemplateError):
             return float("inf")
-        return sum(text.count(notation) for notation in written_by_python if notation not in ("", "{}"))
+        return sum(
+            text.count(notation) for notation in written_by_python if notation not in ("", "{}")
+        )
 
     errors_of_objects = count_python_notation(with_objects)
     if errors_of_objects and count_python_notation(with_text) < errors_of_objects:
@@ -40,8 +46,8 @@ def readable_messages(tokenizer, messages: list[dict], **options: object) -> lis
 
 
 def arguments_object(arguments: object) -> object:
-    """Return the arguments of a tool call as an object. They may be JSON text; other text stays as it
-    is."""
+    """Return the arguments of a tool call as an object. They may be JSON text; other text stays as
+    it is."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -68,8 +74,8 @@ def _with_arguments(messages: list[dict], convert: Callable[[object], object]) -
 
 
 def place_thoughts(messages: Sequence[dict], template: str) -> list[dict]:
-    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them: under
-    its own key; else, where it knows the tag that ends a thought, in front of the content."""
+    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them:
+    under its own key; else, where it knows the tag that ends a thought, in front of the content."""
     keys = (key for key in THOUGHT_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
     thought_key = next(keys, None)
     placed = []

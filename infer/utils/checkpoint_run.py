@@ -5,8 +5,8 @@ from pathlib import Path
 
 from infer.utils.files import read_text
 
-# What a command whose class says FROM_RUN takes of its checkpoint's run: not the device, which is this
-# machine's, and not the permission to run a model's own code, which only the user gives.
+# What a command whose class says FROM_RUN takes of its checkpoint's run: not the device, which is
+# this machine's, and not the permission to run a model's own code, which only the user gives.
 KEYS_FROM_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": ("source", "path", "split", "parts", "length", "limit", "max_invalid"),
@@ -14,9 +14,9 @@ KEYS_FROM_RUN = {
 
 
 def options_of_run(config, chosen: set[str], options_class: type) -> dict[str, dict]:
-    """Return the target and the data of the checkpoint's own run, of a command that takes them from there
-    (`FROM_RUN`), where the user chose neither. `config`: the command's; `chosen`: the keys and groups that
-    the user gave."""
+    """Return the target and the data of the checkpoint's own run, of a command that takes them from
+    there (`FROM_RUN`), where the user chose neither. `config`: the command's; `chosen`: the keys
+    and groups that the user gave."""
     sections = getattr(options_class, "FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")
     if not (sections and checkpoints and checkpoints[0]):
@@ -28,13 +28,18 @@ def options_of_run(config, chosen: set[str], options_class: type) -> dict[str, d
         if section == "data":
             deciding.add("suite")
         if section in run and not deciding & chosen:
-            keys = [key for key in KEYS_FROM_RUN[section] if key in run[section] and f"{section}.{key}" not in chosen]
+            keys = [
+                key
+                for key in KEYS_FROM_RUN[section]
+                if key in run[section] and f"{section}.{key}" not in chosen
+            ]
             options[section] = {key: run[section][key] for key in keys}
     return options
 
 
 def run_of(checkpoint: str) -> dict:
-    """Return the configuration of the run that a checkpoint is part of; nothing for anything else."""
+    """Return the configuration of the run that a checkpoint is part of; nothing for anything
+    else."""
     place = Path(checkpoint).resolve()  # best is a link to a step
     for folder in (place, *place.parents[:3]) if place.exists() else ():
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():

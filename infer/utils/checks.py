@@ -1,9 +1,12 @@
-"""Checks that several options dataclasses need. Every function raises ValueError, naming the key."""
+"""Checks that several options dataclasses need. Every function raises ValueError, naming the
+key."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
-FREE_TEXT = "free text"  # in a field's metadata: what is typed there is nobody's grammar and no path
+FREE_TEXT = (
+    "free text"  # in a field's metadata: what is typed there is nobody's grammar and no path
+)
 
 
 def check_parts(options: object) -> None:
@@ -35,10 +38,14 @@ def one_of(options: object, prefix: str = "", **choices: Iterable[str]) -> None:
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             *most, last = map(str, allowed)
-            raise ValueError(f"{prefix}{name}={getattr(options, name)}: use {', '.join(most)} or {last}")
+            raise ValueError(
+                f"{prefix}{name}={getattr(options, name)}: use {', '.join(most)} or {last}"
+            )
 
 
 def temperature(options: object, prefix: str = "") -> None:
     """Raise unless the field `temperature` is 0, or large enough to divide logits by."""
     if options.temperature != 0 and not 0.001 <= options.temperature < float("inf"):
-        raise ValueError(f"{prefix}temperature={options.temperature}: 0 for greedy decoding, or at least 0.001")
+        raise ValueError(
+            f"{prefix}temperature={options.temperature}: 0 for greedy decoding, or at least 0.001"
+        )

@@ -1,5 +1,5 @@
-"""How a command ends: errors in one sentence and their exit codes, Ctrl-C, full disks, and output that
-nobody reads any more."""
+"""How a command ends: errors in one sentence and their exit codes, Ctrl-C, full disks, and output
+that nobody reads any more."""
 
 import os
 import select
@@ -16,12 +16,14 @@ from infer.utils.interrupts import interrupted
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side by
-# side take three times as much processor time for it.
+# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side
+# by side take three times as much processor time for it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 STOPPED = 3  # exit code of what was begun and could not go on
-UNREAD = 141  # exit code where nobody reads the output any more, as a shell has it of other programs
+UNREAD = (
+    141  # exit code where nobody reads the output any more, as a shell has it of other programs
+)
 
 
 class Stopped(Exception):
@@ -31,11 +33,14 @@ class Stopped(Exception):
 def command_line() -> str:
     """Return this process's command as it was typed, for a report; without secrets."""
     program, *words = sys.argv
-    return redact_text(shlex.join(["./launch.sh", *["train"] * (Path(program).parent.name == "train"), *words]))
+    return redact_text(
+        shlex.join(["./launch.sh", *["train"] * (Path(program).parent.name == "train"), *words])
+    )
 
 
 def output_is_unread() -> bool:
-    """Return whether whoever read stdout or stderr has gone, as `head` does behind its last line."""
+    """Return whether whoever read stdout or stderr has gone, as `head` does behind its last
+    line."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # of streams that are no files
@@ -63,9 +68,9 @@ def errors_in_one_sentence() -> Iterator[None]:
     """End the process for an error within the block.
 
     What the user got wrong (ValueError, FileNotFoundError, a module that is not installed) is one
-    sentence on stderr and exit code 2. Stopped and errors of files are one sentence and exit code 3.
-    Ctrl-C is one sentence and exit code 130, see `going_on`. Anything else is a traceback without
-    secrets, and exit code 1.
+    sentence on stderr and exit code 2. Stopped and errors of files are one sentence and exit code
+    3. Ctrl-C is one sentence and exit code 130, see `going_on`. Anything else is a traceback
+    without secrets, and exit code 1.
     """
     try:
         yield
@@ -104,7 +109,8 @@ def file_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def disk(what: str) -> Iterator[None]:
-    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
+    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or
+    gone."""
     try:
         yield
     except file_errors() as error:
@@ -116,8 +122,8 @@ def disk(what: str) -> Iterator[None]:
 
 
 def fail_for_missing(error: ModuleNotFoundError) -> NoReturn:
-    """End with a sentence about a module that is not installed. A missing module of our own is a defect,
-    and stays an exception."""
+    """End with a sentence about a module that is not installed. A missing module of our own is a
+    defect, and stays an exception."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "conf", "data", "infer", "train"):
         raise error

@@ -17,13 +17,15 @@ from infer.utils.redact import redact, redact_text
 if TYPE_CHECKING:
     import torch
 
-READABLE = 0o644  # of model files: engines of other users read them, and safetensors alone gives 0600
+READABLE = (
+    0o644  # of model files: engines of other users read them, and safetensors alone gives 0600
+)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the block
-    succeeds. An OSError that names no file, as of a full disk, names `path`."""
+    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the
+    block succeeds. An OSError that names no file, as of a full disk, names `path`."""
     fresh = path.with_name(f".{path.name}")
     try:
         fresh.unlink(missing_ok=True)
@@ -39,8 +41,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there
-    or empty, if the block succeeds, and nothing is left of it otherwise."""
+    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not
+    there or empty, if the block succeeds, and nothing is left of it otherwise."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as aside:
         (fresh := Path(aside) / path.name).mkdir()
@@ -59,8 +61,11 @@ def write_json(path: Path, value: object) -> None:
     atomic_write(path, json.dumps(redact(value), indent=1) + "\n")
 
 
-def save_readable(tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that other users can read. Raises OSError where it cannot be written."""
+def save_readable(
+    tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file that other users can read. Raises OSError where it cannot be
+    written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -76,8 +81,8 @@ class NotReadable(ValueError):
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device never
-    ends, and a pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
+    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device
+    never ends, and a pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise NotReadable(f"{path.name} is no regular file, but a device, pipe or folder")
@@ -98,7 +103,9 @@ def locked(file: Path, what: str, instead: str) -> Iterator[None]:
         try:
             yield
         finally:
-            file.unlink(missing_ok=True)  # before the lock is released: `lock_file` sees that it has gone
+            file.unlink(
+                missing_ok=True
+            )  # before the lock is released: `lock_file` sees that it has gone
 
 
 def lock_file(file: Path, what: str, instead: str) -> TextIO:
@@ -146,14 +153,20 @@ def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
     """Return the dotted keys under which two nested dictionaries differ."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys((*wanted, *known))
-        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
+        return [
+            d
+            for key in keys
+            for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")
+        ]
     return [] if known == wanted else [prefix.removesuffix(".")]
 
 
-def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if what is on the disk was begun with other settings than those wanted now. The
-    message has {keys} where the differing keys go; keys that start with one of `free` may differ.
-    Secrets are not compared: what was written has none."""
+def refuse_other_settings(
+    known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError if what is on the disk was begun with other settings than those wanted now.
+    The message has {keys} where the differing keys go; keys that start with one of `free` may
+    differ. Secrets are not compared: what was written has none."""
     changed = differences(redact(known), redact(json.loads(json.dumps(wanted))))
     changed = [key for key in changed if not key.startswith(free)]
     if changed:

@@ -13,8 +13,8 @@ EXTRA_MODULES = {  # pyproject.toml's [project.optional-dependencies], by the na
 
 
 def package_version() -> str:
-    """Return the installed package's version; in a folder of sources that was never installed, the one
-    that its pyproject.toml names."""
+    """Return the installed package's version; in a folder of sources that was never installed, the
+    one that its pyproject.toml names."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
@@ -23,7 +23,8 @@ def package_version() -> str:
 
 
 def describe_missing(module: str) -> str:
-    """Return a sentence about a module that could not be imported, with the extra that brings it."""
+    """Return a sentence about a module that could not be imported, with the extra that brings
+    it."""
     extra = next((extra for extra, modules in EXTRA_MODULES.items() if module in modules), None)
     if extra is None:
         return f"this command needs the Python module {module}, which is not installed"

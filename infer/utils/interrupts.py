@@ -23,12 +23,14 @@ def interrupted(error: KeyboardInterrupt) -> NoReturn:
 
 
 class Interrupts(threading.Thread):
-    """Ends the process where Ctrl-C is without an effect: Python raises KeyboardInterrupt between two
-    of its own instructions, and one that counts n-grams or loads weights may take minutes."""
+    """Ends the process where Ctrl-C is without an effect: Python raises KeyboardInterrupt between
+    two of its own instructions, and one that counts n-grams or loads weights may take minutes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.graceful = 0  # how many Ctrl-C others take care of: a training run saves after the first
+        self.graceful = (
+            0  # how many Ctrl-C others take care of: a training run saves after the first
+        )
 
     def begin(self) -> None:
         """Watch over the process, from its main thread."""

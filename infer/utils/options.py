@@ -1,5 +1,5 @@
-"""Dataclasses of options: their keys explained, their numbers checked, their texts taken as they are typed or
-read from files."""
+"""Dataclasses of options: their keys explained, their numbers checked, their texts taken as they
+are typed or read from files."""
 
 import json
 import re
@@ -17,7 +17,8 @@ from infer.utils.files import read_text
 MAX_ABS_NUMBER = 2**62  # seeds and counts are 64 bits
 MAX_TEXT_FILE_BYTES = 16 << 20
 PRESET_GROUPS = ("model", "recipe", "experiment")  # later ones change what earlier ones say
-# target=VALUE and data=VALUE mean target.path and data.path where VALUE looks like a path or a hub id.
+# target=VALUE and data=VALUE mean target.path and data.path where VALUE looks like a path or a hub
+# id.
 PATH_GROUPS = ("target", "data")
 PATH_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
 
@@ -28,12 +29,14 @@ def print_help(options_class: type, values: dict, conf: Path) -> None:
     print("\nGroups (GROUP=NAME; target and data also take a path, data=chats.jsonl):")
     for group in sorted(path for path in conf.iterdir() if path.is_dir() and path.name != "hydra"):
         print(f"  {group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}")
-    print("\n--cfg job prints the configuration, --hydra-help explains Hydra's own options, such as -m for a sweep.")
+    print(
+        "\n--cfg job prints the configuration, --hydra-help explains Hydra's own options, such as -m for a sweep."
+    )
 
 
 def describe_options(options_class: type, values: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the docstring of a dataclass of options, every key with its full name, value and type; then
-    those of its parts. `values`: by key, those of parts nested."""
+    """Yield the docstring of a dataclass of options, every key with its full name, value and type;
+    then those of its parts. `values`: by key, those of parts nested."""
     own = {field.name: field for field in fields(options_class)}
 
     def with_value(entry: re.Match) -> str:
@@ -53,13 +56,15 @@ def describe_options(options_class: type, values: dict, prefix: str = "") -> Ite
 def check_numbers(options: Any) -> None:
     """Raise ValueError for a number that is not finite or too large for 64 bits."""
     for key, value in leaf_values(asdict(options)):
-        if isinstance(value, (int, float)) and not (isfinite(value) and abs(value) < MAX_ABS_NUMBER):
+        if isinstance(value, (int, float)) and not (
+            isfinite(value) and abs(value) < MAX_ABS_NUMBER
+        ):
             raise ValueError(f"{key}={value}: a finite number of at most 62 bits")
 
 
 def take_prompt(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without `--prompt TEXT`, and the text, None where there is none: a prompt is
-    taken as it is typed, without Hydra's grammar."""
+    """Return the arguments without `--prompt TEXT`, and the text, None where there is none: a
+    prompt is taken as it is typed, without Hydra's grammar."""
     if "--prompt" not in arguments[:-1]:
         return arguments, None
     place = arguments.index("--prompt")
@@ -67,9 +72,9 @@ def take_prompt(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def rewrite_groups(arguments: Iterable[str]) -> list[str]:
-    """Return arguments in which target=/path/to/model is target.path=/path/to/model, and +model=NAME is
-    model=NAME: conf/ has a place for each preset, so that their order on the command line does not
-    matter."""
+    """Return arguments in which target=/path/to/model is target.path=/path/to/model, and
+    +model=NAME is model=NAME: conf/ has a place for each preset, so that their order on the command
+    line does not matter."""
     rewritten = []
     for argument in arguments:
         group, _, value = argument.partition("=")
@@ -94,8 +99,9 @@ def read_text_files(options: Any) -> None:
 
 
 def read_text_file(key: str, text: str) -> str:
-    """Return what the file of `@FILE` holds, standard input for a prompt that is `-`, and any other text as
-    it is; one that begins with `@` is written with `@@`. Raises ValueError where a file cannot be read."""
+    """Return what the file of `@FILE` holds, standard input for a prompt that is `-`, and any other
+    text as it is; one that begins with `@` is written with `@@`. Raises ValueError where a file
+    cannot be read."""
     if key == "prompt" and text == "-":
         return sys.stdin.read()
     if text.startswith("@@"):
@@ -105,7 +111,9 @@ def read_text_file(key: str, text: str) -> str:
     try:
         return read_text(Path(text[1:]).expanduser(), MAX_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{key}={text}: could not be read ({error}); @{text} is the text itself") from error
+        raise ValueError(
+            f"{key}={text}: could not be read ({error}); @{text} is the text itself"
+        ) from error
 
 
 def leaf_values(value: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -1,5 +1,5 @@
-"""How far long work is: how much of it, how fast, and how long the rest will take; and a line where it
-says nothing."""
+"""How far long work is: how much of it, how fast, and how long the rest will take; and a line where
+it says nothing."""
 
 import math
 import os
@@ -46,7 +46,8 @@ class Heartbeat(threading.Thread):
     def at(self, what: str | None, since: float | None = None) -> None:
         """Name what the command is at, and since when; None: it waits for its user, who needs no
         lines."""
-        self.what, self.since = what, time.monotonic() if since is None else since
+        self.what = what
+        self.since = time.monotonic() if since is None else since
 
     def run(self) -> None:
         while True:
@@ -55,13 +56,16 @@ class Heartbeat(threading.Thread):
 
     def beat(self) -> None:
         """Say it, if it is time."""
-        now, what = time.monotonic(), self.what
+        now = time.monotonic()
+        what = self.what
         patience = SECONDS_BETWEEN_LINES if self.spoke else SECONDS_TO_FIRST_LINE
         if what is not None and now - self.heard >= patience:
             self.heard = now
             self.spoke = True
             clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-            print(f"{clear}{what} ({duration(now - self.since)} so far)", file=sys.stderr, flush=True)
+            print(
+                f"{clear}{what} ({duration(now - self.since)} so far)", file=sys.stderr, flush=True
+            )
 
 
 HEARTBEAT = Heartbeat()
@@ -79,12 +83,13 @@ def doing(what: str) -> Iterator[None]:
 
 
 class Progress:
-    """A line about work under way: rewritten on a terminal; elsewhere a line every minute, and one at the
-    end.
+    """A line about work under way: rewritten on a terminal; elsewhere a line every minute, and one
+    at the end.
 
-    what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier process
-    had done, which the rate leaves out. quiet: show nothing at all (processes but the first). minutes:
-    after which the work ends, however much is left; None: it is all done.
+    what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier
+        process
+    had done, which the rate leaves out. quiet: show nothing at all (processes but the first).
+    minutes: after which the work ends, however much is left; None: it is all done.
     """
 
     def __init__(
@@ -96,7 +101,10 @@ class Progress:
         stream: TextIO | None = None,
         minutes: float | None = None,
     ) -> None:
-        self.what, self.unit, self.begun, self.quiet = what, unit, begun, quiet
+        self.what = what
+        self.unit = unit
+        self.begun = begun
+        self.quiet = quiet
         self.own_stream = stream
         self.start = self.last = time.monotonic()
         self.until = math.inf if minutes is None else self.start + 60 * minutes
@@ -114,21 +122,33 @@ class Progress:
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         """Report that so much is done; `total` where it is known, `note` for what else is worth a
         look."""
-        now, finished = time.monotonic(), total is not None and done >= total
+        now = time.monotonic()
+        finished = total is not None and done >= total
         if done < self.done:  # the next work of the same kind
-            self.start, self.begun = now, done
+            self.start = now
+            self.begun = done
         self.done = done
         if self.quiet:
             return
-        count = f"{self.what}: {done:,}{'' if total is None else f' of {total:,}'} {self.unit}".rstrip()
+        count = (
+            f"{self.what}: {done:,}{'' if total is None else f' of {total:,}'} {self.unit}".rstrip()
+        )
         HEARTBEAT.at(*(self.before if finished else (count, self.start)))
         HEARTBEAT.heard = now
         live = self.stream.isatty()
-        if now - self.last >= (SECONDS_BETWEEN_REWRITES if live else SECONDS_BETWEEN_LINES) or finished:
+        if (
+            now - self.last >= (SECONDS_BETWEEN_REWRITES if live else SECONDS_BETWEEN_LINES)
+            or finished
+        ):
             self.last = now
             HEARTBEAT.spoke = True
-            line = ", ".join([count, *self.pace(done, total, now - self.start), *([note] if note else [])])
-            self.say(line[: get_terminal_size().columns - 1] if live else line, "" if live and not finished else "\n")
+            line = ", ".join(
+                [count, *self.pace(done, total, now - self.start), *([note] if note else [])]
+            )
+            self.say(
+                line[: get_terminal_size().columns - 1] if live else line,
+                "" if live and not finished else "\n",
+            )
 
     def pace(self, done: int, total: int | None, seconds: float) -> list[str]:
         """Return how fast it goes, and how long the rest will take, in words."""

@@ -5,9 +5,11 @@ import re
 
 HIDDEN = "<redacted>"
 # names of secrets: api_key, HF_TOKEN, password; not mask_token_id, prompt_tokens, tokens_per_second
-NAMES = re.compile(r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
-# what secrets look like: of the hub, of OpenAI's and W&B's interfaces, user:password@ and ?token= in an
-# address
+NAMES = re.compile(
+    r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE
+)
+# what secrets look like: of the hub, of OpenAI's and W&B's interfaces, user:password@ and ?token=
+# in an address
 SHAPES = re.compile(
     r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?<=[?&])(?:[\w-]*[_-])?(?:api_?key|key|token|password|passwd|secret)=[^&\s\"']+",
@@ -26,8 +28,8 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: object, name: str = "") -> object:
-    """Return a configuration (dictionaries, lists, values) without secrets: by name, by shape, by the
-    environment."""
+    """Return a configuration (dictionaries, lists, values) without secrets: by name, by shape, by
+    the environment."""
     if isinstance(value, dict):
         return {key: redact(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,5 @@
-"""Rows to packed rows: nothing lost, nothing mixed, prompts without loss; read again only when something changed."""
+"""Rows to packed rows: nothing lost, nothing mixed, prompts without loss; read again only when
+something changed."""
 
 import hashlib
 import json
@@ -10,7 +11,15 @@ import pytest
 import torch
 
 from data.chat import NO_ANSWER
-from data.packing import batch, best_fit, mixed_rows, packed_rows, pieces_of, prepare_rows, row_index
+from data.packing import (
+    batch,
+    best_fit,
+    mixed_rows,
+    packed_rows,
+    pieces_of,
+    prepare_rows,
+    row_index,
+)
 from data.rows import FORMAT, DataConfig, DataPart, held_out_rows, source_digest
 from infer.targets.target import tokenizer_digest
 
@@ -42,7 +51,9 @@ def packed(config: DataConfig, tokenizer) -> dict[str, list]:
 def test_documents_come_back_out_of_packed_rows(tokenizer, tmp_path):
     texts = ["def f(x):\n    return x\n" * n for n in (7, 9, 2, 30, 1, 4)]
     prompts = ["", "", "say: ", "", "", ""]
-    rows = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts, texts, strict=True)]
+    rows = [
+        {"prompt": prompt, "response": text} for prompt, text in zip(prompts, texts, strict=True)
+    ]
     config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", rows), length=64)
     trained = map(text_row, prompts[1:], texts[1:])
     expected = [piece for row in trained for piece in pieces_of(row, tokenizer, 64)]
@@ -58,14 +69,19 @@ def test_documents_come_back_out_of_packed_rows(tokenizer, tmp_path):
         assert documents[64 - padding :] == [-1] * padding and not any(loss[64 - padding :])
     assert sorted(found) == sorted(expected)
     joined = [token for ids, _ in expected for token in ids]
-    assert tokenizer.decode(joined, skip_special_tokens=True) == texts[1] + "say: " + "".join(texts[2:])
+    assert tokenizer.decode(joined, skip_special_tokens=True) == texts[1] + "say: " + "".join(
+        texts[2:]
+    )
     assert joined.count(tokenizer.eos_token_id) == 5 and max(len(ids) for ids, _ in expected) == 64
 
 
 def test_a_prompt_carries_no_loss(tokenizer):
     [(ids, loss)] = pieces_of(text_row("import os\n", "import sys\n"), tokenizer, 64)
     prompt = len(tokenizer("import os\n")["input_ids"])
-    assert loss == [False] * prompt + [True] * (len(ids) - prompt) and ids[-1] == tokenizer.eos_token_id
+    assert (
+        loss == [False] * prompt + [True] * (len(ids) - prompt)
+        and ids[-1] == tokenizer.eos_token_id
+    )
     [(cut, _)] = pieces_of(text_row("import os\n", "import sys\n", True), tokenizer, 64)
     assert cut == ids[:-1]
     long = pieces_of(text_row("import os\n" * 100, "x = 1\n"), tokenizer, 64)
@@ -89,7 +105,10 @@ def test_a_mixture_takes_rows_by_weight(tmp_path):
     config = DataConfig(source="mixture", parts=parts, length=32)
     rows = [json.loads(row)["text"] for row in mixed_rows(config).rows["row"]]
     counts = {word: sum(text.startswith(word) for text in rows) for word in ("alpha", "beta")}
-    assert counts == {"alpha": 90, "beta": 180}  # one of ten is held out; the scarcer part is used up
+    assert counts == {
+        "alpha": 90,
+        "beta": 180,
+    }  # one of ten is held out; the scarcer part is used up
     assert len(set(rows)) == len(rows)
     assert len(mixed_rows(replace(config, limit=10)).rows) < 11
     assert not {row["text"] for row in held_out_rows(config)} & set(rows)
@@ -114,9 +133,12 @@ def test_rows_are_read_again_only_when_something_changed(tokenizer, tmp_path, mo
 
 
 def test_a_change_of_what_rows_come_out_raises_the_format(tokenizer, tmp_path):
-    """The cache's key knows FORMAT, and not the code: where this digest changes, raise FORMAT and write it anew."""
+    """The cache's key knows FORMAT, and not the code: where this digest changes, raise FORMAT and
+    write it anew."""
     chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
-    rows = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)] + [{"prompt": "a = ", "response": "1\n"}]
+    rows = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)] + [
+        {"prompt": "a = ", "response": "1\n"}
+    ]
     file = write(tmp_path / "a.jsonl", [*rows, {"messages": chat}])
     columns = packed(DataConfig(source="jsonl", path=file, length=32), tokenizer)
     digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
@@ -141,7 +163,8 @@ def test_an_unreadable_file_is_named(tokenizer, tmp_path):
 
 
 def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
-    """Examples used, excluded and invalid, when read and when tokenised; too many are refused then too."""
+    """Examples used, excluded and invalid, when read and when tokenised; too many are refused then
+    too."""
     chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
     thought = [chat[0], chat[1] | {"reasoning_content": "hm"}]
     unknown = [chat[0], chat[1] | {"token_ids": [len(tokenizer)]}]
@@ -151,18 +174,27 @@ def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
     first, second = (prepare_rows(config, tokenizer, tokenizer_digest(tokenizer)) for _ in range(2))
     counts = first.counts
     assert counts == second.counts and (counts.used, counts.held_out, counts.total) == (10, 2, 16)
-    assert counts.excluded == {"the chat template does not show the thought of an answer": 1} | {NO_ANSWER: 1}
-    assert counts.invalid == {"token_ids are outside the vocabulary": 1, "text, prompt and response are strings": 1}
+    assert counts.excluded == {"the chat template does not show the thought of an answer": 1} | {
+        NO_ANSWER: 1
+    }
+    assert counts.invalid == {
+        "token_ids are outside the vocabulary": 1,
+        "text, prompt and response are strings": 1,
+    }
     assert "a.jsonl, line 16: text, prompt" in counts.lines()[-1]
     with pytest.raises(
-        ValueError, match=r"2 of 16 examples are invalid; data.max_invalid=0.1 allows 1. First: .*line 16"
+        ValueError,
+        match=r"2 of 16 examples are invalid; data.max_invalid=0.1 allows 1. First: .*line 16",
     ):
         prepare_rows(replace(config, max_invalid=0.1), tokenizer, tokenizer_digest(tokenizer))
 
 
 @pytest.mark.parametrize("size", [2000, 60_000], ids=["rows", "packed rows"])
-def test_a_cache_that_does_not_fit_on_the_disk_is_no_fault_of_the_rows(tokenizer, tmp_path, file_size_limit, size):
-    """The rows that are read fit under the larger limit, and the packed ones, which are padded, do not."""
+def test_a_cache_that_does_not_fit_on_the_disk_is_no_fault_of_the_rows(
+    tokenizer, tmp_path, file_size_limit, size
+):
+    """The rows that are read fit under the larger limit, and the packed ones, which are padded, do
+    not."""
     rows = [{"prompt": "", "response": f"x = {i}\n"} for i in range(100)]
     config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", rows), length=20_000)
     with file_size_limit(size), pytest.raises(OSError, match="File too large"):
@@ -171,8 +203,11 @@ def test_a_cache_that_does_not_fit_on_the_disk_is_no_fault_of_the_rows(tokenizer
 
 @pytest.mark.parametrize("mean", [600, 2000])
 def test_rows_are_98_percent_full(mean):
-    """Chats whose lengths are log-normal, longer ones split: every piece once, and in rows that hold it."""
-    length, random, sizes = 3072, Random(mean), []
+    """Chats whose lengths are log-normal, longer ones split: every piece once, and in rows that
+    hold it."""
+    length = 3072
+    random = Random(mean)
+    sizes = []
     for _ in range(20_000):
         left = max(8, int(random.lognormvariate(math.log(mean) - 0.5 * 0.8**2, 0.8)))
         while left > 0:
@@ -186,19 +221,24 @@ def test_rows_are_98_percent_full(mean):
 
 
 def test_windows_and_processes_do_not_change_the_rows(tokenizer, tmp_path, monkeypatch):
-    """Two processes and one; and a draw in the middle of a window is the same row when the rows are made anew, which is
-    what a resumed run reads."""
+    """Two processes and one; and a draw in the middle of a window is the same row when the rows are
+    made anew, which is what a resumed run reads."""
     monkeypatch.setattr("data.packing.WINDOW", 64)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     texts = [{"text": f"word {i} " * (1 + i * 7 % 23)} for i in range(700)]
     one = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", texts), length=64)
     columns = []
-    for many, config in ((700, one), (100, replace(one, limit=699))):  # another key: nothing is found in the cache
+    for many, config in (
+        (700, one),
+        (100, replace(one, limit=699)),
+    ):  # another key: nothing is found in the cache
         monkeypatch.setattr("data.packing.MANY", many)
         rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
         columns.append({name: rows[name][:].tolist() for name in COLUMNS})
         drawn = batch(rows, 37, 3, seed=0)
-        assert {name: column.shape for name, column in drawn.items()} == dict.fromkeys(rows.column_names, (3, 64))
+        assert {name: column.shape for name, column in drawn.items()} == dict.fromkeys(
+            rows.column_names, (3, 64)
+        )
         assert drawn["ids"].dtype == torch.int64 and drawn["loss"].dtype == torch.bool
         assert drawn["ids"][1].tolist() == columns[0]["ids"][row_index(38, len(rows), 0)]
     assert columns[0] == columns[1]

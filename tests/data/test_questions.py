@@ -1,4 +1,5 @@
-"""Where a target's own questions begin and end, in templates of several kinds, and which are left out."""
+"""Where a target's own questions begin and end, in templates of several kinds, and which are left
+out."""
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -18,9 +19,13 @@ NAMES = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% end
 def tokenizer(train_tokenizer):
     """One that puts <s> before every text, as Llama's does."""
     made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
-    made.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    made.add_special_tokens(
+        {"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    )
     first = ("<s>", made.convert_tokens_to_ids("<s>"))
-    made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[first])
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[first]
+    )
     return made
 
 
@@ -28,12 +33,19 @@ def tokenizer(train_tokenizer):
     "template, system, begins, stop",
     [
         (CHATML, None, "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n", "<|im_end|>"),
-        (CHATML, "Be brief.", "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", "<|im_end|>"),
+        (
+            CHATML,
+            "Be brief.",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
+            "<|im_end|>",
+        ),
         (BRACKETS, None, "[INST]", "[/INST]"),
         (NAMES, "Be brief.", "system: Be brief.\n\nuser:", "\n\nassistant:"),
     ],
 )
-def test_a_question_stands_where_the_template_has_a_users_words(tokenizer, monkeypatch, template, system, begins, stop):
+def test_a_question_stands_where_the_template_has_a_users_words(
+    tokenizer, monkeypatch, template, system, begins, stop
+):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     found = opening(tokenizer, system)
     assert (found.text, found.stop) == (begins, [stop])
@@ -75,7 +87,10 @@ def test_questions_without_an_end_or_asked_before_are_left_out(tokenizer):
         "other words",
     ]
     ends = {6: "length", 7: "loop"}
-    written = [{"index": 2 * i, "response": text, "finish": ends.get(i, "stop")} for i, text in enumerate(said)]
+    written = [
+        {"index": 2 * i, "response": text, "finish": ends.get(i, "stop")}
+        for i, text in enumerate(said)
+    ]
     kept, dropped = sifted(written, tokenizer, 3)
     assert kept == {0: "some words?", 16: long + "one", 20: "other words"}
     assert sorted(dropped.items()) == [

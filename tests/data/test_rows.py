@@ -1,4 +1,5 @@
-"""Rows of every layout and file become one form; what is broken is named; which rows are held out, and asked."""
+"""Rows of every layout and file become one form; what is broken is named; which rows are held out,
+and asked."""
 
 import gzip
 import hashlib
@@ -13,7 +14,15 @@ from data.chat import normalise
 from data.corpus import is_held_out as held_out_file, stdlib_documents
 from data.counts import ExampleCounts, ExcludedExample
 from data.prompts import evaluation_prompts, few_prompts
-from data.rows import DataConfig, DataPart, files_of, held_out_rows, is_held_out, read_rows, training_rows
+from data.rows import (
+    DataConfig,
+    DataPart,
+    files_of,
+    held_out_rows,
+    is_held_out,
+    read_rows,
+    training_rows,
+)
 
 LLAMA3 = """{{- '<|begin|>' -}}
 {%- for m in messages -%}
@@ -36,7 +45,10 @@ def held_out_prompts(config, tokenizer, count, tokens):
 
 
 def chat(*turns: str, system: str | None = None) -> list[dict[str, str]]:
-    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": turn} for i, turn in enumerate(turns)]
+    messages = [
+        {"role": "user" if i % 2 == 0 else "assistant", "content": turn}
+        for i, turn in enumerate(turns)
+    ]
     return ([{"role": "system", "content": system}] if system else []) + messages
 
 
@@ -50,19 +62,35 @@ def write(file, rows: list) -> str:
     return str(file)
 
 
-SHARED = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Bye"}]
+SHARED = [
+    {"from": "human", "value": "Hi"},
+    {"from": "gpt", "value": "Hello"},
+    {"from": "human", "value": "Bye"},
+]
 PARTS = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
 LAYOUTS = {
     "messages": ({"messages": chat("Hi", "Hello")}, chat("Hi", "Hello")),
-    "response behind messages": ({"messages": chat("Hi"), "response": "Hello"}, chat("Hi", "Hello")),
+    "response behind messages": (
+        {"messages": chat("Hi"), "response": "Hello"},
+        chat("Hi", "Hello"),
+    ),
     "ShareGPT": ({"conversations": SHARED}, chat("Hi", "Hello")),
-    "columns that hold nothing": ({"messages": None, "conversations": SHARED, "text": None}, chat("Hi", "Hello")),
+    "columns that hold nothing": (
+        {"messages": None, "conversations": SHARED, "text": None},
+        chat("Hi", "Hello"),
+    ),
     "parts": ({"messages": [PARTS, *chat("Hi", "Hello")[1:]]}, chat("Hi", "Hello")),
     "conversational": ({"prompt": chat("q"), "completion": chat("q", "a")[1:]}, chat("q", "a")),
     "Alpaca": ({"instruction": "Add.", "input": "1, 2", "output": "3"}, chat("Add.\n\n1, 2", "3")),
-    "Alpaca without input": ({"instruction": "Hi.", "input": "", "output": "hi", "text": "..."}, chat("Hi.", "hi")),
+    "Alpaca without input": (
+        {"instruction": "Hi.", "input": "", "output": "hi", "text": "..."},
+        chat("Hi.", "hi"),
+    ),
     "completion": ({"prompt": "p", "completion": "c"}, text_row("p", "c")),
-    "response": ({"prompt": "p", "response": "c", "finish_reason": "length"}, text_row("p", "c", True)),
+    "response": (
+        {"prompt": "p", "response": "c", "finish_reason": "length"},
+        text_row("p", "c", True),
+    ),
     "text": ({"text": "b"}, text_row("", "b")),
 }
 
@@ -76,7 +104,9 @@ def test_layouts_become_one_form(name):
 
 
 def test_questions_need_no_answer():
-    assert normalise({"messages": chat("Hi", "Hello")}, answered=False)["chat"]["messages"] == chat("Hi")
+    assert normalise({"messages": chat("Hi", "Hello")}, answered=False)["chat"]["messages"] == chat(
+        "Hi"
+    )
     assert normalise({"prompt": "a"}, answered=False) == text_row("a", "")
     with pytest.raises(ExcludedExample, match="no answer"):
         normalise({"prompt": "a"})
@@ -90,7 +120,9 @@ INVALID = [
     json.dumps({"messages": [{"role": "user"}]}),
     json.dumps({"conversations": [{"from": 3, "value": "x"}]}),
     json.dumps({"text": 3}),
-    json.dumps({"messages": [*chat("x"), {"role": "assistant", "content": "y", "token_ids": [2**70]}]}),
+    json.dumps(
+        {"messages": [*chat("x"), {"role": "assistant", "content": "y", "token_ids": [2**70]}]}
+    ),
     "null",
 ]
 EXCLUDED = [
@@ -99,7 +131,9 @@ EXCLUDED = [
     json.dumps({"instruction": "x", "output": ""}),
     json.dumps({"prompt": "x"}),
     json.dumps({"text": ""}),
-    json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *chat("x", "y")[1:]]}),
+    json.dumps(
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *chat("x", "y")[1:]]}
+    ),
 ]
 
 
@@ -107,14 +141,22 @@ def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     from pyarrow import Table
     from pyarrow.parquet import write_table
 
-    good = [json.dumps({"messages": chat("同じ", "はい 👋")}, ensure_ascii=False)] * 2  # twice: once counts
+    good = [
+        json.dumps({"messages": chat("同じ", "はい 👋")}, ensure_ascii=False)
+    ] * 2  # twice: once counts
     good += [json.dumps({"prompt": f"p{i}", "response": "some words"}) for i in range(60)]
     lines = [*good, *INVALID, *EXCLUDED]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_table(Table.from_pylist([{"messages": chat(f"{i}", "yes")} for i in range(20)]), tmp_path / "b.parquet")
+    write_table(
+        Table.from_pylist([{"messages": chat(f"{i}", "yes")} for i in range(20)]),
+        tmp_path / "b.parquet",
+    )
     (tmp_path / "c.txt").write_text("\ufeffA whole text,\n\nof two parts.\n", encoding="utf-8")
-    (tmp_path / "d.jsonl").write_text('\ufeff{"text": "first"}\n{"text": "second"}\n', encoding="utf-8")
-    config, counts = DataConfig(path=str(tmp_path), max_invalid=0.09), ExampleCounts()
+    (tmp_path / "d.jsonl").write_text(
+        '\ufeff{"text": "first"}\n{"text": "second"}\n', encoding="utf-8"
+    )
+    config = DataConfig(path=str(tmp_path), max_invalid=0.09)
+    counts = ExampleCounts()
     rows = list(read_rows(config, counts=counts))
     assert len(rows) == counts.used == 1 + 60 + 20 + 3
     assert {"A whole text,\n\nof two parts.\n", "first", "second"} <= {row["text"] for row in rows}
@@ -122,14 +164,18 @@ def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     assert counts.excluded == {"no answer of the assistant": 4, "an empty text": 1} | once
     assert sum(counts.invalid.values()) == len(INVALID) and counts.total == len(lines) + 23
     assert "a.jsonl, line 63: no JSON (" in counts.first_invalid
-    wanted = r"9 of 100 examples are invalid; data.max_invalid=0.08 allows 8. First: .*line 63: no JSON"
+    wanted = (
+        r"9 of 100 examples are invalid; data.max_invalid=0.08 allows 8. First: .*line 63: no JSON"
+    )
     with pytest.raises(ValueError, match=wanted):
         list(read_rows(replace(config, max_invalid=0.08)))
 
 
 def test_a_path_that_exists_is_the_users_own_data(tmp_path):
-    """Whatever the source was; what looks like a file and is none is refused, as are a path and parts together."""
-    file, copy = write(tmp_path / "mine.jsonl", [{"text": "x"}]), tmp_path / "copy"
+    """Whatever the source was; what looks like a file and is none is refused, as are a path and
+    parts together."""
+    file = write(tmp_path / "mine.jsonl", [{"text": "x"}])
+    copy = tmp_path / "copy"
     for source in ("embedded", "stdlib", "hub", "jsonl"):
         for path in (file, str(tmp_path)):
             config = DataConfig(source, path)
@@ -137,7 +183,10 @@ def test_a_path_that_exists_is_the_users_own_data(tmp_path):
             assert config.source == "jsonl"
     write(copy / "data.jsonl", [{"text": "x"}])
     (copy / "README.md").write_text("A data set of the hub.")
-    assert DataConfig("hub", str(copy)).source == "hub" and DataConfig("embedded", str(copy)).source == "jsonl"
+    assert (
+        DataConfig("hub", str(copy)).source == "hub"
+        and DataConfig("embedded", str(copy)).source == "jsonl"
+    )
     DataConfig("hub", "owner/name").check()
     for source, path, words in (
         ("embedded", "nope.jsonl", "no such file or folder$"),
@@ -183,7 +232,9 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
         write_table(Table.from_pylist(texts), bad)
         content = bad.read_bytes()[:-9]
     bad.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(bad))}: damaged or cut off after (line|row) \d+ "):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(str(bad))}: damaged or cut off after (line|row) \d+ "
+    ):
         list(read_rows(DataConfig(source="jsonl", path=str(tmp_path))))
 
 
@@ -206,13 +257,27 @@ def test_devices_and_empty_folders_are_refused_before_they_are_read(tmp_path):
 
 
 def test_what_is_held_out(tmp_path):
-    """The library's files by a hash of their path, one's own rows by their number; a mixture gives in turn."""
-    train, held = ({document.name for document in stdlib_documents(split)} for split in ("train", "held_out"))
+    """The library's files by a hash of their path, one's own rows by their number; a mixture gives
+    in turn."""
+    train, held = (
+        {document.name for document in stdlib_documents(split)} for split in ("train", "held_out")
+    )
     assert not train & held and len(held) >= 15 and len(train) > 10 * len(held)
     assert len(list(training_rows(DataConfig()))) > 2500
     assert held_out_file("chunk.py") and not held_out_file("abc.py")  # the same on every machine
-    assert [is_held_out(i) for i in (0, 9, 10, 490, 500, 510, 550)] == [True, False, True, True, True, False, True]
-    parts = [DataPart(write(tmp_path / f"{word}.jsonl", [{"text": f"{word} {i}"} for i in range(30)])) for word in "ab"]
+    assert [is_held_out(i) for i in (0, 9, 10, 490, 500, 510, 550)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+    parts = [
+        DataPart(write(tmp_path / f"{word}.jsonl", [{"text": f"{word} {i}"} for i in range(30)]))
+        for word in "ab"
+    ]
     found = [row["text"] for row in held_out_rows(DataConfig(source="mixture", parts=parts))]
     assert found == ["a 0", "b 0", "a 10", "b 10", "a 20", "b 20"]
 
@@ -226,44 +291,65 @@ def test_library_prompts_are_many_different_and_held_out(tokenizer):
 
 
 def test_evaluation_prompts_are_whole_turns_from_the_templates_first_token(tokenizer, tmp_path):
-    """The longest beginning that has room; with its system prompt, and an invitation to answer at its end."""
+    """The longest beginning that has room; with its system prompt, and an invitation to answer at
+    its end."""
     messages = chat("one", "yes " * 9, "two", "no " * 30, "three", "so", system="Be brief.")
     config = DataConfig(source="jsonl", path=str(tmp_path / "chats.jsonl"))
     write(tmp_path / "chats.jsonl", [{"messages": messages}, {"messages": chat("a", "b")}])
     sizes = {}
     for turns in (2, 4, 6):
-        asked = tokenizer.apply_chat_template(messages[:turns], add_generation_prompt=True, return_dict=True)
+        asked = tokenizer.apply_chat_template(
+            messages[:turns], add_generation_prompt=True, return_dict=True
+        )
         sizes[turns] = asked["input_ids"]
     assert held_out_prompts(config, tokenizer, 1, 1000) == [sizes[6]]
     assert held_out_prompts(config, tokenizer, 1, len(sizes[6]) - 1) == [sizes[4]]
     assert held_out_prompts(config, tokenizer, 1, len(sizes[4]) - 1) == [sizes[2]]
-    assert held_out_prompts(config, tokenizer, 1, 5) == [sizes[2][-5:]]  # not even the first question has room
+    assert held_out_prompts(config, tokenizer, 1, 5) == [
+        sizes[2][-5:]
+    ]  # not even the first question has room
     rows = [{"messages": messages}] + [{"text": f"filler {i}"} for i in range(9)]
-    rows += [{"messages": chat("one " * 900, "yes", "last", "no")}]  # row 10 is held out too, and asked a turn earlier
+    rows += [
+        {"messages": chat("one " * 900, "yes", "last", "no")}
+    ]  # row 10 is held out too, and asked a turn earlier
     write(tmp_path / "chats.jsonl", rows)
     found = evaluation_prompts(config, tokenizer, 2, 10_000)
     assert found[0].kind.startswith("chats to ") and found[1].kind not in ("chats", found[0].kind)
-    assert "one one" in tokenizer.decode(found[1].ids) and "last" not in tokenizer.decode(found[1].ids)
+    assert "one one" in tokenizer.decode(found[1].ids) and "last" not in tokenizer.decode(
+        found[1].ids
+    )
 
 
 def test_texts_from_outside_are_asked_as_the_data_are(tokenizer, tmp_path):
-    """Beside chats through the template, as the drafter will be used: its card is measured on these."""
-    for row, chats in (({"messages": chat("one", "two")}, True), ({"text": "words of text " * 40}, False)):
+    """Beside chats through the template, as the drafter will be used: its card is measured on
+    these."""
+    for row, chats in (
+        ({"messages": chat("one", "two")}, True),
+        ({"text": "words of text " * 40}, False),
+    ):
         config = DataConfig(source="jsonl", path=write(tmp_path / "rows.jsonl", [row]))
         *_, outside = evaluation_prompts(config, tokenizer, 2, 40, 1)
         asked = [{"role": "user", "content": outside.said}]
-        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         assert outside.beside and outside.chat == chats == (outside.ids == ids)
 
 
 def test_small_data_give_the_prompts_that_there_are(tokenizer, tmp_path):
-    """Three short texts, one of them held out: its first half; and nothing to evaluate with is a sentence."""
+    """Three short texts, one of them held out: its first half; and nothing to evaluate with is a
+    sentence."""
     file = tmp_path / "few.jsonl"
-    config = DataConfig(source="jsonl", path=write(file, [{"text": f"x{i} = {i}; y = 2 * x{i} + 1"} for i in range(3)]))
+    config = DataConfig(
+        source="jsonl",
+        path=write(file, [{"text": f"x{i} = {i}; y = 2 * x{i} + 1"} for i in range(3)]),
+    )
     [prompt] = held_out_prompts(config, tokenizer, 8, 96)
     whole = tokenizer("x0 = 0; y = 2 * x0 + 1")["input_ids"]
     assert prompt == whole[: len(whole) // 2]
-    assert "have 1 prompt, not evaluation.prompts=8" in few_prompts(1, 8) and few_prompts(8, 8) is None
+    assert (
+        "have 1 prompt, not evaluation.prompts=8" in few_prompts(1, 8) and few_prompts(8, 8) is None
+    )
     write(file, [{"text": "x"}, {"text": "y"}])
     with pytest.raises(ValueError, match="no prompt to evaluate with"):
         held_out_prompts(config, tokenizer, 8, 96)

@@ -1,4 +1,5 @@
-"""Public question sets: rows of the public formats become the published prompts, the published choice of them."""
+"""Public question sets: rows of the public formats become the published prompts, the published
+choice of them."""
 
 import gzip
 import json
@@ -8,7 +9,8 @@ import pytest
 
 from data.suites import SETS, SuiteConfig, load_suite, sample
 
-# One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what must be asked.
+# One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what
+# must be asked.
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 EXPERT = (
     "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
@@ -17,43 +19,83 @@ EXPERT = (
 )
 ROWS = {
     "aime24": [
-        ({"id": 60, "problem": "Find $x_{1}$.", "solution": "It is 7.", "answer": "7"}, "Find $x_{1}$." + REASON)
+        (
+            {"id": 60, "problem": "Find $x_{1}$.", "solution": "It is 7.", "answer": "7"},
+            "Find $x_{1}$." + REASON,
+        )
     ],
     "aime25": [({"problem_idx": 1, "problem": "Count $n$.", "answer": 70}, "Count $n$." + REASON)],
     "alpaca": [
         (
-            {"instruction": "Translate.", "input": "Guten Tag", "output": "Hello", "text": "Below ..."},
+            {
+                "instruction": "Translate.",
+                "input": "Guten Tag",
+                "output": "Hello",
+                "text": "Below ...",
+            },
             "Translate.\n\nInput:\nGuten Tag",
         ),
-        ({"instruction": "Tell a joke.", "input": "", "output": "No.", "text": "Below ..."}, "Tell a joke."),
+        (
+            {"instruction": "Tell a joke.", "input": "", "output": "No.", "text": "Below ..."},
+            "Tell a joke.",
+        ),
     ],
     "gsm8k": [({"question": "2 + 2 {apples}?", "answer": "#### 4"}, "2 + 2 {apples}?" + REASON)],
     "humaneval": [
         (
-            {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''{x}'''\n", "canonical_solution": "", "test": ""},
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "def f(x):\n    '''{x}'''\n",
+                "canonical_solution": "",
+                "test": "",
+            },
             "Write a solution to the following problem and make sure that it passes the tests:\n"
             "```python\ndef f(x):\n    '''{x}'''\n\n```",
         )
     ],
     "livecodebench": [
         (
-            {"question_title": "A", "question_content": "Add two numbers.", "starter_code": "", "platform": "x"},
-            EXPERT + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n"
+            {
+                "question_title": "A",
+                "question_content": "Add two numbers.",
+                "starter_code": "",
+                "platform": "x",
+            },
+            EXPERT
+            + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n"
             "```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)",
         ),
         (
-            {"question_title": "B", "question_content": "Sort.", "starter_code": "class Solution:", "platform": "y"},
+            {
+                "question_title": "B",
+                "question_content": "Sort.",
+                "starter_code": "class Solution:",
+                "platform": "y",
+            },
             EXPERT + "### Question:\nSort.\n\n### Format: Use the following code structure:\n"
             "```python\nclass Solution:\n```\n\n### Answer: (use the provided format with backticks)",
         ),
     ],
     "math500": [
-        ({"problem": "Compute $1+1$.", "solution": "$2$", "answer": "2", "level": 1}, "Compute $1+1$." + REASON)
+        (
+            {"problem": "Compute $1+1$.", "solution": "$2$", "answer": "2", "level": 1},
+            "Compute $1+1$." + REASON,
+        )
     ],
-    "mbpp": [({"task_id": 2, "prompt": "Write a function.", "code": "", "test_list": []}, "Write a function.")],
+    "mbpp": [
+        (
+            {"task_id": 2, "prompt": "Write a function.", "code": "", "test_list": []},
+            "Write a function.",
+        )
+    ],
     "mt-bench": [
         (
-            {"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Rewrite."], "reference": []},
+            {
+                "prompt_id": 81,
+                "category": "writing",
+                "prompt": ["Write.", "Rewrite."],
+                "reference": [],
+            },
             "Write.",
             "Rewrite.",
         )
@@ -89,7 +131,9 @@ def write_rows(folder, name: str, rows: list[dict]) -> None:
     elif name == "livecodebench":  # as the hub's repository has it: several files
         (folder / name).mkdir()
         (folder / name / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
-        (folder / name / "test2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+        (folder / name / "test2.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows[1:])
+        )
     else:
         (folder / f"{name}.jsonl").write_text(lines)
 
@@ -113,42 +157,67 @@ def test_local_rows_become_the_published_prompts(copies):
 CODE = "hf://datasets/livecodebench/code_generation_lite/test"
 HUB = {  # how `datasets` is asked
     "gsm8k": call("openai/gsm8k", "main", split="test"),
-    "livecodebench": call("json", data_files=[f"{CODE}{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)], split="train"),
+    "livecodebench": call(
+        "json", data_files=[f"{CODE}{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)], split="train"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_rows_of_the_hub_are_read_by_column(monkeypatch, name):
-    """`datasets` is asked for the published source, data only, and gives rows with the public columns."""
+    """`datasets` is asked for the published source, data only, and gives rows with the public
+    columns."""
     import datasets
 
     load = Mock(return_value=datasets.Dataset.from_list([row for row, *_ in ROWS[name]]))
     monkeypatch.setattr(datasets, "load_dataset", load)
     (one,) = load_suite(SuiteConfig("ddtree", sets=[name]))
-    assert asked(one.chats) == [turns for _, *turns in ROWS[name]] and load.mock_calls == [HUB[name]]
+    assert asked(one.chats) == [turns for _, *turns in ROWS[name]] and load.mock_calls == [
+        HUB[name]
+    ]
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     with pytest.raises(ValueError, match=r"could not be read .*suite\.folder="):
         load_suite(SuiteConfig("ddtree", sets=[name]))
 
 
 def test_speed_bench_is_read_as_its_script_writes_it_and_as_the_hub_has_it(tmp_path, monkeypatch):
-    """The script: a file a split, a row {"category", "messages", ...}; the hub: turns, some of them withheld."""
+    """The script: a file a split, a row {"category", "messages", ...}; the hub: turns, some of them
+    withheld."""
     import datasets
 
-    common = {"question_id": "0" * 32, "sub_category": "x", "source": "s", "src_id": "1", "difficulty": "easy"}
+    common = {
+        "question_id": "0" * 32,
+        "sub_category": "x",
+        "source": "s",
+        "src_id": "1",
+        "difficulty": "easy",
+    }
     for name, rows in {
         "qualitative": [("coding", ["Sort a list.", "Now in place."]), ("math", ["2 + 2?"])],
         "throughput_1k": [("low_entropy", ["Repeat this."])],
     }.items():
-        said = [(category, [{"role": "user", "content": text} for text in turns]) for category, turns in rows]
-        write_rows(tmp_path, name, [common | {"category": kind, "messages": messages} for kind, messages in said])
-    for sets, turns in ((["coding"], ["Sort a list.", "Now in place."]), (["throughput_1k"], ["Repeat this."])):
+        said = [
+            (category, [{"role": "user", "content": text} for text in turns])
+            for category, turns in rows
+        ]
+        write_rows(
+            tmp_path,
+            name,
+            [common | {"category": kind, "messages": messages} for kind, messages in said],
+        )
+    for sets, turns in (
+        (["coding"], ["Sort a list.", "Now in place."]),
+        (["throughput_1k"], ["Repeat this."]),
+    ):
         (one,) = load_suite(SuiteConfig("speed_bench", str(tmp_path), sets))
         assert one.name == sets[0] and asked(one.chats) == [turns]
     with pytest.raises(ValueError, match="no throughput_8k among coding"):
         SuiteConfig("speed_bench", str(tmp_path), ["throughput_8k"]).check()
     withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-    rows = [common | {"category": "coding", "turns": [withheld]}, common | {"category": "math", "turns": ["2 + 2?"]}]
+    rows = [
+        common | {"category": "coding", "turns": [withheld]},
+        common | {"category": "math", "turns": ["2 + 2?"]},
+    ]
     load = Mock(return_value=datasets.Dataset.from_list(rows))
     monkeypatch.setattr(datasets, "load_dataset", load)
     (one,) = load_suite(SuiteConfig("speed_bench", sets=["math"]))

@@ -1,8 +1,9 @@
-"""Chats of all kinds through a template with thinking and tools: what is learnt is what the target wrote, and no more.
+"""Chats of all kinds through a template with thinking and tools: what is learnt is what the target
+wrote, and no more.
 
-The template (thinking.jinja) is written after the behaviour of Qwen3's: thoughts are shown behind the last question
-only, tools stand in the system's turn, results of tools in the user's, and a switch writes an empty thought where none
-is wanted.
+The template (thinking.jinja) is written after the behaviour of Qwen3's: thoughts are shown behind
+the last question only, tools stand in the system's turn, results of tools in the user's, and a
+switch writes an empty thought where none is wanted.
 """
 
 import json
@@ -39,7 +40,10 @@ def says(text: str | None, **more) -> dict:
 
 def calls(*arguments, name: str = "add", as_text: bool = True) -> list[dict]:
     said = [json.dumps(one) if as_text else one for one in arguments]
-    return [{"id": "c", "type": "function", "function": {"name": name, "arguments": one}} for one in said]
+    return [
+        {"id": "c", "type": "function", "function": {"name": name, "arguments": one}}
+        for one in said
+    ]
 
 
 def result(text: str) -> dict:
@@ -48,12 +52,24 @@ def result(text: str) -> dict:
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TWO = [user("a?"), says("A."), user("b?"), says("B.")]
-THOUGHT_ASIDE = [user("a?"), says("A.", reasoning_content="hm a"), user("b?"), says("B.", reasoning="hm b")]
-INLINE = [user("a?"), says("<think>\nhm a\n</think>\n\nA."), user("b?"), says("<think>\nhm b\n</think>\n\nB.")]
+THOUGHT_ASIDE = [
+    user("a?"),
+    says("A.", reasoning_content="hm a"),
+    user("b?"),
+    says("B.", reasoning="hm b"),
+]
+INLINE = [
+    user("a?"),
+    says("<think>\nhm a\n</think>\n\nA."),
+    user("b?"),
+    says("<think>\nhm b\n</think>\n\nB."),
+]
 TOOL = [user("1+2?"), says(None, tool_calls=calls({"x": 1})), result("3"), says("It is 3.")]
-HM_A, HM_B = "<think>\nhm a\n</think>\n\nA.#", "<think>\nhm b\n</think>\n\nB.#"
+HM_A = "<think>\nhm a\n</think>\n\nA.#"
+HM_B = "<think>\nhm b\n</think>\n\nB.#"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
-# name: (messages, what else the row has, what is learnt of each sequence: runs of tokens as text, their end as #)
+# name: (messages, what else the row has, what is learnt of each sequence: runs of tokens as text,
+# their end as #)
 CHATS = {
     "two turns": (TWO, {}, ["A.# B.#"]),
     "system": ([SYSTEM, *TWO], {}, ["A.# B.#"]),
@@ -65,8 +81,16 @@ CHATS = {
     "cut answer": ([*TWO[:3], says("B is", finish="length")], {}, ["A.# B is"]),
     "cut response": (TWO[:1], {"response": "A is", "finish": "length"}, ["A is"]),
     "cut in the middle": ([user("a?"), says("A is", finish="length"), *TWO[2:]], {}, ["A is"]),
-    "cut behind a thought": ([user("a?"), says(HM_A[:-1], finish_reason="length")], {}, [HM_A[:-1]]),
-    "cut thought aside": ([*TWO[:3], says(None, reasoning_content="hm, and", finish="length")], {}, ["A.#"]),
+    "cut behind a thought": (
+        [user("a?"), says(HM_A[:-1], finish_reason="length")],
+        {},
+        [HM_A[:-1]],
+    ),
+    "cut thought aside": (
+        [*TWO[:3], says(None, reasoning_content="hm, and", finish="length")],
+        {},
+        ["A.#"],
+    ),
     "cut thought inline": ([*TWO[:3], says("<think>\nhm, and", finish="length")], {}, ["A.#"]),
     "only a cut thought": ([user("a?"), says("<think>\nhm", finish="length")], {}, ExcludedExample),
     "tool call": (TOOL, {"tools": TOOLS} | OFF, [f"{CALL}# It is 3.#"]),
@@ -81,12 +105,22 @@ CHATS = {
         [f"<think>\nadd\n</think>\n\n{CALL}# It is 3.#"],
     ),
     "two calls at once": (
-        [TOOL[0], says(None, tool_calls=calls({"x": 1}, {"x": 1})), result("3"), result("4"), says("So.")],
+        [
+            TOOL[0],
+            says(None, tool_calls=calls({"x": 1}, {"x": 1})),
+            result("3"),
+            result("4"),
+            says("So."),
+        ],
         {},
         [f"{CALL}\n{CALL}# So.#"],
     ),
     "a call is the last": ([SYSTEM, *TOOL[:2]], {"tools": TOOLS}, [f"{CALL}#"]),
-    "a call as text": ([TOOL[0], says(CALL), *TOOL[2:]], {"tools": json.dumps(TOOLS)}, [f"{CALL}# It is 3.#"]),
+    "a call as text": (
+        [TOOL[0], says(CALL), *TOOL[2:]],
+        {"tools": json.dumps(TOOLS)},
+        [f"{CALL}# It is 3.#"],
+    ),
     "an empty answer": ([user("a?"), says(""), *TWO[2:]], {}, ["# B.#"]),
     "spaces around": ([user("a?"), says("  A. \n")], {}, ["  A. \n#"]),
     "not all are learnt": ([user("a?"), says("A.", weight=0), *TWO[2:]], {}, ["B.#"]),
@@ -123,8 +157,11 @@ def test_learnt_tokens_are_what_the_target_wrote(tokenizer, name):
 
 
 def test_a_thought_that_the_template_drops_is_learnt_where_it_was_written(tokenizer):
-    """The sequence is the prompt that the target saw, and what it wrote; the rest of the chat follows without it."""
-    first, second = (text for text, _ in sequences(tokenizer, normalise({"messages": THOUGHT_ASIDE})["chat"]))
+    """The sequence is the prompt that the target saw, and what it wrote; the rest of the chat
+    follows without it."""
+    first, second = (
+        text for text, _ in sequences(tokenizer, normalise({"messages": THOUGHT_ASIDE})["chat"])
+    )
     asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
     assert first == asked + "<think>\nhm a\n</think>\n\nA.<|im_end|>\n"
     assert second.startswith(asked + "A.<|im_end|>\n<|im_start|>user\nb?")
@@ -143,12 +180,16 @@ JOINS = """{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>'
 {{ '<call>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```</call>' }}
 {%- endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-PRINTS = JOINS.replace("+ c.function.arguments +", "~ c.function.arguments ~")  # an object would show as Python's
+PRINTS = JOINS.replace(
+    "+ c.function.arguments +", "~ c.function.arguments ~"
+)  # an object would show as Python's
 
 
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("template", [JOINS, PRINTS], ids=["joins", "prints"])
-def test_arguments_are_text_for_templates_that_join_them_to_text(tokenizer, monkeypatch, template, as_text):
+def test_arguments_are_text_for_templates_that_join_them_to_text(
+    tokenizer, monkeypatch, template, as_text
+):
     """In training data, and as the server and `regenerate` encode a prompt."""
     monkeypatch.setattr(tokenizer, "chat_template", template)
     asked, _, *behind = TOOL
@@ -166,7 +207,9 @@ def test_arguments_stay_objects_for_templates_that_read_them(tokenizer):
 
 
 NO_RESULTS = PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')")
-TRIMS, RAISES, LOWERS = (PLAIN.replace("m.content", f"m.content | {filter}") for filter in ("trim", "upper", "lower"))
+TRIMS, RAISES, LOWERS = (
+    PLAIN.replace("m.content", f"m.content | {filter}") for filter in ("trim", "upper", "lower")
+)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +218,21 @@ TRIMS, RAISES, LOWERS = (PLAIN.replace("m.content", f"m.content | {filter}") for
         (PLAIN, THOUGHT_ASIDE, {}, "does not show the thought of an answer"),
         (PLAIN, TOOL, {}, "does not show the tool calls of an answer"),
         (PLAIN, TWO, {"tools": TOOLS}, "does not show tools"),
-        (NO_RESULTS, [*TWO[:3], result("unseen"), *TWO[3:]], {}, r"the result of a tool \(message 3"),
+        (
+            NO_RESULTS,
+            [*TWO[:3], result("unseen"), *TWO[3:]],
+            {},
+            r"the result of a tool \(message 3",
+        ),
         (RAISES, TWO[:2], {}, None),
         (TRIMS, [user("a?"), says(" \n A. \n")], {}, None),
         (LOWERS, TWO[:2], {}, "does not show an answer as it is"),
         (TEMPLATE, THOUGHT_ASIDE, OFF, "is told that there is none"),
     ],
 )
-def test_what_a_template_does_not_show_is_named(tokenizer, monkeypatch, template, messages, more, words):
+def test_what_a_template_does_not_show_is_named(
+    tokenizer, monkeypatch, template, messages, more, words
+):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     if words is None:
         assert learnt(tokenizer, messages, **more) == ["A.#"]
@@ -197,9 +247,15 @@ def test_what_a_template_does_not_show_is_named(tokenizer, monkeypatch, template
         (says("x", function_call={"name": "f"}), "old form"),
         (says(None, tool_calls=[{"function": {"arguments": "{}"}}]), "a tool call without a name"),
         (says(None, tool_calls=[]), "without role or content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "a part that is no text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "a part that is no text",
+        ),
         (says(None, tool_calls=[{"function": {"name": "f", "arguments": "{x"}}]), "are no JSON"),
-        *((says("x", token_ids=[4, id]), "token_ids are whole numbers") for id in (-1, 2**70, True, 1.5, "4", None)),
+        *(
+            (says("x", token_ids=[4, id]), "token_ids are whole numbers")
+            for id in (-1, 2**70, True, 1.5, "4", None)
+        ),
         (says("x", token_ids="4"), "token_ids is a list"),
     ],
 )
@@ -210,12 +266,15 @@ def test_messages_that_cannot_be_read_are_named(turn, words):
 
 def test_ids_outside_the_vocabulary_are_invalid(tokenizer):
     chat = normalise({"messages": [user("a?"), says("some", token_ids=[len(tokenizer)])]})["chat"]
-    with pytest.raises(InvalidExample, match=r"token_ids are outside the vocabulary \(284 of 284\)"):
+    with pytest.raises(
+        InvalidExample, match=r"token_ids are outside the vocabulary \(284 of 284\)"
+    ):
         tokenize_chat(tokenizer, chat)
 
 
 def test_ids_of_the_target_are_kept(tokenizer):
-    """It may write a text in other tokens than a tokenizer would: `return_token_ids` says in which."""
+    """It may write a text in other tokens than a tokenizer would: `return_token_ids` says in
+    which."""
     text = "some words of text"
     own = [id for word in text for id in tokenizer(word)["input_ids"]]
     end = tokenizer.convert_tokens_to_ids(END)

@@ -1,4 +1,5 @@
-"""Shared by the tests of infer/: a scripted drafter, transformers' own greedy text, running servers."""
+"""Shared by the tests of infer/: a scripted drafter, transformers' own greedy text, running
+servers."""
 
 import json
 import socket
@@ -23,16 +24,22 @@ from infer.targets.target import Target
 
 
 class ScriptedDrafter(Lookup):
-    """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
+    """A drafter that knows the texts to come and is right now and then, so that walks of all
+    lengths happen.
 
-    Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
+    Position t of text b is guessed right with probability `skill`; the truth is otherwise among the
+    next likeliest.
     """
 
     layer_ids = (1,)
 
-    def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
+    def __init__(
+        self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7
+    ) -> None:
         super().__init__(block_size)
-        self.texts, self.size, self.skill = texts, vocabulary, skill
+        self.texts = texts
+        self.size = vocabulary
+        self.skill = skill
         self.generator = torch.Generator().manual_seed(block_size)
 
     def state(self, rows: int, capacity: int, whole: bool = True) -> "Script":
@@ -40,13 +47,16 @@ class ScriptedDrafter(Lookup):
 
     def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
         assert features.shape[1] == tokens.shape[1] >= max(counts)
-        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+        state.lengths = [
+            length + count for length, count in zip(state.lengths, counts, strict=True)
+        ]
 
     def draft_block(self, target, bonus, state) -> DraftedBlock:
         shape = (len(bonus), self.block_size - 1, self.size)
         logits = torch.randn(shape, generator=self.generator) * 2
         for b, which in enumerate(state.texts):
-            text, at = self.texts[which], state.lengths[b]
+            text = self.texts[which]
+            at = state.lengths[b]
             assert text[at] == bonus[b]
             ahead = text[at + 1 :]
             for t, token in enumerate(ahead[: self.block_size - 1]):
@@ -59,7 +69,9 @@ class Script:
     """Which text every row is, and how far it has come. Texts are let in one after the other."""
 
     def __init__(self) -> None:
-        self.lengths, self.texts, self.admitted = [], [], 0
+        self.lengths = []
+        self.texts = []
+        self.admitted = 0
 
     @contextmanager
     def add(self, count: int):
@@ -77,7 +89,9 @@ class Script:
 
 def _hugging_face(target: Target, prompt: list[int], tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -115,8 +129,9 @@ def _running(engine: Engine, **options):
 
 @contextmanager
 def _answering(reply: Callable[[BaseHTTPRequestHandler, dict | None], tuple[int, dict] | None]):
-    """A server of others: `reply(request, its JSON body, None for GET)` is the status and the JSON that it answers, or
-    None where it hangs up and refuses whoever asks from then on. Yields its address."""
+    """A server of others: `reply(request, its JSON body, None for GET)` is the status and the JSON
+    that it answers, or None where it hangs up and refuses whoever asks from then on. Yields its
+    address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -196,12 +211,18 @@ def idle():
 
 @pytest.fixture(scope="session")
 def recalled() -> Callable:
-    """Prediction by partial matching, written plainly: probabilities of tokens corrected by what followed the ends of a
-    path earlier in a text."""
+    """Prediction by partial matching, written plainly: probabilities of tokens corrected by what
+    followed the ends of a path earlier in a text."""
 
-    def correct(text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray) -> np.ndarray:
+    def correct(
+        text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray
+    ) -> np.ndarray:
         for length in range(1, min(factor.REACH, len(path)) + 1):
-            ends = [at + length for at in range(len(text) - length) if text[at : at + length] == path[-length:]]
+            ends = [
+                at + length
+                for at in range(len(text) - length)
+                if text[at : at + length] == path[-length:]
+            ]
             if not ends:
                 break
             followed = Counter(text[end] for end in ends)
@@ -218,9 +239,12 @@ def probabilities() -> Callable:
 
     def look_up(model: NGram, context: list[int], tokens: list[int]) -> np.ndarray:
         order = np.argsort(tokens, kind="stable")
-        ids, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)[order]
-        suffixes, shares = np.empty(max(model.order - 1, 1), np.int64), np.empty(len(tokens))
-        found, grown = np.empty_like(shares), np.empty((len(suffixes) + 1, len(tokens)), np.int64)
+        ids = np.asarray(context, np.int64)
+        tokens = np.asarray(tokens, np.int64)[order]
+        suffixes = np.empty(max(model.order - 1, 1), np.int64)
+        shares = np.empty(len(tokens))
+        found = np.empty_like(shares)
+        grown = np.empty((len(suffixes) + 1, len(tokens)), np.int64)
         begin(model.arrays, ids, suffixes)
         unigrams(model.arrays, model.tokens, tokens, shares)
         extend(model.arrays, suffixes, tokens, shares, grown, found)
@@ -231,8 +255,9 @@ def probabilities() -> Callable:
 
 @pytest.fixture(scope="session")
 def widened() -> Callable:
-    """The tokens that n-grams add to those listed, written plainly: what followed the path's last token in the text,
-    the latest first, then what followed its ends in the corpus, the longest first, while few tokens did."""
+    """The tokens that n-grams add to those listed, written plainly: what followed the path's last
+    token in the text, the latest first, then what followed its ends in the corpus, the longest
+    first, while few tokens did."""
 
     def add(text: list[int], path: list[int], listed: list[int], model: NGram) -> list[int]:
         found = [after for before, after in reversed(list(pairwise(text))) if before == path[-1]]

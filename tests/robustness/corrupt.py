@@ -2,10 +2,11 @@
 
     python tests/robustness/corrupt.py --cases 150
 
-Training checkpoint, drafter folder, stored features, n-gram file: bytes flipped, zeroed, cut off, added, files swapped,
-deleted or made links, headers that claim huge sizes and negative places, manifests that name files elsewhere. Each case
-must be refused in a sentence that names the file or its folder, or be without consequence: what is read is bit for bit
-what was saved. Exit code 1 for anything else, and for memory that grew by more than `--margin` megabytes.
+Training checkpoint, drafter folder, stored features, n-gram file: bytes flipped, zeroed, cut off,
+added, files swapped, deleted or made links, headers that claim huge sizes and negative places,
+manifests that name files elsewhere. Each case must be refused in a sentence that names the file or
+its folder, or be without consequence: what is read is bit for bit what was saved. Exit code 1 for
+anything else, and for memory that grew by more than `--margin` megabytes.
 """
 
 import argparse
@@ -39,13 +40,17 @@ from train.config import FeaturesConfig
 from train.features import StoredRows, dependencies, write_features
 from train.run import checkpoints as state
 
-Reader = Callable[[Path], object]  # everything that a folder says, comparable with same(); or an error
+Reader = Callable[
+    [Path], object
+]  # everything that a folder says, comparable with same(); or an error
 
 
 def same(one: object, other: object) -> bool:
     """Bit for bit."""
     if isinstance(one, torch.Tensor):
-        return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) and one.dtype == other.dtype
+        return (
+            torch.equal(one.view(torch.uint8), other.view(torch.uint8)) and one.dtype == other.dtype
+        )
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, dict):
@@ -60,8 +65,16 @@ def same(one: object, other: object) -> bool:
 
 def tiny_drafter() -> Drafter:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8}
-    target = Target(Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)))
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "head_dim": 8,
+    }
+    target = Target(
+        Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **sizes))
+    )
     drafter = new_drafter(DrafterConfig(block_size=4, mask_token_id=96), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     return drafter
@@ -79,8 +92,10 @@ def make_drafter(folder: Path) -> Reader:
 
 
 def make_features(folder: Path) -> Reader:
-    target, data = load_target("embedded", dtype="bfloat16"), DataConfig(source="stdlib", length=64, limit=1)
-    config, layers = FeaturesConfig(out=str(folder), data=data), (3, 8)
+    target = load_target("embedded", dtype="bfloat16")
+    data = DataConfig(source="stdlib", length=64, limit=1)
+    config = FeaturesConfig(out=str(folder), data=data)
+    layers = (3, 8)
     rows = packed_rows(data, target.tokenizer, target.tokenizer_digest).select(range(8))
     write_features(config, target, layers, rows, lambda *_: None)
     needed = dependencies(config, target, layers)
@@ -113,7 +128,9 @@ def make_checkpoint(folder: Path) -> Reader:
     drafter = tiny_drafter()
     weights = dict(drafter.state_dict())
     moments = {f"exp_avg/{name}": torch.rand_like(tensor) for name, tensor in weights.items()}
-    state.training_state = lambda drafter, engine: weights | moments  # as the engine of a run would give it
+    state.training_state = lambda drafter, engine: (
+        weights | moments
+    )  # as the engine of a run would give it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (folder / "run").mkdir()
     saved = state.save(folder / "run", 1, drafter, None, torch.bfloat16)
@@ -125,7 +142,10 @@ def make_checkpoint(folder: Path) -> Reader:
     def read(folder: Path) -> object:
         if problem := state.find_damage(folder):
             raise ValueError(f"{folder}: {problem}")
-        return {"state": state.load(folder), "drafter": load_file(folder / "drafter" / "model.safetensors")}
+        return {
+            "state": state.load(folder),
+            "drafter": load_file(folder / "drafter" / "model.safetensors"),
+        }
 
     return read
 
@@ -155,7 +175,8 @@ def lengthened(content: bytearray, dice: random.Random) -> bytearray:
 
 
 def claimed(content: bytearray, dice: random.Random) -> bytearray:
-    """Headers that promise too much: of safetensors, else numbers somewhere in the first kilobyte."""
+    """Headers that promise too much: of safetensors, else numbers somewhere in the first
+    kilobyte."""
     number = dice.choice([2**63 - 1, 2**64 - 1, 2**40, 2**31, 100_000_001, 0])
     at = 0 if dice.random() < 0.5 else 8 * dice.randrange(min(128, max(1, len(content) // 8)))
     content[at : at + 8] = struct.pack("<Q", number)
@@ -164,9 +185,11 @@ def claimed(content: bytearray, dice: random.Random) -> bytearray:
 
 def edited(content: bytearray, dice: random.Random) -> bytearray:
     """A value somewhere in a JSON text, or in a safetensors header, becomes a hostile one."""
-    start, end = 0, len(content)
+    start = 0
+    end = len(content)
     if content[:1] != b"{":
-        start, end = 8, 8 + int.from_bytes(content[:8], "little")
+        start = 8
+        end = 8 + int.from_bytes(content[:8], "little")
     try:
         said = json.loads(content[start:end])
     except ValueError:
@@ -208,7 +231,14 @@ def edited(content: bytearray, dice: random.Random) -> bytearray:
 
 def deep(content: bytearray, dice: random.Random) -> bytearray:
     text = dice.choice(
-        [b"[" * 100_000, b'{"files":' * 50_000, b'{"a": 1' + b"0" * 6000 + b"}", b"\xff" * 100, b"null", b"[]"]
+        [
+            b"[" * 100_000,
+            b'{"files":' * 50_000,
+            b'{"a": 1' + b"0" * 6000 + b"}",
+            b"\xff" * 100,
+            b"null",
+            b"[]",
+        ]
     )
     return bytearray(text)
 
@@ -239,7 +269,9 @@ def damage(folder: Path, file: Path, dice: random.Random) -> str:
     return way.__name__
 
 
-def case(read: Reader, original: Path, expected: object, dice: random.Random) -> tuple[str, str | None]:
+def case(
+    read: Reader, original: Path, expected: object, dice: random.Random
+) -> tuple[str, str | None]:
     """One damaged copy: how it was met, and what is wrong with that."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / original.name
@@ -249,31 +281,49 @@ def case(read: Reader, original: Path, expected: object, dice: random.Random) ->
         what = damage(folder, file, dice)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", UserWarning)  # a config.json that was changed is read, and named
+                warnings.simplefilter(
+                    "error", UserWarning
+                )  # a config.json that was changed is read, and named
                 found = read(folder)
         except (ValueError, FileNotFoundError, UserWarning) as error:
             named = str(folder) in str(error) or file.name in str(error)
-            return "named", None if named else f"{file.name} {what}: not named in {str(error)[:300]!r}"
+            return (
+                "named",
+                None if named else f"{file.name} {what}: not named in {str(error)[:300]!r}",
+            )
         except BaseException as error:
             return "fault", f"{file.name} {what}: {type(error).__name__}: {str(error)[:300]}"
         try:
             equal = same(expected, found)
         except (RuntimeError, AttributeError, TypeError, KeyError):
             equal = False
-        return ("harmless", None) if equal else ("fault", f"{file.name} {what}: something else is read")
+        return (
+            ("harmless", None)
+            if equal
+            else ("fault", f"{file.name} {what}: something else is read")
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=150, help="of each kind of folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--margin", type=float, default=400.0)
     args = parser.parse_args()
-    makers = {"drafter": make_drafter, "ngrams": make_ngrams, "features": make_features, "checkpoint": make_checkpoint}
+    makers = {
+        "drafter": make_drafter,
+        "ngrams": make_ngrams,
+        "features": make_features,
+        "checkpoint": make_checkpoint,
+    }
     failed = False
     with tempfile.TemporaryDirectory() as place:
         for name, make in makers.items():
-            folder, dice, counts = Path(place) / name, random.Random(args.seed), Counter()
+            folder = Path(place) / name
+            dice = random.Random(args.seed)
+            counts = Counter()
             folder.mkdir()
             read = make(folder)
             expected = read(folder)

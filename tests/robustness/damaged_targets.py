@@ -2,10 +2,11 @@
 
     python tests/robustness/damaged_targets.py [--int8] [--commands 3]
 
-Each case is a copy of a small target's folder, with one safetensors file or in shards, in which one file is truncated,
-emptied, deleted or says something else. It is loaded in float32, without its layers, and with --int8 in int8 too. Each
-must end in a ValueError or FileNotFoundError of one line that names the folder, without a warning before it. Of every
-kind of damage so many cases are also run as a command, which must print that line alone and end with exit code 2.
+Each case is a copy of a small target's folder, with one safetensors file or in shards, in which one
+file is truncated, emptied, deleted or says something else. It is loaded in float32, without its
+layers, and with --int8 in int8 too. Each must end in a ValueError or FileNotFoundError of one line
+that names the folder, without a warning before it. Of every kind of damage so many cases are also
+run as a command, which must print that line alone and end with exit code 2.
 """
 
 import argparse
@@ -118,7 +119,11 @@ def add(name: str) -> Damage:
     """Add a tensor that the model does not have."""
 
     def damage(folder: Path) -> None:
-        save_file(load_file(folder / WEIGHTS) | {name: torch.ones(4)}, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(
+            load_file(folder / WEIGHTS) | {name: torch.ones(4)},
+            folder / WEIGHTS,
+            metadata={"format": "pt"},
+        )
 
     return damage
 
@@ -147,12 +152,18 @@ def last_shard(change: Damage | None) -> Damage:
 
 
 def weight_cases() -> dict[str, Damage]:
-    cases = {f"cut to {share:.0%}": truncate(WEIGHTS, share) for share in (0, 0.0001, 0.005, 0.5, 1)}
-    cases |= {f"header of {size} bytes": claim_header(size) for size in (0, 2**31, 2**63, 2**64 - 1)}
+    cases = {
+        f"cut to {share:.0%}": truncate(WEIGHTS, share) for share in (0, 0.0001, 0.005, 0.5, 1)
+    }
+    cases |= {
+        f"header of {size} bytes": claim_header(size) for size in (0, 2**31, 2**63, 2**64 - 1)
+    }
     cases |= {
         "deleted": delete(WEIGHTS),
         "zeros": write(WEIGHTS, bytes(10_000)),
-        "text": write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        "text": write(
+            WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+        ),
         "tensor missing": change(OUTPUT, lambda tensor: None),
         "embedding missing": change("model.embed_tokens.weight", lambda tensor: None),
         "norm missing": change("model.norm.weight", lambda tensor: None),
@@ -180,19 +191,32 @@ def config_cases() -> dict[str, Damage]:
         "intermediate_size": (0, -1, 96, "48"),
         "vocab_size": (None, 0, -5, 7, 2**50, [1]),
         "rms_norm_eps": ("small", None, float("nan"), -1.0),
-        "rope_parameters": ("default", {"rope_type": "no such"}, {"rope_type": "default", "rope_theta": 0}),
+        "rope_parameters": (
+            "default",
+            {"rope_type": "no such"},
+            {"rope_type": "default", "rope_theta": 0},
+        ),
         "hidden_act": ("no such", 5),
         "layer_types": ("full_attention", ["full_attention"], ["no such"] * 2),
         "model_type": (None, "no such", 5),
         "eos_token_id": ("end", 1.5, [[0]]),
         "tie_word_embeddings": (False,),
     }
-    return {f"{key}={value}": edit("config.json", **{key: value}) for key, some in values.items() for value in some}
+    return {
+        f"{key}={value}": edit("config.json", **{key: value})
+        for key, some in values.items()
+        for value in some
+    }
 
 
 def json_cases(name: str) -> dict[str, Damage]:
     cases = {f"cut to {share:.0%}": truncate(name, share) for share in (0, 0.5, 0.9)}
-    contents = {"list": b"[1]", "null": b"null", "no text": b"\xff\xfe\x00" * 9, "deep": b"[" * 100_000}
+    contents = {
+        "list": b"[1]",
+        "null": b"null",
+        "no text": b"\xff\xfe\x00" * 9,
+        "deep": b"[" * 100_000,
+    }
     return cases | {kind: write(name, content) for kind, content in contents.items()}
 
 
@@ -255,13 +279,33 @@ def judge(folder: Path, **how: object) -> str | None:
 
 def run_command(folder: Path, int8: bool) -> str | None:
     """Run `generate` with a damaged folder; return what is wrong with what came of it."""
-    options = [f"target.path={folder}", "target.device=cpu", "prompt=x", *["target.quantization=int8"] * int8]
-    command = [sys.executable, str(ROOT / "infer" / "main.py"), "generate", "decoding.method=plain", *options]
+    options = [
+        f"target.path={folder}",
+        "target.device=cpu",
+        "prompt=x",
+        *["target.quantization=int8"] * int8,
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "infer" / "main.py"),
+        "generate",
+        "decoding.method=plain",
+        *options,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     lines = done.stderr.splitlines()
-    right = done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: ") and not done.stdout
-    return None if right else f"exit code {done.returncode}: {done.stdout[-300:]!r} {done.stderr[-500:]!r}"
+    right = (
+        done.returncode == 2
+        and len(lines) == 1
+        and lines[0].startswith("error: ")
+        and not done.stdout
+    )
+    return (
+        None
+        if right
+        else f"exit code {done.returncode}: {done.stdout[-300:]!r} {done.stderr[-500:]!r}"
+    )
 
 
 def run_cases(place: Path, int8: bool, commands: int) -> Counter:
@@ -292,15 +336,21 @@ def run_cases(place: Path, int8: bool, commands: int) -> Counter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--int8", action="store_true", help="load each folder in int8 too")
-    parser.add_argument("--commands", type=int, default=0, help="cases of each kind that are run as a command too")
+    parser.add_argument(
+        "--commands", type=int, default=0, help="cases of each kind that are run as a command too"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         counts = run_cases(Path(place), args.int8, args.commands)
     for kind in CASES:
         print(f"{kind:<20}{counts[kind]} folders")
-    print(f"{sum(counts[kind] for kind in CASES)} folders, {counts['commands']} commands, {counts['bugs']} bugs")
+    print(
+        f"{sum(counts[kind] for kind in CASES)} folders, {counts['commands']} commands, {counts['bugs']} bugs"
+    )
     raise SystemExit(counts["bugs"] > 0)
 
 

@@ -1,12 +1,13 @@
-"""What a run does when its disk fails it: a full one, and one that vanishes. Read-only ones, folders that are in use
-and folders that are moved: tests/train/test_faults.py.
+"""What a run does when its disk fails it: a full one, and one that vanishes. Read-only ones,
+folders that are in use and folders that are moved: tests/train/test_faults.py.
 
     python tests/robustness/disks.py [full log ngrams vanishes cache]
 
-Each case is a small run of `train/main.py` on a file system of a few megabytes (tmpfs, mounted in a mount namespace of
-this script's own by `unshare`, so that nothing is left on the machine). Printed for each: the exit code, what the run
-said, and whether what lay there is undamaged: the same command, once the disk is well again, must end with the losses
-and weights of a run that met no such thing, bit by bit.
+Each case is a small run of `train/main.py` on a file system of a few megabytes (tmpfs, mounted in a
+mount namespace of this script's own by `unshare`, so that nothing is left on the machine). Printed
+for each: the exit code, what the run said, and whether what lay there is undamaged: the same
+command, once the disk is well again, must end with the losses and weights of a run that met no such
+thing, bit by bit.
 """
 
 import argparse
@@ -26,7 +27,9 @@ OPTIONS = [*SMALL, "data=stdlib", "data.limit=12", "name=run"]
 def start(runs: Path, *more: str) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "train" / "main.py"), f"runs_dir={runs}", *OPTIONS, *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def end(process: subprocess.Popen, code: int) -> list[str]:
@@ -42,7 +45,9 @@ def end(process: subprocess.Popen, code: int) -> list[str]:
 
 def mount(folder: Path, megabytes: int) -> None:
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True
+    )
 
 
 def tell(case: str, code: int, said: list[str], left: str) -> None:
@@ -58,7 +63,8 @@ class Home:
         self.expected = left_by(path / "run")
 
     def resume(self, runs: Path) -> str:
-        """Run the same command once more and compare what it leaves; return the sentence that says so."""
+        """Run the same command once more and compare what it leaves; return the sentence that says
+        so."""
         end(start(runs), 0)
         if left_by(runs / "run") != self.expected:
             raise SystemExit("the run that went on has other losses or weights")
@@ -83,20 +89,29 @@ def full_log(home: Home) -> None:
     log = home.path / "log"
     mount(log, 9)
     room = os.statvfs(log)
-    (log / "filler").write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))  # for config.json and lock
+    (log / "filler").write_bytes(
+        bytes((room.f_bavail - 2) * room.f_frsize)
+    )  # for config.json and lock
     process = start(log)
     said = end(process, 3)
     count = count_steps(log / "run")
     (log / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=64m", str(log)], check=True)
-    tell("disk full while metrics.jsonl is written", 3, said, f"{count} steps are in it; {home.resume(log)}")
+    tell(
+        "disk full while metrics.jsonl is written",
+        3,
+        said,
+        f"{count} steps are in it; {home.resume(log)}",
+    )
 
 
 def full_ngrams(home: Home) -> None:
     ngrams = home.path / "ngrams"
     mount(ngrams, 1)
     room = os.statvfs(ngrams)
-    (ngrams / "filler").write_bytes(bytes((room.f_bavail - 4) * room.f_frsize))  # for config.json and lock
+    (ngrams / "filler").write_bytes(
+        bytes((room.f_bavail - 4) * room.f_frsize)
+    )  # for config.json and lock
     said = end(start(ngrams, "ngrams=true"), 3)
     assert "run/ngrams could not be written: No space left on device" in said[0], said
     (ngrams / "filler").unlink()
@@ -113,7 +128,9 @@ def vanishing_disk(home: Home) -> None:
     subprocess.run(["umount", "--lazy", str(lost)], check=True)
     said = end(process, 3) if not (lost / "run").exists() else []
     assert not list(lost.iterdir()), "it wrote where the disk had been"
-    tell("disk that vanishes (unmounted under the run)", 3, said, "nothing was written in its place")
+    tell(
+        "disk that vanishes (unmounted under the run)", 3, said, "nothing was written in its place"
+    )
 
 
 def full_cache(home: Home) -> None:
@@ -123,9 +140,18 @@ def full_cache(home: Home) -> None:
     space = os.statvfs(cache)
     (cache / "filler").write_bytes(bytes((space.f_bavail - 8) * space.f_frsize))  # of 70 kB 32 fit
     path = home.path / "targets" / "single"
-    options = ["target.quantization=int8", "target.device=cpu", "decoding.method=plain", f"target.path={path}"]
+    options = [
+        "target.quantization=int8",
+        "target.device=cpu",
+        "decoding.method=plain",
+        f"target.path={path}",
+    ]
     command = [sys.executable, str(ROOT / "infer" / "main.py"), "generate", "prompt=x", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(cache),
+    }
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     said = end(subprocess.Popen(command, env=environment, **output), 3)
     left = [file for file in (cache / "blockdraft").iterdir() if not file.name.endswith(".lock")]
@@ -148,16 +174,24 @@ def run_cases(path: Path, names: list[str]) -> None:
     from infer.evaluation.evaluate import describe_device
 
     os.environ["HF_DATASETS_CACHE"] = str(path / "cache")
-    print(f"{describe_device(torch.device('cpu'))}, {os.cpu_count()} cores; tmpfs in a mount namespace of its own\n")
+    print(
+        f"{describe_device(torch.device('cpu'))}, {os.cpu_count()} cores; tmpfs in a mount namespace of its own\n"
+    )
     home = Home(path)
     for name in names:
         CASES[name](home)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; all of them if none is named")
-    parser.add_argument("--inside", type=Path, help="used by this script itself, once it has a mount namespace")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", help=f"{', '.join(CASES)}; all of them if none is named"
+    )
+    parser.add_argument(
+        "--inside", type=Path, help="used by this script itself, once it has a mount namespace"
+    )
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
@@ -166,7 +200,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, __file__]
-        raise SystemExit(subprocess.run([*command, *args.cases, "--inside", folder], check=False).returncode)
+        raise SystemExit(
+            subprocess.run([*command, *args.cases, "--inside", folder], check=False).returncode
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Takes every command out of README and docs, and composes and checks the configuration that it stands for.
+"""Takes every command out of README and docs, and composes and checks the configuration that it
+stands for.
 
     python tests/robustness/docs_commands.py
 
-What a reader fills in (`<>`, `...`, paths, files) gets a stand-in. Nothing is loaded and nothing runs. The tests' own
-commands, and those of the toys of docs/extending.md, which tests/test_extending.py runs, are listed.
+What a reader fills in (`<>`, `...`, paths, files) gets a stand-in. Nothing is loaded and nothing
+runs. The tests' own commands, and those of the toys of docs/extending.md, which
+tests/test_extending.py runs, are listed.
 
 Fails (exit code 1) if a command is refused.
 """
@@ -22,8 +24,14 @@ from infer.main import COMMANDS
 from infer.utils.hydra_app import run_command
 
 REPO = Path(__file__).resolve().parent.parent.parent
-FILES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))))
-START = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py)(?: |$)")
+FILES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))),
+)
+START = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py)(?: |$)"
+)
 STAND_INS = {  # what a reader fills in -> something real, in the order in which they are looked for
     r"checkpoints=\[\.\.\.\]": "checkpoints=[runs/a/checkpoints/best,lookup]",
     r"drafter\.init=(?:\.\.\.|<[^<>]*>|hub-name)(?!\S)": "drafter.init=data/embedded/drafter",
@@ -68,8 +76,11 @@ class Found:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for any command, or for one of a toy that tests/test_extending.py runs."""
-        return bool(re.search(r"COMMAND|\[overrides\]", self.text)) or self.file == "docs/extending.md"
+        """Whether it stands for any command, or for one of a toy that tests/test_extending.py
+        runs."""
+        return (
+            bool(re.search(r"COMMAND|\[overrides\]", self.text)) or self.file == "docs/extending.md"
+        )
 
     @property
     def name(self) -> str:
@@ -89,18 +100,23 @@ class Found:
 
 
 def commands() -> list[Found]:
-    """Return the commands of code blocks, and of single-line code within sentences that has arguments."""
+    """Return the commands of code blocks, and of single-line code within sentences that has
+    arguments."""
     found = []
     for file in FILES:
-        fenced, variables, held = False, {}, ""
+        fenced = False
+        variables = {}
+        held = ""
         for number, line in enumerate((REPO / file).read_text(encoding="utf-8").splitlines(), 1):
             line = line.lstrip()  # a block in a list is indented
             if line.startswith("```"):
-                fenced, variables = not fenced, {}
+                fenced = not fenced
+                variables = {}
                 continue
             if not fenced:
                 pieces = re.findall(
-                    r"`((?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py) [^`]+)`", line
+                    r"`((?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py) [^`]+)`",
+                    line,
                 )
                 found += [Found(file, number, piece) for piece in pieces]
                 continue
@@ -120,10 +136,12 @@ def commands() -> list[Found]:
 
 
 def compose(found: Found) -> str | None:
-    """Compose and check a command's configuration by its own entry point; return what is refused. A cluster's
-    launcher is left out."""
+    """Compose and check a command's configuration by its own entry point; return what is refused. A
+    cluster's launcher is left out."""
     arguments = [
-        argument for argument in found.arguments if not argument.startswith(("hydra/launcher", "hydra.launcher"))
+        argument
+        for argument in found.arguments
+        if not argument.startswith(("hydra/launcher", "hydra.launcher"))
     ]
     command = COMMANDS[found.name]
     printed = io.StringIO()
@@ -163,7 +181,8 @@ def readers_files(folder: Path) -> None:
 
 
 def main() -> None:
-    counts, faults = {"composed": 0, "listed": 0}, 0
+    counts = {"composed": 0, "listed": 0}
+    faults = 0
     with tempfile.TemporaryDirectory() as name:
         readers_files(Path(name))
         os.chdir(name)  # relative paths count from there

@@ -1,13 +1,14 @@
-"""Fuzzes the command line of every command: whatever is typed, a checked configuration or a message and exit code 2.
+"""Fuzzes the command line of every command: whatever is typed, a checked configuration or a message
+and exit code 2.
 
     python tests/robustness/fuzz_configs.py --lines 10000
 
-In this process, through `infer.utils.hydra_app.run_command` with a command that does nothing: a configuration is
-refused before anything is loaded. A plain generator over the fields of the dataclasses: what is typed wrongly is known
-there, so that a line with such a part must be refused.
+In this process, through `infer.utils.hydra_app.run_command` with a command that does nothing: a
+configuration is refused before anything is loaded. A plain generator over the fields of the
+dataclasses: what is typed wrongly is known there, so that a line with such a part must be refused.
 
-Fails (exit code 1) on any other exit (3 is a folder that cannot be made), a traceback, a known mistake that passes, and
-a number that is none.
+Fails (exit code 1) on any other exit (3 is a folder that cannot be made), a traceback, a known
+mistake that passes, and a number that is none.
 """
 
 import argparse
@@ -28,8 +29,32 @@ from infer.utils.hydra_app import CONF, run_command
 from infer.utils.options import leaf_values
 
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items()}
-GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "decoding", "model"]
-NUMBERS = ["-1", "0", "-0", "2", "64", "4611686018427387904", "9" * 30, "1_000", "-1.0", "1e-9", "0.5", "1e30", "1e308"]
+GROUPS = [
+    "target",
+    "drafter",
+    "data",
+    "objective",
+    "optim",
+    "evaluation",
+    "deepspeed",
+    "decoding",
+    "model",
+]
+NUMBERS = [
+    "-1",
+    "0",
+    "-0",
+    "2",
+    "64",
+    "4611686018427387904",
+    "9" * 30,
+    "1_000",
+    "-1.0",
+    "1e-9",
+    "0.5",
+    "1e30",
+    "1e308",
+]
 NO_NUMBERS = ["nan", "inf", "-inf", "NaN", ".nan", ".inf", "1e999"]
 WRONG = {  # by what a key takes besides null
     int: ["abc", "1.5", "[1]", "{a: 1}", "true", *NO_NUMBERS],
@@ -38,12 +63,72 @@ WRONG = {  # by what a key takes besides null
     list: ["7", "{a: 1}", "abc", "true"],
 }
 HOSTILE = [
-    *("${oc.env:FUZZ_SECRET}", "${oc.env:FUZZ_SECRET,x}", "${oc.decode:${oc.env:FUZZ_SECRET}}", "${hydra:runtime.cwd}"),
-    *("${${x}:FUZZ_SECRET}", "${nothing}", "${name}", "${", "}", "${now:%Y}", "${oc.select:name}", "${.}", "${..}"),
-    *("a" * 5000, "é" * 300, "\U0001f600", "\u202e", "a\nb", "\r\n", "\t", "'", '"', "\\", "\\'", "%s%n"),
-    *("{_target_: os.system}", "{_target_: builtins.exec, _args_: [1]}", "[", "[[[[", "{", "{a: {a: {a: 1}}}", "[1,2"),
-    *("null", "~", "true", "!!python/object:os.system", "&a", "*a", "choice(1,2)", "range(3)", "1,2", "glob(*)"),
-    *("../../etc/passwd", "$(id)", "`id`", "; id", " ", "[" * 200 + "]" * 200, "0x10", "1e5", "+1", "١", "--", "="),
+    *(
+        "${oc.env:FUZZ_SECRET}",
+        "${oc.env:FUZZ_SECRET,x}",
+        "${oc.decode:${oc.env:FUZZ_SECRET}}",
+        "${hydra:runtime.cwd}",
+    ),
+    *(
+        "${${x}:FUZZ_SECRET}",
+        "${nothing}",
+        "${name}",
+        "${",
+        "}",
+        "${now:%Y}",
+        "${oc.select:name}",
+        "${.}",
+        "${..}",
+    ),
+    *(
+        "a" * 5000,
+        "é" * 300,
+        "\U0001f600",
+        "\u202e",
+        "a\nb",
+        "\r\n",
+        "\t",
+        "'",
+        '"',
+        "\\",
+        "\\'",
+        "%s%n",
+    ),
+    *(
+        "{_target_: os.system}",
+        "{_target_: builtins.exec, _args_: [1]}",
+        "[",
+        "[[[[",
+        "{",
+        "{a: {a: {a: 1}}}",
+        "[1,2",
+    ),
+    *(
+        "null",
+        "~",
+        "true",
+        "!!python/object:os.system",
+        "&a",
+        "*a",
+        "choice(1,2)",
+        "range(3)",
+        "1,2",
+        "glob(*)",
+    ),
+    *(
+        "../../etc/passwd",
+        "$(id)",
+        "`id`",
+        "; id",
+        " ",
+        "[" * 200 + "]" * 200,
+        "0x10",
+        "1e5",
+        "+1",
+        "١",
+        "--",
+        "=",
+    ),
     *("@", "a@b", "a.b.c", ".", "..", "/", "/dev/null"),
 ]
 
@@ -65,7 +150,8 @@ def takes(kind: object) -> set[type]:
 
 
 class Typist:
-    """Writes command lines, and knows of each part whether it is wrong (False) or depends (None)."""
+    """Writes command lines, and knows of each part whether it is wrong (False) or depends
+    (None)."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -74,7 +160,10 @@ class Typist:
     def line(self) -> tuple[str, list[str], list[bool | None]]:
         """A command, its overrides, and what is known of them."""
         name = self.dice.choice(list(SCHEMAS))
-        parts = [self.part(*self.dice.choice(self.keys[name])) for _ in range(self.dice.choice([1, 1, 1, 2, 3]))]
+        parts = [
+            self.part(*self.dice.choice(self.keys[name]))
+            for _ in range(self.dice.choice([1, 1, 1, 2, 3]))
+        ]
         return name, [text for text, _ in parts], [right for _, right in parts]
 
     def part(self, key: str, field) -> tuple[str, bool | None]:
@@ -84,18 +173,36 @@ class Typist:
 
     def wrong_type(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
         kind = next(iter(kinds)) if len(kinds) == 1 else None
-        return (f"{key}={self.dice.choice(WRONG[kind])}", False) if kind in WRONG else (f"{key}={{a: 1}}", None)
+        return (
+            (f"{key}={self.dice.choice(WRONG[kind])}", False)
+            if kind in WRONG
+            else (f"{key}={{a: 1}}", None)
+        )
 
     def number(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
         return f"{key}={self.dice.choice(NUMBERS)}", None
 
     def hostile(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
         text = self.dice.choice(HOSTILE)
-        looked_up = "oc.env" in text and not kinds & {str, list, dict}  # in texts it is a text like any other
+        looked_up = "oc.env" in text and not kinds & {
+            str,
+            list,
+            dict,
+        }  # in texts it is a text like any other
         return f"{self.dice.choice(['', '', '+', '++'])}{key}={text}", False if looked_up else None
 
     def unknown(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        some = ["nothing", f"{key}x", f"{key}.x.y", "_target_", "__class__", "a" * 3000, "é", "a.b.c.d", "optim.lrr"]
+        some = [
+            "nothing",
+            f"{key}x",
+            f"{key}.x.y",
+            "_target_",
+            "__class__",
+            "a" * 3000,
+            "é",
+            "a.b.c.d",
+            "optim.lrr",
+        ]
         return (
             f"{self.dice.choice(['', '+', '++'])}{self.dice.choice(some)}={self.dice.choice(['1', 'x', 'null'])}",
             False,
@@ -124,7 +231,11 @@ class Typist:
 
 def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, list[str]]:
     """Whether the line was taken, and what is wrong with how it was met."""
-    taken, faults, told, said, code = [], [], io.StringIO(), io.StringIO(), 0
+    taken = []
+    faults = []
+    told = io.StringIO()
+    said = io.StringIO()
+    code = 0
     try:
         with redirect_stderr(told), redirect_stdout(said):
             run_command(name, SCHEMAS[name], taken.append, line)
@@ -137,7 +248,10 @@ def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, l
         for key, value in leaf_values(asdict(taken[0])):
             if isinstance(value, float) and not abs(value) < float("inf"):
                 faults.append(f"{key}={value} passes")
-        last = {override.split("=")[0].lstrip("+~"): right for override, right in zip(line, known, strict=False)}
+        last = {
+            override.split("=")[0].lstrip("+~"): right
+            for override, right in zip(line, known, strict=False)
+        }
         if False in last.values():  # what stands further left is not looked at
             faults.append("a mistake passes")
     elif code not in (2, 3) or not message.startswith("error: ") or "Traceback" in message:
@@ -148,7 +262,9 @@ def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, l
 def fuzz(lines: int, seed: int) -> tuple[Counter, list[str]]:
     """Types so many lines; returns how many were taken and refused, and the faults."""
     os.chdir(tempfile.mkdtemp())  # where what is typed as a folder may be made
-    typist, counts, faults = Typist(seed), Counter(), []
+    typist = Typist(seed)
+    counts = Counter()
+    faults = []
     for _ in range(lines):
         name, line, known = typist.line()
         taken, wrong = judge(name, line, known)
@@ -160,14 +276,18 @@ def fuzz(lines: int, seed: int) -> tuple[Counter, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     began = time.monotonic()
     counts, faults = fuzz(args.lines, args.seed)
     torch = "loaded" if "torch" in sys.modules else "not loaded"
-    print(f"{args.lines} command lines over {len(SCHEMAS)} commands in {time.monotonic() - began:.0f} s")
+    print(
+        f"{args.lines} command lines over {len(SCHEMAS)} commands in {time.monotonic() - began:.0f} s"
+    )
     print(f"{counts['taken']} taken, {counts['refused']} refused in one sentence with exit code 2")
     print(f"{len(faults)} faults; torch was {torch}")
     raise SystemExit(1 if faults or torch == "loaded" else 0)

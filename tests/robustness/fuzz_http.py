@@ -1,10 +1,12 @@
-"""Fuzzes the server over real sockets, in one process: hostile requests among well-formed ones whose answers are known.
+"""Fuzzes the server over real sockets, in one process: hostile requests among well-formed ones
+whose answers are known.
 
     python tests/robustness/fuzz_http.py --requests 50000
 
 A small random target and drafter with the embedded tokenizer, with a key.
-Fails (exit code 1) on a wrong answer, a 500, an answer that is no HTTP or no JSON, an exception that the server logs, a
-task, text, row or connection left over, or memory that has grown by more than `--margin`.
+Fails (exit code 1) on a wrong answer, a 500, an answer that is no HTTP or no JSON, an exception
+that the server logs, a task, text, row or connection left over, or memory that has grown by more
+than `--margin`.
 """
 
 import argparse
@@ -47,14 +49,64 @@ DEEP: list = []
 for _ in range(300):
     DEEP = [DEEP]
 VALUES = [
-    *(None, True, False, -1, 0, 17, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
-    *("", "a", "\0", "\ud800", "é" * 50, "\U0001f600", "a" * 5000, "\r\n\r\n", "@HUGE@", "${oc.env:HOME}", "{{7*7}}"),
-    *([], [[]], DEEP, [None], [True], [1.5], [2**70], [-1], [1] * 500, ["a"] * 50, ["\ud800"], [""], [[1], [2, 3]]),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        17,
+        2**63,
+        2**64,
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+    ),
+    *(
+        "",
+        "a",
+        "\0",
+        "\ud800",
+        "é" * 50,
+        "\U0001f600",
+        "a" * 5000,
+        "\r\n\r\n",
+        "@HUGE@",
+        "${oc.env:HOME}",
+        "{{7*7}}",
+    ),
+    *(
+        [],
+        [[]],
+        DEEP,
+        [None],
+        [True],
+        [1.5],
+        [2**70],
+        [-1],
+        [1] * 500,
+        ["a"] * 50,
+        ["\ud800"],
+        [""],
+        [[1], [2, 3]],
+    ),
     *({}, {"a": {}}, {"include_usage": 1}, {"\ud800": "\ud800"}),
-    *([{"role": "user"}], [{"role": "user", "content": "x"}] * 40, [{"role": "{{", "content": "\ud800"}]),
+    *(
+        [{"role": "user"}],
+        [{"role": "user", "content": "x"}] * 40,
+        [{"role": "{{", "content": "\ud800"}],
+    ),
     *([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": 1, "content": []}]),
 ]
-FUNCTION = {"name": "look", "description": "x", "parameters": {"type": "object", "properties": {}}, "strict": True}
+FUNCTION = {
+    "name": "look",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}, "index": 0}
 # A request of each kind, whose parts are all there.
 WHOLE = {
@@ -70,7 +122,10 @@ WHOLE = {
         ],
         "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "look"}},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "object"}},
+        },
     },
 }
 OF_TYPES = [None, True, -1, float("inf"), "\ud800", [None], {}, DEEP]
@@ -79,14 +134,21 @@ ALLOWED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431, 499, 501, 503}
 
 def places(body: object, place: tuple = ()) -> Iterator[tuple]:
     """Yield where the values of a request stand, those within others too."""
-    inside = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    inside = (
+        body.items()
+        if isinstance(body, dict)
+        else enumerate(body)
+        if isinstance(body, list)
+        else ()
+    )
     for key, value in inside:
         yield (*place, key)
         yield from places(value, (*place, key))
 
 
 def with_wrong_values() -> Iterator[tuple[str, tuple, object, dict]]:
-    """Yield (path, place, value, body): at every field of requests, and of their parts, a value of every type."""
+    """Yield (path, place, value, body): at every field of requests, and of their parts, a value of
+    every type."""
     for path, model in zip(PATHS, (PromptRequest, ChatRequest), strict=True):
         fields = [(name,) for name in model.model_fields if name not in WHOLE[path]]
         for place in [*fields, *places(WHOLE[path])]:
@@ -97,8 +159,19 @@ def with_wrong_values() -> Iterator[tuple[str, tuple, object, dict]]:
                 yield path, place, value, body
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "initializer_range": 0.3}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": None, "bos_token_id": None}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+SIZES |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
 
 
 def small(**sizes: object) -> tuple[Target, object]:
@@ -107,7 +180,9 @@ def small(**sizes: object) -> tuple[Target, object]:
     tokenizer = load_tokenizer("embedded")
     room = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
     target = Target(Qwen3ForCausalLM(Qwen3Config(**SIZES | room | sizes)), tokenizer, "small")
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target)
+    drafter = new_drafter(
+        DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target
+    )
     drafter.init_weights(torch.Generator().manual_seed(0))
     return target, drafter.eval().requires_grad_(False)
 
@@ -116,7 +191,10 @@ def known(target: Target, dice: random.Random, count: int) -> list[tuple[str, di
     """Well-formed requests with what the target alone answers: (path, body, text)."""
     found = []
     for _ in range(count):
-        words = "".join(dice.choice("def import self.(x)\n ") for _ in range(dice.randrange(1, 12))) or "x"
+        words = (
+            "".join(dice.choice("def import self.(x)\n ") for _ in range(dice.randrange(1, 12)))
+            or "x"
+        )
         body = {"max_tokens": dice.randrange(1, 12)}
         options = {"max_new_tokens": body["max_tokens"], "method": "plain"}
         if dice.random() < 0.5:
@@ -126,9 +204,17 @@ def known(target: Target, dice: random.Random, count: int) -> list[tuple[str, di
             body["temperature"] = 0
         if dice.random() < 0.4:
             messages = [{"role": "user", "content": words}]
-            found.append((PATHS[1], body | {"messages": messages}, generate(target, None, messages, **options).text))
+            found.append(
+                (
+                    PATHS[1],
+                    body | {"messages": messages},
+                    generate(target, None, messages, **options).text,
+                )
+            )
         else:
-            found.append((PATHS[0], body | {"prompt": words}, generate(target, None, words, **options).text))
+            found.append(
+                (PATHS[0], body | {"prompt": words}, generate(target, None, words, **options).text)
+            )
     return found
 
 
@@ -137,7 +223,9 @@ def dumps(body: object, dice: random.Random) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-def request(path: str, content: bytes, *headers: str, method: str = "POST", key: str = KEY) -> bytes:
+def request(
+    path: str, content: bytes, *headers: str, method: str = "POST", key: str = KEY
+) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "host: here", f"content-length: {len(content)}"]
     lines += [f"authorization: Bearer {key}", "content-type: application/json", *headers]
     return "\r\n".join(lines).encode(errors="surrogateescape") + b"\r\n\r\n" + content
@@ -163,8 +251,13 @@ def mutated(content: bytes, dice: random.Random) -> bytes:
 class Client:
     """One connection after the other, and what came of its requests."""
 
-    def __init__(self, port: int, cases: list[tuple[str, dict, str]], seed: int, seen: Counter) -> None:
-        self.port, self.cases, self.dice, self.seen = port, cases, random.Random(seed), seen
+    def __init__(
+        self, port: int, cases: list[tuple[str, dict, str]], seed: int, seen: Counter
+    ) -> None:
+        self.port = port
+        self.cases = cases
+        self.dice = random.Random(seed)
+        self.seen = seen
         self.reader = self.writer = None
         self.faults: list[str] = []
 
@@ -176,12 +269,15 @@ class Client:
         """Closes without a goodbye: the server sees a reset, and no port of ours waits."""
         if self.writer is not None:
             linger = struct.pack("ii", 1, 0)
-            self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.writer.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, linger
+            )
             self.writer.transport.abort()
         self.writer = None
 
     async def answer(self) -> tuple[int, bytes]:
-        """The next response on the connection: status and body. (0, b"") where it was closed instead."""
+        """The next response on the connection: status and body. (0, b"") where it was closed
+        instead."""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
             status = int(head.split()[1])
@@ -230,7 +326,9 @@ class Client:
         if status == 429:
             return
         if self.told(path, got, stream) != text:
-            self.faults.append(f"wrong answer: {self.told(path, got, stream)!r} instead of {text!r} for {body}")
+            self.faults.append(
+                f"wrong answer: {self.told(path, got, stream)!r} instead of {text!r} for {body}"
+            )
 
     def told(self, path: str, got: bytes, stream: bool) -> str:
         chunks = [got]
@@ -248,7 +346,12 @@ class Client:
 
     async def leaving(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
-        await self.send(request(path, dumps(body | {"stream": self.dice.random() < 0.5, "max_tokens": 40}, self.dice)))
+        await self.send(
+            request(
+                path,
+                dumps(body | {"stream": self.dice.random() < 0.5, "max_tokens": 40}, self.dice),
+            )
+        )
         if self.dice.random() < 0.5:
             await asyncio.sleep(self.dice.random() * 0.02)
         self.hang_up()
@@ -267,7 +370,17 @@ class Client:
         path, body, _ = self.dice.choice(self.cases)
         content = mutated(dumps(body, self.dice), self.dice)
         if self.dice.random() < 0.3:
-            some = [b"", b"[" * 5000, b"{" * 5000, b"null", b"1e999", b"\xff\xfe{", b'"', b'{"a":' * 900, b"9" * 9000]
+            some = [
+                b"",
+                b"[" * 5000,
+                b"{" * 5000,
+                b"null",
+                b"1e999",
+                b"\xff\xfe{",
+                b'"',
+                b'{"a":' * 900,
+                b"9" * 9000,
+            ]
             content = self.dice.choice(some)
         await self.one("broken JSON", request(path, content))
 
@@ -278,10 +391,19 @@ class Client:
 
     async def kind(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
-        types = ["text/plain", "multipart/form-data; boundary=x", "application/json; charset=utf-16", "", "é"]
+        types = [
+            "text/plain",
+            "multipart/form-data; boundary=x",
+            "application/json; charset=utf-16",
+            "",
+            "é",
+        ]
         sent = request(path, dumps(body, self.dice))
         name = self.dice.choice(types).encode("latin1")
-        await self.one("content type", sent.replace(b"content-type: application/json", b"content-type: " + name))
+        await self.one(
+            "content type",
+            sent.replace(b"content-type: application/json", b"content-type: " + name),
+        )
 
     async def key(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
@@ -294,19 +416,23 @@ class Client:
             self.faults.append(f"let in without the key: {status} {got[:100]!r}")
 
     async def large(self) -> None:
-        path, size = self.dice.choice(PATHS), self.dice.choice([20_001, 40_000, 200_000])
+        path = self.dice.choice(PATHS)
+        size = self.dice.choice([20_001, 40_000, 200_000])
         if self.dice.random() < 0.5:
             await self.one("oversized", request(path, b'{"prompt": "' + b"x" * size + b'"}'))
         else:
             head = request(path, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
             await self.one(
                 "oversized",
-                head + b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(size // 1024)) + b"0\r\n\r\n",
+                head
+                + b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(size // 1024))
+                + b"0\r\n\r\n",
             )
         self.hang_up()
 
     async def announced(self) -> None:
-        """A size that is said and whose bytes never come: it is answered, and the connection is closed."""
+        """A size that is said and whose bytes never come: it is answered, and the connection is
+        closed."""
         path, _, _ = self.dice.choice(self.cases)
         size = self.dice.choice([20_001, 2**31, 2**63, 2**64 - 1, 10**19, 10**25])
         head = request(path, b"")
@@ -319,7 +445,9 @@ class Client:
         status, got = await self.answer()
         self.judge("announced", status, got, sent)
         if status not in (0, 400, 413) or self.writer is not None:
-            self.faults.append(f"announced: {status}, and the connection is open, after {sent[:300]!r}")
+            self.faults.append(
+                f"announced: {status}, and the connection is open, after {sent[:300]!r}"
+            )
 
 
 KINDS = {
@@ -370,13 +498,16 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
         port = probe.getsockname()[1]
     options = ServerConfig(port=port, max_texts=150, max_body=20_000)
     app = create_app(engine, options)
-    server, service = uvicorn.Server(network(app, options)), app.state.service
+    server = uvicorn.Server(network(app, options))
+    service = app.state.service
     logs = Faults()
     logging.getLogger().addHandler(logs)
     logging.getLogger("uvicorn").addHandler(logs)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     loop_faults: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_faults.append(str(context)))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: loop_faults.append(str(context))
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -393,7 +524,8 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
             await asyncio.wait_for(what(client), 60)
 
     tasks_before = len(asyncio.all_tasks())
-    memory, begun = [], time.monotonic()
+    memory = []
+    begun = time.monotonic()
     for share in (0.1, 0.3, 0.3, 0.3):  # the first tenth warms up
         left = int(requests * share)
         await asyncio.gather(*(run(client) for client in everyone))
@@ -406,15 +538,25 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
     ended = time.monotonic() + 10  # by then every kept connection is closed
     while server.server_state.connections and time.monotonic() < ended:
         await asyncio.sleep(0.1)
-    faults += [fault for client in everyone for fault in client.faults] + logs.messages + loop_faults
+    faults += (
+        [fault for client in everyone for fault in client.faults] + logs.messages + loop_faults
+    )
     if engine.runner.memory.cache.lengths or engine.scheduler.waiting or engine.scheduler.writing:
         faults.append("the engine still holds rows")
-    if server.server_state.connections or server.server_state.tasks or len(asyncio.all_tasks()) > tasks_before:
-        faults.append(f"left over: {len(server.server_state.connections)} connections, {asyncio.all_tasks()}")
+    if (
+        server.server_state.connections
+        or server.server_state.tasks
+        or len(asyncio.all_tasks()) > tasks_before
+    ):
+        faults.append(
+            f"left over: {len(server.server_state.connections)} connections, {asyncio.all_tasks()}"
+        )
     if not service.worker.is_alive():
         faults.append("the engine's thread is dead")
     if memory[-1] - memory[0] > margin:
-        faults.append(f"memory has grown from {memory[0]:.0f} to {memory[-1]:.0f} MB, by more than {margin:.0f}")
+        faults.append(
+            f"memory has grown from {memory[0]:.0f} to {memory[-1]:.0f} MB, by more than {margin:.0f}"
+        )
     server.should_exit = True
     await serving
     for kind in sorted({kind for kind, _ in seen}):
@@ -422,18 +564,26 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
         shown = ", ".join(f"{status or 'none'} {count}" for status, count in counts.items())
         print(f"{kind:<28}{shown}")
     took = time.monotonic() - begun
-    print(f"{sum(seen.values())} answers to {requests} requests by {clients} clients in {took:.0f} s")
-    print(f"memory {memory[0]:.0f} MB after a tenth, {memory[-1]:.0f} MB at the end (margin {margin:.0f})")
+    print(
+        f"{sum(seen.values())} answers to {requests} requests by {clients} clients in {took:.0f} s"
+    )
+    print(
+        f"memory {memory[0]:.0f} MB after a tenth, {memory[-1]:.0f} MB at the end (margin {margin:.0f})"
+    )
     print(f"{len(faults)} faults")
     return faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=50_000)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--margin", type=float, default=40.0, help="megabytes that memory may grow by")
+    parser.add_argument(
+        "--margin", type=float, default=40.0, help="megabytes that memory may grow by"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["BLOCKDRAFT_API_KEY"] = KEY

@@ -1,11 +1,13 @@
-"""Hostile expressions, schemas and grammars at a server with little address space, and a stream beside them.
+"""Hostile expressions, schemas and grammars at a server with little address space, and a stream
+beside them.
 
     python tests/robustness/hostile_grammars.py --requests 200
 
-Repetition, nesting, alternation, recursion, Unicode classes, and what is no grammar. Fails (exit code 1) if a request
-is not answered with 200 and no more tokens than it asked for, or with 400 and a sentence, if a text without a grammar
-is another one afterwards, if the server's memory has grown by more than 100 MiB, or if an event of the stream comes
-more than `--pause` seconds later than the longest it took while nobody was hostile.
+Repetition, nesting, alternation, recursion, Unicode classes, and what is no grammar. Fails (exit
+code 1) if a request is not answered with 200 and no more tokens than it asked for, or with 400 and
+a sentence, if a text without a grammar is another one afterwards, if the server's memory has grown
+by more than 100 MiB, or if an event of the stream comes more than `--pause` seconds later than the
+longest it took while nobody was hostile.
 """
 
 import argparse
@@ -24,7 +26,8 @@ import httpx
 from server import memory, serving
 
 GROWTH = 100  # MiB
-CLIENTS, TOKENS = 4, 24
+CLIENTS = 4
+TOKENS = 24
 
 
 def regexes(dice: random.Random) -> Iterator[str]:
@@ -48,8 +51,16 @@ def regexes(dice: random.Random) -> Iterator[str]:
         yield f"(x|y)+{inner}"
         yield "(" * (depth := dice.choice([50, 200, 5000, 30_000])) + "a" + ")" * depth
         yield "(" * (depth := dice.choice([50, 200, 5000, 10_000])) + "a" + "?)+" * depth
-        yield "|".join("".join(dice.choices("abcdef", k=8)) for _ in range(dice.choice([100, 1000, 7000])))
-        yield "(" + "|".join(f"{letter()}*{letter()}{letter()}" for _ in range(dice.choice([20, 500, 4000]))) + ")*"
+        yield "|".join(
+            "".join(dice.choices("abcdef", k=8)) for _ in range(dice.choice([100, 1000, 7000]))
+        )
+        yield (
+            "("
+            + "|".join(
+                f"{letter()}*{letter()}{letter()}" for _ in range(dice.choice([20, 500, 4000]))
+            )
+            + ")*"
+        )
         yield f"(.*{letter()}){{{dice.choice([10, 100, 1000, 100000])}}}"
         yield f"[ab]*a[ab]{{{dice.choice([10, 30, 300, 3000])}}}"  # 2^n states
         yield f"(\\p{{L}}|\\p{{N}}|{letter()}){{{many()}}}"
@@ -100,9 +111,14 @@ def schemas(dice: random.Random) -> Iterator[object]:
             "multipleOf": dice.choice([7, 10**9 + 7]),
         }
         yield {"type": "number", "multipleOf": 1e-300}
-        yield {"enum": ["x" * dice.randrange(1, 40) + str(i) for i in range(dice.choice([10, 5000]))]}
+        yield {
+            "enum": ["x" * dice.randrange(1, 40) + str(i) for i in range(dice.choice([10, 5000]))]
+        }
         yield {"const": "x" * dice.choice([3000, 50_000])}
-        yield {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(dice.choice([50, 1500]))}}
+        yield {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "string"} for i in range(dice.choice([50, 1500]))},
+        }
         yield {
             "type": "object",
             "properties": {f"p{i}": {"enum": list(range(20))} for i in range(100)},
@@ -110,7 +126,10 @@ def schemas(dice: random.Random) -> Iterator[object]:
         }
         yield {
             "$ref": "#/$defs/a",
-            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}},
+            "$defs": {
+                "a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]},
+                "b": {"$ref": "#/$defs/a"},
+            },
         }
         yield {
             "$ref": "#/$defs/n",
@@ -125,7 +144,8 @@ def schemas(dice: random.Random) -> Iterator[object]:
         yield {
             "$ref": "#/$defs/t0",
             "$defs": {
-                f"t{i}": {"allOf": [{"$ref": f"#/$defs/t{i + 1}"}, {"$ref": f"#/$defs/t{i + 1}"}]} for i in range(24)
+                f"t{i}": {"allOf": [{"$ref": f"#/$defs/t{i + 1}"}, {"$ref": f"#/$defs/t{i + 1}"}]}
+                for i in range(24)
             }
             | {"t24": {"type": "string"}},
         }
@@ -150,7 +170,12 @@ def schemas(dice: random.Random) -> Iterator[object]:
         }
         yield {
             "allOf": [
-                {"type": "object", "patternProperties": {f"^{c}.*{d}$": {"type": "string", "pattern": f"{d}{{1000}}"}}}
+                {
+                    "type": "object",
+                    "patternProperties": {
+                        f"^{c}.*{d}$": {"type": "string", "pattern": f"{d}{{1000}}"}
+                    },
+                }
                 for c in "abcde"
                 for d in "xyz"
             ]
@@ -170,7 +195,11 @@ def grammars(dice: random.Random) -> Iterator[str]:
     for _ in range(5):
         n = dice.choice([20, 40, 2000])
         yield "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'
-        yield "start: r0\n" + "".join(f"r{i}: r{i + 1} | r{i + 1} r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'
+        yield (
+            "start: r0\n"
+            + "".join(f"r{i}: r{i + 1} | r{i + 1} r{i + 1}\n" for i in range(n))
+            + f'r{n}: "a"'
+        )
         yield "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(n)) + f'A{n}: "a"'
         yield "start: A0\n" + "".join(f"A{i}: (A{i + 1} | /b/)+\n" for i in range(n)) + f'A{n}: "a"'
         yield 'start: s\ns: s s | "a" | ""'
@@ -183,8 +212,14 @@ def grammars(dice: random.Random) -> Iterator[str]:
         yield "start: start"
         yield "start: A & B\nA: /" + "(a|b)*a(a|b){12}" + "/\nB: ~/" + "(a|b)*b(a|b){12}" + "/"
         yield "start: X\nX: " + " & ".join(f"/.*{c}.{{{k}}}.*/" for k, c in enumerate("abcdefghij"))
-        yield "start: X\nX: ~(" + " | ".join(f"/(.*{c}.*){{{k + 3}}}/" for k, c in enumerate("abcdef")) + ")"
-        yield "%llguidance {}\nstart: %json " + json.dumps({"type": "string", "minLength": 3_000_000})
+        yield (
+            "start: X\nX: ~("
+            + " | ".join(f"/(.*{c}.*){{{k + 3}}}/" for k, c in enumerate("abcdef"))
+            + ")"
+        )
+        yield "%llguidance {}\nstart: %json " + json.dumps(
+            {"type": "string", "minLength": 3_000_000}
+        )
 
 
 def broken(dice: random.Random) -> Iterator[str]:
@@ -202,8 +237,11 @@ def hostile(count: int, seed: int = 0) -> list[tuple[str, object]]:
         "guided_json": list(schemas(dice)),
         "guided_grammar": list(grammars(dice)),
     }
-    found = [(field, value) for field, values in kinds.items() for value in [*values, *broken(dice)]]
-    first, rest = found[:5], found[5:]
+    found = [
+        (field, value) for field, values in kinds.items() for value in [*values, *broken(dice)]
+    ]
+    first = found[:5]
+    rest = found[5:]
     dice.shuffle(rest)
     return (first + rest)[:count]
 
@@ -213,13 +251,17 @@ class Beside(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self.url, self.pauses, self.ended = url, [], False
+        self.url = url
+        self.pauses = []
+        self.ended = False
 
     def run(self) -> None:
         body = {"prompt": "def read(", "max_tokens": 1000, "temperature": 1, "stream": True}
         while not self.ended:
             before = time.monotonic()
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=600) as answer:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=600
+            ) as answer:
                 for _ in answer.iter_lines():
                     now = time.monotonic()
                     self.pauses.append(now - before)
@@ -229,7 +271,8 @@ class Beside(threading.Thread):
 
     def longest(self) -> float:
         """Return the longest wait since the last call."""
-        pauses, self.pauses = self.pauses, []
+        pauses = self.pauses
+        self.pauses = []
         return max(pauses)
 
 
@@ -240,13 +283,21 @@ def plain_text(url: str) -> str:
 
 
 def ask(url: str, field: str, value: object) -> tuple[str, int, bool, float]:
-    """Send a request under a grammar; return its field, its status, whether its answer is one, and its seconds."""
-    body, began = {"prompt": "x = ", "max_tokens": TOKENS, "temperature": 1, field: value}, time.monotonic()
+    """Send a request under a grammar; return its field, its status, whether its answer is one, and
+    its seconds."""
+    body = {"prompt": "x = ", "max_tokens": TOKENS, "temperature": 1, field: value}
+    began = time.monotonic()
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
-    said, seconds = answer.json(), time.monotonic() - began
+    said = answer.json()
+    seconds = time.monotonic() - began
     if answer.status_code == 200:
         return field, 200, said["usage"]["completion_tokens"] <= TOKENS, seconds
-    return field, answer.status_code, answer.status_code == 400 and bool(said["error"]["message"]), seconds
+    return (
+        field,
+        answer.status_code,
+        answer.status_code == 400 and bool(said["error"]["message"]),
+        seconds,
+    )
 
 
 def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> list[str]:
@@ -258,7 +309,9 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
     time.sleep(5)
     beside.longest()
     time.sleep(quiet)
-    alone, before, text = beside.longest(), memory(pid), plain_text(url)
+    alone = beside.longest()
+    before = memory(pid)
+    text = plain_text(url)
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda case: ask(url, *case), cases := hostile(requests)))
     disturbed = beside.longest()
@@ -270,9 +323,13 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
     for (field, status), count in sorted(counts.items()):
         print(f"{field:<16}{status} {count}")
     print(f"slowest answer {max(seconds for *_, seconds in answers):.1f} s")
-    print(f"longest wait of the stream beside: {alone:.2f} s without hostile requests, {disturbed:.2f} s with them")
+    print(
+        f"longest wait of the stream beside: {alone:.2f} s without hostile requests, {disturbed:.2f} s with them"
+    )
     print(f"memory {before:.0f} MiB before, {after:.0f} MiB after")
-    faults = [f"{case}: {answer}" for case, answer in zip(cases, answers, strict=True) if not answer[2]]
+    faults = [
+        f"{case}: {answer}" for case, answer in zip(cases, answers, strict=True) if not answer[2]
+    ]
     if plain_text(url) != text:
         faults.append("a text without a grammar is another one than before")
     if after - before > GROWTH:
@@ -283,7 +340,9 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--memory", type=int, default=4096, help="MiB of address space")
     parser.add_argument("--quiet", type=float, default=20.0, help="seconds of the stream alone")

@@ -1,10 +1,11 @@
-"""The server under memory pressure: a real vocabulary, little memory, and requests of which some cannot fit.
+"""The server under memory pressure: a real vocabulary, little memory, and requests of which some
+cannot fit.
 
     python tests/robustness/memory.py --requests 200 --after 50
 
-The process bounds its own address space (RLIMIT_AS) so that one greedy text fits and rounds of several do not, all the
-time. Fails (exit code 1) if a request is not answered, if one gets 500 or 503 whose text did not fail alone, or if a
-greedy one does.
+The process bounds its own address space (RLIMIT_AS) so that one greedy text fits and rounds of
+several do not, all the time. Fails (exit code 1) if a request is not answered, if one gets 500 or
+503 whose text did not fail alone, or if a greedy one does.
 """
 
 import argparse
@@ -27,13 +28,21 @@ from infer.engine.sequence import Sequence
 from infer.serving.config import ServerConfig
 from infer.serving.server import make_server
 
-VOCABULARY, ROWS, CAPACITY, WAIT = 151_936, 4, 512, 600
+VOCABULARY = 151_936
+ROWS = 4
+CAPACITY = 512
+WAIT = 600
 MIB = 2**20
 
 
 def small_engine() -> Engine:
     """A random target with a large vocabulary and next to no weights beside it, and its drafter."""
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 1, "max_position_embeddings": 1024}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 1,
+        "max_position_embeddings": 1024,
+    }
     pair = small(vocab_size=VOCABULARY, tie_word_embeddings=True, initializer_range=0.02, **sizes)
     return Engine(*pair, EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
 
@@ -41,19 +50,31 @@ def small_engine() -> Engine:
 def body(number: int, dice: random.Random, greedy: bool) -> dict:
     """A request; token ids as prompt, so that the tokenizer's vocabulary does not matter."""
     prompt = [dice.randrange(1000) for _ in range(dice.randrange(2, 200))]
-    request = {"prompt": prompt, "max_tokens": dice.randrange(1, 12), "temperature": 0, "user": str(number)}
-    return request if greedy else request | {"temperature": 1, "top_p": 0.9, "logprobs": 20, "seed": number}
+    request = {
+        "prompt": prompt,
+        "max_tokens": dice.randrange(1, 12),
+        "temperature": 0,
+        "user": str(number),
+    }
+    return (
+        request
+        if greedy
+        else request | {"temperature": 1, "top_p": 0.9, "logprobs": 20, "seed": number}
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--after", type=int, default=50)
-    parser.add_argument("--margin", type=int, default=-60, help="MiB beyond what the idle server takes")
+    parser.add_argument(
+        "--margin", type=int, default=-60, help="MiB beyond what the idle server takes"
+    )
     options = parser.parse_args()
     logging.getLogger("infer.serving.server").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    engine, dice = small_engine(), random.Random(0)
+    engine = small_engine()
+    dice = random.Random(0)
     failures: list[tuple[int, ...] | None] = []  # failed rounds: the prompt that failed alone
 
     bound = threading.Event()
@@ -71,7 +92,9 @@ def main() -> int:
     thread.start()
     bound.wait()
     port = server.servers[0].sockets[0].getsockname()[1]
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT, limits=httpx.Limits(max_connections=16))
+    client = httpx.Client(
+        base_url=f"http://127.0.0.1:{port}", timeout=WAIT, limits=httpx.Limits(max_connections=16)
+    )
     pool = ThreadPoolExecutor(16)
 
     def ask(request: dict) -> tuple[dict, int]:
@@ -85,15 +108,30 @@ def main() -> int:
     for request, status in mixed:
         alone = tuple(request["prompt"]) in failures
         failed = status in (500, 503)  # 503 where the engine said that memory is short
-        if (not failed and status != 200) or failed != alone or (alone and request["temperature"] == 0):
-            faults.append(f"{status} for a request that {'failed' if alone else 'did not fail'} alone")
+        if (
+            (not failed and status != 200)
+            or failed != alone
+            or (alone and request["temperature"] == 0)
+        ):
+            faults.append(
+                f"{status} for a request that {'failed' if alone else 'did not fail'} alone"
+            )
     after = list(pool.map(ask, [body(i, dice, True) for i in range(options.after)]))
     faults += [f"{status} afterwards" for _, status in after if status != 200]
     if server.service.worker.failure is not None:
         faults.append(server.service.worker.failure)
-    kinds = Counter((("greedy" if request["temperature"] == 0 else "sampled"), status) for request, status in mixed)
-    print(f"{len(mixed)} requests: {dict(kinds)}; {len(after)} afterwards: {Counter(s for _, s in after)}")
-    print(f"{len(failures)} rounds failed" if failures else "every round fitted: a smaller --margin makes some fail")
+    kinds = Counter(
+        (("greedy" if request["temperature"] == 0 else "sampled"), status)
+        for request, status in mixed
+    )
+    print(
+        f"{len(mixed)} requests: {dict(kinds)}; {len(after)} afterwards: {Counter(s for _, s in after)}"
+    )
+    print(
+        f"{len(failures)} rounds failed"
+        if failures
+        else "every round fitted: a smaller --margin makes some fail"
+    )
     server.should_exit = True
     thread.join(60)
     print(*faults[:20], f"{len(faults)} faults", sep="\n")

@@ -1,12 +1,14 @@
-"""Weights of an int8 target that move and change while it decodes: outputs are those of a fresh process.
+"""Weights of an int8 target that move and change while it decodes: outputs are those of a fresh
+process.
 
     HF_HUB_OFFLINE=1 python tests/robustness/moved_weights.py --sequences 200 --target embedded
 
-Each sequence of operations is random: `share_memory`, `p.data = p.data.clone()` of all parameters or of some,
-`load_state_dict(assign=True)`, `.to(dtype)` and back, partial writes through `.data`, new Targets of the same model;
-between them, and in the middle of sequences that are being decoded, greedy outputs of one Target or another are noted
-together with the weights. In the end another process loads the weights of every check and decodes the same prompt.
-A partial write through `.data` in the middle of a sequence is promised for the next sequence only, and checked there.
+Each sequence of operations is random: `share_memory`, `p.data = p.data.clone()` of all parameters
+or of some, `load_state_dict(assign=True)`, `.to(dtype)` and back, partial writes through `.data`,
+new Targets of the same model; between them, and in the middle of sequences that are being decoded,
+greedy outputs of one Target or another are noted together with the weights. In the end another
+process loads the weights of every check and decodes the same prompt. A partial write through
+`.data` in the middle of a sequence is promised for the next sequence only, and checked there.
 Without --target: a small Llama of random weights. Fails (exit code 1) where an output differs.
 """
 
@@ -72,12 +74,23 @@ def write_partially(model: torch.nn.Module, dice: random.Random) -> None:
         part.mul_(0.3 + dice.random())
 
 
-OPERATIONS = [share_memory, clone_all, clone_some, assign_state, round_trip, write_partially, write_partially]
+OPERATIONS = [
+    share_memory,
+    clone_all,
+    clone_some,
+    assign_state,
+    round_trip,
+    write_partially,
+    write_partially,
+]
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers: a state dict lacks the rotary frequencies, which `.to` rounds."""
-    return {name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    """Return parameters and buffers: a state dict lacks the rotary frequencies, which `.to`
+    rounds."""
+    return {
+        name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 @dataclass
@@ -110,7 +123,9 @@ def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
         prompt = [dice.randrange(300) for _ in range(dice.randint(3, 40))]
         if dice.random() < 0.5:
             engine = Engine(dice.choice(targets), None, EngineConfig("plain", prefix_memory=1), 128)
-            sequence = engine.submit(prompt, TextOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+            sequence = engine.submit(
+                prompt, TextOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            )
             for _ in range(dice.randint(1, BURST_STEPS)):
                 engine.step()
             before = len(sequence.ids)
@@ -118,7 +133,9 @@ def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
             while engine.busy:
                 engine.step()
             if operation is not write_partially:
-                checks.add(f"{name}, midway", model, prompt + sequence.ids[:before], sequence.ids[before:])
+                checks.add(
+                    f"{name}, midway", model, prompt + sequence.ids[:before], sequence.ids[before:]
+                )
         else:
             operation(model, dice)
         if dice.random() < 0.8:
@@ -141,7 +158,9 @@ def verify(folder: Path, base: torch.nn.Module) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", help="a model's folder or name")
     parser.add_argument("--sequences", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first sequence")
@@ -159,12 +178,15 @@ def main() -> None:
             (checks.folder / "cases.json").write_text(json.dumps(checks.cases))
             named = ["--target", args.target] if args.target else []
             done = subprocess.run(
-                [sys.executable, __file__, *named, "--verify", folder], capture_output=True, text=True
+                [sys.executable, __file__, *named, "--verify", folder],
+                capture_output=True,
+                text=True,
             )
             faults += len(done.stdout.splitlines()) if done.returncode == 1 else 0
             assert done.returncode in (0, 1) and (done.returncode == 0 or done.stdout), done.stderr
             print(
-                f"{number + 1 - args.first} sequences, {len(checks.cases)} outputs checked in the last 20", flush=True
+                f"{number + 1 - args.first} sequences, {len(checks.cases)} outputs checked in the last 20",
+                flush=True,
             )
             print(done.stdout, end="", flush=True)
     print(f"{faults} faults")

@@ -1,9 +1,11 @@
-"""Puts the bugs that other trainers had into a copy of this repository, one at a time, and shows that a test notices.
+"""Puts the bugs that other trainers had into a copy of this repository, one at a time, and shows
+that a test notices.
 
     python tests/robustness/mutants.py [words of names]
     python tests/robustness/mutants.py --check          only whether each one still fits the code
 
-Each line: the bug, the test that failed first, seconds. A bug that no test notices is reported, and the exit code is 1.
+Each line: the bug, the test that failed first, seconds. A bug that no test notices is reported, and
+the exit code is 1.
 """
 
 import argparse
@@ -17,26 +19,39 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_template.py"
+BLOCKS = "tests/train/test_blocks.py"
+LOOP = "tests/train/test_loop.py"
+CHAT = "tests/data/test_template.py"
 TARGETS = "tests/infer/targets/test_families.py"
-LAYOUTS, DIGESTS = "tests/infer/formats/test_layouts.py", "tests/infer/formats/test_integrity.py"
-GUARDS, FAULTS = "tests/train/test_guards.py", "tests/train/test_faults.py"
+LAYOUTS = "tests/infer/formats/test_layouts.py"
+DIGESTS = "tests/infer/formats/test_integrity.py"
+GUARDS = "tests/train/test_guards.py"
+FAULTS = "tests/train/test_faults.py"
 CONTINUITY = "tests/infer/trees/test_continuity.py"
-FAILURES, ADMISSION = "tests/infer/serving/test_failures.py", "tests/infer/engine/test_admission.py"
-SAMPLING, HF = "tests/infer/engine/test_sampling.py", "tests/infer/serving/test_hf.py"
-PROTOCOL, GUARD = "tests/infer/serving/test_protocol.py", "tests/infer/serving/test_guard.py"
+FAILURES = "tests/infer/serving/test_failures.py"
+ADMISSION = "tests/infer/engine/test_admission.py"
+SAMPLING = "tests/infer/engine/test_sampling.py"
+HF = "tests/infer/serving/test_hf.py"
+PROTOCOL = "tests/infer/serving/test_protocol.py"
+GUARD = "tests/infer/serving/test_guard.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
     (
         "context leaks at the anchor",
         "infer/attention/masks.py",
-        ("ends = starts[..., None].expand(-1, -1, width)", "ends = 1 + starts[..., None].expand(-1, -1, width)"),
+        (
+            "ends = starts[..., None].expand(-1, -1, width)",
+            "ends = 1 + starts[..., None].expand(-1, -1, width)",
+        ),
         BLOCKS,
     ),
     (
         "context leaks after the anchor",
         "infer/attention/masks.py",
-        ("ends = starts[..., None].expand(-1, -1, width)", "ends = 2 + starts[..., None].expand(-1, -1, width)"),
+        (
+            "ends = starts[..., None].expand(-1, -1, width)",
+            "ends = 2 + starts[..., None].expand(-1, -1, width)",
+        ),
         BLOCKS,
     ),
     (
@@ -48,7 +63,10 @@ MUTANTS = [
     (
         "a block sees other documents",
         "infer/attention/masks.py",
-        ("begins = opens(documents).gather(1, starts)[..., None]", "begins = 0 * starts[..., None]"),
+        (
+            "begins = opens(documents).gather(1, starts)[..., None]",
+            "begins = 0 * starts[..., None]",
+        ),
         BLOCKS,
     ),
     (
@@ -57,19 +75,40 @@ MUTANTS = [
         ("begins, places = opens(documents), ", "begins, places = 0 * documents, "),
         BLOCKS,
     ),
-    ("tapped layers off by one", "infer/targets/target.py", ("partial(keep, i)", "partial(keep, i + 1)"), BLOCKS),
-    ("teacher rows off by one", "train/blocks.py", ("* length + safe - 1", "* length + safe"), BLOCKS),
-    ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
+    (
+        "tapped layers off by one",
+        "infer/targets/target.py",
+        ("partial(keep, i)", "partial(keep, i + 1)"),
+        BLOCKS,
+    ),
+    (
+        "teacher rows off by one",
+        "train/blocks.py",
+        ("* length + safe - 1", "* length + safe"),
+        BLOCKS,
+    ),
+    (
+        "labels off by one",
+        "train/blocks.py",
+        ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"),
+        BLOCKS,
+    ),
     (
         "positions of a block off by one",
         "infer/drafters/dflash/model.py",
-        ("(positions.gather(1, anchors)[..., None] + steps)", "(positions.gather(1, anchors)[..., None] + steps + 1)"),
+        (
+            "(positions.gather(1, anchors)[..., None] + steps)",
+            "(positions.gather(1, anchors)[..., None] + steps + 1)",
+        ),
         BLOCKS,
     ),
     (
         "the embedding taken for the head",
         "infer/targets/target.py",
-        ("return self.model.get_output_embeddings().weight", "return self.model.get_input_embeddings().weight"),
+        (
+            "return self.model.get_output_embeddings().weight",
+            "return self.model.get_input_embeddings().weight",
+        ),
         BLOCKS,
     ),
     (
@@ -85,7 +124,12 @@ MUTANTS = [
         ("supervised = valid[..., None] & (ahead < length)", "supervised = (ahead < length)"),
         BLOCKS,
     ),
-    ("a batch without anchors divides by zero", "train/step.py", (".clamp(min=1e-6)", ""), LOOP + " -k no_anchor"),
+    (
+        "a batch without anchors divides by zero",
+        "train/step.py",
+        (".clamp(min=1e-6)", ""),
+        LOOP + " -k no_anchor",
+    ),
     (
         "gradients depend on the number of processes",
         "train/step.py",
@@ -134,7 +178,12 @@ MUTANTS = [
         ("attention_patterns = [(True, None)]", "attention_patterns = [(False, None)]"),
         BLOCKS,
     ),
-    ("DART: an item holds its own token", "infer/drafters/dart/model.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
+    (
+        "DART: an item holds its own token",
+        "infer/drafters/dart/model.py",
+        ("ids.roll(-1, dims=1)", "ids"),
+        BLOCKS,
+    ),
     (
         "DART: the last position is forgotten",
         "infer/drafters/dart/model.py",
@@ -150,7 +199,10 @@ MUTANTS = [
     (
         "the shortest context has the last word",
         "infer/ngrams/model.py",
-        ("for k in range(len(suffixes)):  # a", "for k in range(len(suffixes) - 1, -1, -1):  # the"),
+        (
+            "for k in range(len(suffixes)):  # a",
+            "for k in range(len(suffixes) - 1, -1, -1):  # the",
+        ),
         CONTINUITY,
     ),
     (
@@ -168,7 +220,10 @@ MUTANTS = [
     (
         "a path's probability is not normalised",
         "infer/ngrams/factor.py",
-        ("norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)", "norm = 0.0"),
+        (
+            "norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)",
+            "norm = 0.0",
+        ),
         CONTINUITY,
     ),
     (
@@ -180,16 +235,27 @@ MUTANTS = [
     (
         "windows count places in the cache",
         "infer/attention/masks.py",
-        ("(positions[:, None] >= near", "(ends[:, None, None] + torch.arange(inside.shape[-1]) >= near"),
+        (
+            "(positions[:, None] >= near",
+            "(ends[:, None, None] + torch.arange(inside.shape[-1]) >= near",
+        ),
         TARGETS,
     ),
     (
         "all kinds of layers get one mask",
         "infer/targets/target.py",
-        ("attention_mask=found if len(found) > 1 else found.popitem()[1]", "attention_mask=found.popitem()[1]"),
+        (
+            "attention_mask=found if len(found) > 1 else found.popitem()[1]",
+            "attention_mask=found.popitem()[1]",
+        ),
         TARGETS,
     ),
-    ("logits are not capped", "infer/targets/target.py", ("return self.scale(", "return ("), TARGETS),
+    (
+        "logits are not capped",
+        "infer/targets/target.py",
+        ("return self.scale(", "return ("),
+        TARGETS,
+    ),
     (
         "the cap has no slope",
         "train/objective.py",
@@ -208,7 +274,12 @@ MUTANTS = [
         ("ends[:, None].expand_as(near)", "ends.max().expand_as(near)"),
         TARGETS,
     ),
-    ("a step that is not finite is taken", "train/engine.py", ("if not torch.isfinite(norm):", "if False:"), GUARDS),
+    (
+        "a step that is not finite is taken",
+        "train/engine.py",
+        ("if not torch.isfinite(norm):", "if False:"),
+        GUARDS,
+    ),
     (
         "a sliding drafter sees too far",
         "infer/attention/masks.py",
@@ -293,7 +364,10 @@ MUTANTS = [
     (
         "processors see prefixes behind the end",
         "infer/engine/choices.py",
-        ("if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:", "if True:"),
+        (
+            "if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:",
+            "if True:",
+        ),
         SAMPLING + " -k behind_the_end",
     ),
     (
@@ -371,13 +445,19 @@ MUTANTS = [
     (
         "a captured round keeps what other texts asked",
         "infer/engine/runner.py",
-        ("if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:", "if not self.noted:"),
+        (
+            "if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:",
+            "if not self.noted:",
+        ),
         "tests/infer/engine/test_capture.py",
     ),
     (
         "a prefix is one block longer than what is kept",
         "infer/engine/runner.py",
-        ("text.reused = BLOCK * len(text.kept)", "text.reused = BLOCK * len(text.kept) + bool(text.kept)"),
+        (
+            "text.reused = BLOCK * len(text.kept)",
+            "text.reused = BLOCK * len(text.kept) + bool(text.kept)",
+        ),
         "tests/infer/engine/test_prefixes.py",
     ),
     (
@@ -389,13 +469,19 @@ MUTANTS = [
     (
         "all drafts count as kept",
         "infer/engine/budget.py",
-        ("np.bincount(accepted, minlength=ACCEPTANCE_BINS)", "np.bincount(bins[verified], minlength=ACCEPTANCE_BINS)"),
+        (
+            "np.bincount(accepted, minlength=ACCEPTANCE_BINS)",
+            "np.bincount(bins[verified], minlength=ACCEPTANCE_BINS)",
+        ),
         "tests/infer/engine/test_engine.py",
     ),
     (
         "of equal prefixes the deepest goes first",
         "infer/kernels/cpu_search.py",
-        ("key[n] == key[best] and depth[n] < depth[best]", "key[n] == key[best] and depth[n] > depth[best]"),
+        (
+            "key[n] == key[best] and depth[n] < depth[best]",
+            "key[n] == key[best] and depth[n] > depth[best]",
+        ),
         "tests/infer/trees/test_conditional.py tests/infer/trees/test_continuity.py",
     ),
     (
@@ -444,24 +530,36 @@ MUTANTS = [
 
 
 def misfits(mutant: tuple) -> list[str]:
-    """Return a sentence for each part of a mutant that no longer fits: a text its file lacks, a missing test file."""
+    """Return a sentence for each part of a mutant that no longer fits: a text its file lacks, a
+    missing test file."""
     name, file, *changes, tests = mutant
     path = REPO / file
     if not path.is_file():
         return [f"{name}: there is no {file} any more"]
-    faults = [f"{name}: {file} has no {old!r} any more" for old, _ in changes if old not in path.read_text()]
+    faults = [
+        f"{name}: {file} has no {old!r} any more"
+        for old, _ in changes
+        if old not in path.read_text()
+    ]
     test_file = tests.split()[0]
-    return faults if (REPO / test_file).is_file() else [*faults, f"{name}: there is no {test_file} any more"]
+    return (
+        faults
+        if (REPO / test_file).is_file()
+        else [*faults, f"{name}: there is no {test_file} any more"]
+    )
 
 
 def notice(mutant: tuple) -> str | None:
-    """Return the first test that fails with the bug in place, or None. Raises SystemExit if the bug no longer fits."""
+    """Return the first test that fails with the bug in place, or None. Raises SystemExit if the bug
+    no longer fits."""
     name, file, *changes, tests = mutant
     if faults := misfits(mutant):
         raise SystemExit("\n".join([*faults, "mend the list MUTANTS"]))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+        ).stdout
         for path in listed.splitlines():
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPO / path, copy / path)
@@ -470,17 +568,25 @@ def notice(mutant: tuple) -> str | None:
             source = source.replace(old, new)
         (copy / file).write_text(source)
         command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m '' {tests}"
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+        }
         environment["PYTHONPATH"] = str(copy)
-        done = subprocess.run(command, shell=True, cwd=copy, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, shell=True, cwd=copy, env=environment, capture_output=True, text=True
+        )
         found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, flags=re.MULTILINE)
         return found[1] if done.returncode == 1 and found else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", help="only bugs whose names have all of these words")
-    parser.add_argument("--check", action="store_true", help="say which ones no longer fit the code, run nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="say which ones no longer fit the code, run nothing"
+    )
     args = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if all(word in mutant[0] for word in args.words)]
     if args.check:
@@ -492,7 +598,10 @@ def main() -> None:
         began = time.perf_counter()
         test = notice(mutant)
         missed += test is None
-        print(f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - began:>5.0f} s", flush=True)
+        print(
+            f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - began:>5.0f} s",
+            flush=True,
+        )
     raise SystemExit(min(missed, 1))
 
 

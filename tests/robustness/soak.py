@@ -1,12 +1,15 @@
-"""Whether memory stays flat: training with evaluations, and serving under load, for half an hour each.
+"""Whether memory stays flat: training with evaluations, and serving under load, for half an hour
+each.
 
-    python tests/robustness/soak.py --checkpoint runs/embedded-dflash/checkpoints/best [--minutes 30] [--parts train]
+    python tests/robustness/soak.py --checkpoint runs/embedded-dflash/checkpoints/best [--minutes
+    30] [--parts train]
 
-Both parts are the project's own commands, run as processes of their own, the default training configuration with an
-evaluation every `--steps-between` steps; the server has clients that stream, wait, and go away in the middle. Resident
-memory is read once a second. Prints its median in each tenth of the time, and the growth from the third tenth (when
-everything has happened at least once) to the last; the exit code is 1 if that is above `--margin` (5 percent), if
-training does not stop as it should, or if the server gives one prompt two answers.
+Both parts are the project's own commands, run as processes of their own, the default training
+configuration with an evaluation every `--steps-between` steps; the server has clients that stream,
+wait, and go away in the middle. Resident memory is read once a second. Prints its median in each
+tenth of the time, and the growth from the third tenth (when everything has happened at least once)
+to the last; the exit code is 1 if that is above `--margin` (5 percent), if training does not stop
+as it should, or if the server gives one prompt two answers.
 """
 
 import argparse
@@ -30,7 +33,8 @@ from data.corpus import stdlib_documents
 
 def watch(process: subprocess.Popen, minutes: float) -> list[float]:
     """Resident memory once a second for so long, or until the process ends."""
-    seen, end = [], time.monotonic() + 60 * minutes
+    seen = []
+    end = time.monotonic() + 60 * minutes
     while time.monotonic() < end and process.poll() is None:
         seen.append(memory(process.pid))
         time.sleep(1)
@@ -62,30 +66,42 @@ def train(minutes: float, between: int, margin: float) -> bool:
             code = process.wait()
         steps = len((Path(folder) / "soak" / "metrics.jsonl").read_text().splitlines())
         evaluations = len(list((Path(folder) / "soak").rglob("evaluation.json")))
-        flat = report("training", seen, f"{steps} steps, {evaluations} evaluations, exit code {code}", margin)
+        flat = report(
+            "training", seen, f"{steps} steps, {evaluations} evaluations, exit code {code}", margin
+        )
         if code != 0:
             print((Path(folder) / "log").read_text()[-2000:])
         return flat and code == 0
 
 
 class Clients:
-    """Clients of one server, until `stop` is set. The answers to one prompt must all be the same."""
+    """Clients of one server, until `stop` is set. The answers to one prompt must all be the
+    same."""
 
     def __init__(self, port: int, prompts: list[str]) -> None:
-        self.port, self.prompts = port, prompts
-        self.stop, self.lock = threading.Event(), threading.Lock()
+        self.port = port
+        self.prompts = prompts
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
         self.answers: dict[tuple[str, int], str] = {}
         self.whole = self.left = self.wrong = self.failed = 0
 
     def run(self, seed: int) -> None:
         choose = random.Random(seed)
         while not self.stop.is_set():
-            prompt, tokens = choose.choice(self.prompts), choose.choice([4, 16, 48])
-            stream, leave = choose.random() < 0.5, choose.random() < 0.2
+            prompt = choose.choice(self.prompts)
+            tokens = choose.choice([4, 16, 48])
+            stream = choose.random() < 0.5
+            leave = choose.random() < 0.2
             body = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0}
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
             try:
-                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                connection.request(
+                    "POST",
+                    "/v1/completions",
+                    json.dumps(body),
+                    {"Content-Type": "application/json"},
+                )
                 if leave:
                     time.sleep(choose.random() / 5)
                     text = None
@@ -119,10 +135,17 @@ def serve(minutes: float, checkpoint: str, margin: float) -> bool:
     """A server with twelve clients on eight rows."""
     texts = (document.text for document in stdlib_documents("held_out"))
     prompts = [text[: 100 + 20 * i] for i, text in enumerate(texts) if len(text) > 4000][:40]
-    settings = [f"checkpoint={checkpoint}", "decoding.rows=8", "decoding.budget=16", "target.dtype=float32"]
+    settings = [
+        f"checkpoint={checkpoint}",
+        "decoding.rows=8",
+        "decoding.budget=16",
+        "target.dtype=float32",
+    ]
     with serving(*settings) as (url, process):
         clients = Clients(int(url.rpartition(":")[2]), prompts)
-        threads = [threading.Thread(target=clients.run, args=(seed,), daemon=True) for seed in range(12)]
+        threads = [
+            threading.Thread(target=clients.run, args=(seed,), daemon=True) for seed in range(12)
+        ]
         for thread in threads:
             thread.start()
         seen = watch(process, minutes)
@@ -136,12 +159,18 @@ def serve(minutes: float, checkpoint: str, margin: float) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", help="a drafter for the embedded target, to serve")
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--parts", nargs="+", choices=["train", "serve"], default=["train", "serve"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=["train", "serve"], default=["train", "serve"]
+    )
     parser.add_argument("--steps-between", type=int, default=50)
-    parser.add_argument("--margin", type=float, default=0.05, help="growth that is still flat; short runs need more")
+    parser.add_argument(
+        "--margin", type=float, default=0.05, help="growth that is still flat; short runs need more"
+    )
     args = parser.parse_args()
     if "serve" in args.parts and not args.checkpoint:
         parser.error("serving needs --checkpoint")

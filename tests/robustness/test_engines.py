@@ -1,8 +1,8 @@
-"""Exports read by those they are for, in processes that know nothing of this project: llama.cpp's code and program,
-and transformers.
+"""Exports read by those they are for, in processes that know nothing of this project: llama.cpp's
+code and program, and transformers.
 
-`LLAMA_CPP=<folder>` names llama.cpp's sources, with build/bin/llama-speculative-simple where that is built; their
-converter needs sentencepiece.
+`LLAMA_CPP=<folder>` names llama.cpp's sources, with build/bin/llama-speculative-simple where that
+is built; their converter needs sentencepiece.
 """
 
 import json
@@ -91,7 +91,9 @@ def alone(script: str, *arguments: str) -> dict:
 
 def test_transformers_reads_its_native_folder_and_drafts_with_it(plain_drafter, embedded, tmp_path):
     prompt = embedded.tokenizer("import os\n\n\nclass Reader:\n")["input_ids"]
-    expected = generate(embedded, None, prompt, method="plain", max_new_tokens=40, ignore_eos=True).ids
+    expected = generate(
+        embedded, None, prompt, method="plain", max_new_tokens=40, ignore_eos=True
+    ).ids
     if assisted(embedded, plain_drafter) is None:
         pytest.skip("this transformers has no DFlash drafter of its own")
     export_drafter(plain_drafter, "transformers", embedded, tmp_path)
@@ -125,14 +127,20 @@ def converted(llama, plain_drafter, tmp_path_factory) -> Path:
 
 def test_llama_cpps_reader_reads_the_gguf_file(llama, converted, plain_drafter):
     found = alone(READ, str(llama / "gguf-py"), str(converted / "drafter" / FILE))
-    fields, sums = found["fields"], found["sums"]
+    fields = found["fields"]
+    sums = found["sums"]
     assert fields["general.architecture"] == "dflash" and fields["dflash.block_count"] == 2
     assert fields["dflash.block_size"] == 8 and fields["dflash.target_layers"] == [4, 20], fields
-    ours = {name.removesuffix(".weight"): float(w.double().abs().sum()) for name, w in plain_drafter.named_parameters()}
+    ours = {
+        name.removesuffix(".weight"): float(w.double().abs().sum())
+        for name, w in plain_drafter.named_parameters()
+    }
     for name, ending in THEIRS.items():
         for layer in ("0", "1") if "{}" in name else ("",):
             found = sums.pop(name.format(layer) + ".weight")
-            assert math.isclose(found, ours.pop(ending.format(layer)), rel_tol=2e-3), name  # 16 bits
+            assert math.isclose(found, ours.pop(ending.format(layer)), rel_tol=2e-3), (
+                name
+            )  # 16 bits
     assert not ours and not sums
 
 
@@ -140,15 +148,43 @@ def test_llama_cpps_program_drafts_with_the_gguf_file(llama, converted, embedded
     program = llama / "build" / "bin" / "llama-speculative-simple"
     if not program.is_file():
         pytest.skip(f"{program.name} is not built")
-    command = [sys.executable, str(converted / CONVERTER), str(EMBEDDED.resolve()), "--outtype", "f32"]
-    subprocess.run([*command, "--outfile", str(tmp_path / "target.gguf")], check=True, capture_output=True)
+    command = [
+        sys.executable,
+        str(converted / CONVERTER),
+        str(EMBEDDED.resolve()),
+        "--outtype",
+        "f32",
+    ]
+    subprocess.run(
+        [*command, "--outfile", str(tmp_path / "target.gguf")], check=True, capture_output=True
+    )
     prompt = "import os\n\n\nclass Reader:\n"
     ids = embedded.tokenizer(prompt)["input_ids"]
-    expected = generate(embedded, None, ids, method="plain", max_new_tokens=40, ignore_eos=True).text
+    expected = generate(
+        embedded, None, ids, method="plain", max_new_tokens=40, ignore_eos=True
+    ).text
     (tmp_path / "prompt.txt").write_text(prompt + "\n")  # it takes one newline away
-    command = [str(program), "-m", str(tmp_path / "target.gguf"), "-md", str(converted / "drafter" / FILE)]
-    command += ["--spec-type", "draft-dflash", "--spec-draft-n-max", "7", "-n", "60", "--temp", "0", "--ignore-eos"]
+    command = [
+        str(program),
+        "-m",
+        str(tmp_path / "target.gguf"),
+        "-md",
+        str(converted / "drafter" / FILE),
+    ]
+    command += [
+        "--spec-type",
+        "draft-dflash",
+        "--spec-draft-n-max",
+        "7",
+        "-n",
+        "60",
+        "--temp",
+        "0",
+        "--ignore-eos",
+    ]
     command += ["-c", "512", "-t", "1", "-lv", "5", "-f", str(tmp_path / "prompt.txt")]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd="/", check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", cwd="/", check=True
+    )
     assert expected in done.stdout, done.stdout[-500:]
     assert "accepted 1/7 draft tokens" in done.stdout + done.stderr

@@ -4,7 +4,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 pytestmark = pytest.mark.robustness
 
@@ -37,15 +42,38 @@ def folder(tmp_path, repo):
 
 @pytest.fixture
 def train_and_evaluate(folder, start_command):
-    """(settings) -> None: train a drafter for the target in a few steps; every method must write what plain decoding
-    and transformers' own `generate` write."""
+    """(settings) -> None: train a drafter for the target in a few steps; every method must write
+    what plain decoding and transformers' own `generate` write."""
 
     def run(*settings: str) -> None:
-        common = ["data=stdlib", "data.length=96", "optim.steps=4", "optim.batch=2", "anchors=4", "checkpoints=1"]
-        common += ["evaluation.prompts=2", "evaluation.max_new_tokens=24", "evaluation.budgets=[8]", "data.limit=24"]
-        common += ["evaluation.prompt_tokens=24", "evaluation.outside=0", "drafter.layers=1", "drafter.block_size=4"]
-        said = start_command("train/main.py", [*common, f"runs_dir={folder}", "name=tiny", *settings]).finish()
-        rows = [line.rstrip() for line in said.splitlines() if line.rstrip().endswith((" yes |", " no |", " NO |"))]
+        common = [
+            "data=stdlib",
+            "data.length=96",
+            "optim.steps=4",
+            "optim.batch=2",
+            "anchors=4",
+            "checkpoints=1",
+        ]
+        common += [
+            "evaluation.prompts=2",
+            "evaluation.max_new_tokens=24",
+            "evaluation.budgets=[8]",
+            "data.limit=24",
+        ]
+        common += [
+            "evaluation.prompt_tokens=24",
+            "evaluation.outside=0",
+            "drafter.layers=1",
+            "drafter.block_size=4",
+        ]
+        said = start_command(
+            "train/main.py", [*common, f"runs_dir={folder}", "name=tiny", *settings]
+        ).finish()
+        rows = [
+            line.rstrip()
+            for line in said.splitlines()
+            if line.rstrip().endswith((" yes |", " no |", " NO |"))
+        ]
         assert len(rows) >= 3 and all(row.endswith(" yes |") for row in rows), said
 
     return run
@@ -59,7 +87,9 @@ def test_a_drafter_is_trained_and_evaluated_for_quantised_weights(folder, train_
     pytest.importorskip("bitsandbytes")
     quantised = BitsAndBytesConfig(load_in_4bit=True)
     options = {"device_map": {"": "cpu"}, "dtype": torch.float32, "quantization_config": quantised}
-    AutoModelForCausalLM.from_pretrained(folder / "target", **options).save_pretrained(folder / "small")
+    AutoModelForCausalLM.from_pretrained(folder / "target", **options).save_pretrained(
+        folder / "small"
+    )
     for file in (folder / "target").glob("tokenizer*.json"):
         shutil.copy(file, folder / "small")
     train_and_evaluate(f"target.path={folder / 'small'}")

@@ -1,5 +1,6 @@
-"""The classes of other projects and ours draft the same from one folder (benchmarks/others_drafters.py), in processes
-of their own: ANGELSLIM and ANGELSPEC name folders with the projects' sources, SPECULATORS one with its package."""
+"""The classes of other projects and ours draft the same from one folder
+(benchmarks/others_drafters.py), in processes of their own: ANGELSLIM and ANGELSPEC name folders
+with the projects' sources, SPECULATORS one with its package."""
 
 import os
 import subprocess
@@ -10,7 +11,9 @@ import pytest
 pytestmark = pytest.mark.robustness
 
 
-@pytest.mark.parametrize("project, cases", [("angelslim", 2), ("angelspec", 2), ("speculators", 11)])
+@pytest.mark.parametrize(
+    "project, cases", [("angelslim", 2), ("angelspec", 2), ("speculators", 11)]
+)
 def test_log_probabilities_are_those_of_the_code_that_defines_them(repo, project, cases):
     place = os.environ.get(project.upper())
     if place is None:

@@ -1,4 +1,5 @@
-"""Run every program of this folder in a bounded size: `./launch.sh test -m robustness`, a few minutes in all.
+"""Run every program of this folder in a bounded size: `./launch.sh test -m robustness`, a few
+minutes in all.
 
 Each program runs by hand in full, `python tests/robustness/kills.py`; `--help` names its sizes.
 """
@@ -46,7 +47,9 @@ def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
 
 
 def test_hostile_requests(run_program):
-    assert "\n0 faults" in run_program("fuzz_http", "--requests", "2000", "--clients", "8", "--margin", "200")
+    assert "\n0 faults" in run_program(
+        "fuzz_http", "--requests", "2000", "--clients", "8", "--margin", "200"
+    )
 
 
 def test_hostile_grammars(run_program):
@@ -70,10 +73,12 @@ def test_kills_at_any_moment(run_program):
 
 
 def test_regenerated_answers_survive_kills(start_command, tmp_path):
-    """Killed twice while it writes, `regenerate` ends with the file that it would have written: no row is lost or
-    doubled."""
+    """Killed twice while it writes, `regenerate` ends with the file that it would have written: no
+    row is lost or doubled."""
     prompts = [f"def f{i}(x" * (1 + i % 3) + str(i) for i in range(120)]
-    source, whole, killed = (tmp_path / name for name in ("rows.jsonl", "whole.jsonl", "killed.jsonl"))
+    source, whole, killed = (
+        tmp_path / name for name in ("rows.jsonl", "whole.jsonl", "killed.jsonl")
+    )
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     options = ["data=jsonl", f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
 
@@ -86,7 +91,9 @@ def test_regenerated_answers_survive_kills(start_command, tmp_path):
         process.wait()
 
     run(whole, None)
-    assert [json.loads(line)["index"] for line in whole.read_text().splitlines()] == list(range(120))
+    assert [json.loads(line)["index"] for line in whole.read_text().splitlines()] == list(
+        range(120)
+    )
     for count in (5, 40):
         run(killed, count)
         assert count <= killed.read_bytes().count(b"\n") < 120
@@ -95,15 +102,31 @@ def test_regenerated_answers_survive_kills(start_command, tmp_path):
 
 
 def test_disks_that_fail(run_program):
-    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "mount",
+        "-t",
+        "tmpfs",
+        "tmpfs",
+        "/mnt",
+    ]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("no mount namespace here (unshare --user --mount): no disk can be taken away")
-    assert "disk full at the second checkpoint" in run_program("disks", "full", "ngrams", "vanishes", "cache")
+    assert "disk full at the second checkpoint" in run_program(
+        "disks", "full", "ngrams", "vanishes", "cache"
+    )
 
 
-def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, monkeypatch, tmp_path):
+def test_random_ways_of_decoding_write_what_plain_decoding_writes(
+    run_program, monkeypatch, tmp_path
+):
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # what is cached elsewhere checks no bounds
+    monkeypatch.setenv(
+        "NUMBA_CACHE_DIR", str(tmp_path)
+    )  # what is cached elsewhere checks no bounds
     assert "\n0 faults" in run_program("fuzz_trees", "--count", "200")
 
 
@@ -149,8 +172,17 @@ def test_memory_stays_flat(run_program, embedded, tmp_path: Path):
     drafter = new_drafter(DrafterConfig(layers=1, block_size=6), embedded)
     drafter.initialize(embedded, torch.Generator().manual_seed(0), warm=True)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
-    sizes = ("--minutes", "0.7", "--margin", "0.3", "--parts", "serve")  # training takes minutes until it is level
-    assert "0 requests failed" in run_program("soak", "--checkpoint", str(tmp_path / "drafter"), *sizes)
+    sizes = (
+        "--minutes",
+        "0.7",
+        "--margin",
+        "0.3",
+        "--parts",
+        "serve",
+    )  # training takes minutes until it is level
+    assert "0 requests failed" in run_program(
+        "soak", "--checkpoint", str(tmp_path / "drafter"), *sizes
+    )
 
 
 def test_commands_of_readme_and_docs_compose(run_program):

@@ -47,9 +47,9 @@ def small(tmp_path, small_options):
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """`train.loop.train`, which returns the run's folder also where a signal ended it, and leaves environment and
-    signals to the next test as they were; the process group stays, DeepSpeed can found none anew. Held-out prompts
-    are read once."""
+    """`train.loop.train`, which returns the run's folder also where a signal ended it, and leaves
+    environment and signals to the next test as they were; the process group stays, DeepSpeed can
+    found none anew. Held-out prompts are read once."""
     import train.run.evaluation as hooks
     from train.loop import train
     from train.run.folder import run_folder
@@ -65,7 +65,10 @@ def run_here(monkeypatch):
     monkeypatch.setattr(hooks, "evaluation_prompts", prompts)
 
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
 
     def train_and_return(config):
         try:

@@ -1,4 +1,5 @@
-"""The trained block: equal to blocks run alone, blind to the future, equal to the cached inference block."""
+"""The trained block: equal to blocks run alone, blind to the future, equal to the cached inference
+block."""
 
 import itertools
 import math
@@ -30,13 +31,16 @@ FAMILIES = pytest.mark.parametrize(
 
 
 def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows of random documents of the given lengths, padded to `total`; a few tokens carry no loss."""
+    """Rows of random documents of the given lengths, padded to `total`; a few tokens carry no
+    loss."""
     generator = torch.Generator().manual_seed(seed)
     rows = {name: [] for name in ("ids", "positions", "documents", "loss")}
     for row in lengths:
         padding = total - sum(row)
         rows["ids"].append(torch.randint(90, (total,), generator=generator))
-        rows["positions"].append(torch.cat([*(torch.arange(n) for n in row), torch.zeros(padding, dtype=torch.long)]))
+        rows["positions"].append(
+            torch.cat([*(torch.arange(n) for n in row), torch.zeros(padding, dtype=torch.long)])
+        )
         numbers = [torch.full((n,), i) for i, n in enumerate(row)]
         rows["documents"].append(torch.cat([*numbers, torch.full((padding,), -1)]))
         loss = torch.rand(total, generator=generator) < 0.9
@@ -50,7 +54,9 @@ def jitter(rows: int, slots: int, seed: int = 0) -> torch.Tensor:
 
 
 def some_blocks(rows: dict[str, torch.Tensor], slots: int, seed: int = 0):
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(len(rows["ids"]), slots, seed))
+    anchors, valid = draw_anchors(
+        rows["loss"], rows["documents"], jitter(len(rows["ids"]), slots, seed)
+    )
     return lay_out(rows, anchors, valid, K)
 
 
@@ -61,7 +67,8 @@ def config(divergence: str = "kl") -> TrainConfig:
 
 
 def slow(drafter, target, features, ids):
-    """States (L, D) of the block behind a prefix: features of all tokens but the last, the bonus token."""
+    """States (L, D) of the block behind a prefix: features of all tokens but the last, the bonus
+    token."""
     prefix = len(ids) - 1
     block = target.embed(drafter.block_ids(ids[-1:]))
     positions = torch.arange(prefix)[None]
@@ -69,7 +76,8 @@ def slow(drafter, target, features, ids):
 
 
 def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
-    """Every anchor's block alone: its document's prefix through the target and the drafter, one block at a time."""
+    """Every anchor's block alone: its document's prefix through the target and the drafter, one
+    block at a time."""
     total = torch.zeros((), dtype=target.dtype)
     for b in range(len(rows["ids"])):
         for n in range(blocks.anchors.shape[1]):
@@ -84,7 +92,9 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
                 out = target.model(ids[None], output_hidden_states=True)
             teacher = out.logits[0].log_softmax(-1)
             prefix = anchor - begin
-            features = torch.cat([out.hidden_states[k + 1] for k in drafter.layer_ids], -1)[:, :prefix]
+            features = torch.cat([out.hidden_states[k + 1] for k in drafter.layer_ids], -1)[
+                :, :prefix
+            ]
             hidden = slow(drafter, target, features, ids[: prefix + 1])  # (L, D)
             for t in range(1, K):
                 if prefix + t >= len(ids) or not rows["loss"][b, anchor + t]:
@@ -92,13 +102,16 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
                 student = (head_weight(drafter, target) @ hidden[t - 1]).log_softmax(-1)
                 p = teacher[prefix + t - 1]
                 kl = (p.exp() * (p - student)).sum()
-                total = total + 0.6 ** (t - 1) * (kl if divergence == "kl" else -student[ids[prefix + t]])
+                total = total + 0.6 ** (t - 1) * (
+                    kl if divergence == "kl" else -student[ids[prefix + t]]
+                )
     return total
 
 
 @pytest.mark.parametrize("divergence, fusion", [("kl", None), ("cross_entropy", True)])
 def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, fusion):
-    """DART's blocks are those that decoding drafts, see below, and in its own layout: infer/formats/test_layouts.py."""
+    """DART's blocks are those that decoding drafts, see below, and in its own layout:
+    infer/formats/test_layouts.py."""
     target, drafter = make_tiny(torch.float64, K, layer_fusion=fusion)
     rows = packed([[13, 9, 6], [20, 3], [28]], total=30)
     blocks = some_blocks(rows, slots=9)
@@ -128,15 +141,25 @@ def test_anchors_are_sorted_allowed_and_spread_over_documents():
         assert len(set(used.tolist())) == len(used)
         for a in used.tolist():
             assert rows["loss"][b, a] and rows["loss"][b, a + 1]
-            assert rows["documents"][b, a - 1] == rows["documents"][b, a] == rows["documents"][b, a + 1]
+            assert (
+                rows["documents"][b, a - 1]
+                == rows["documents"][b, a]
+                == rows["documents"][b, a + 1]
+            )
     assert valid[0].all()
-    assert set(rows["documents"][0][anchors[0]].tolist()) == {0, 1, 2}  # even the shortest has its share
+    assert set(rows["documents"][0][anchors[0]].tolist()) == {
+        0,
+        1,
+        2,
+    }  # even the shortest has its share
     assert not valid[2].any()
 
 
 def test_no_anchor_is_drawn_twice():
-    """600 candidates, 512 slots: 512 different ones; every candidate is drawn about as often as another."""
-    rows, seen = packed([[603]], total=640), torch.zeros(640)
+    """600 candidates, 512 slots: 512 different ones; every candidate is drawn about as often as
+    another."""
+    rows = packed([[603]], total=640)
+    seen = torch.zeros(640)
     rows["loss"] = rows["documents"] >= 0
     for seed in range(60):
         anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(1, 512, seed))
@@ -145,16 +168,22 @@ def test_no_anchor_is_drawn_twice():
     assert seen[1:602].min() > 30 and seen[0] == seen[602:].sum() == 0
 
 
-@pytest.mark.parametrize("slots, wanted", [(400, [100, 48, 0, 98]), (246, [100, 48, 0, 98]), (123, [50, 24, 0, 49])])
+@pytest.mark.parametrize(
+    "slots, wanted", [(400, [100, 48, 0, 98]), (246, [100, 48, 0, 98]), (123, [50, 24, 0, 49])]
+)
 def test_a_document_has_at_most_its_share(slots, wanted):
-    """Documents of 300, 50, 2 and 100 tokens, at most 100 anchors each: the small ones have all that they can have, and
-    where there are fewer slots, all have fewer by the same part."""
+    """Documents of 300, 50, 2 and 100 tokens, at most 100 anchors each: the small ones have all
+    that they can have, and where there are fewer slots, all have fewer by the same part."""
     rows = packed([[300, 50, 2, 100]], total=512)
     rows["loss"] = rows["documents"] >= 0
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(1, slots), per_document=100)
+    anchors, valid = draw_anchors(
+        rows["loss"], rows["documents"], jitter(1, slots), per_document=100
+    )
     used = anchors[valid].tolist()
     found = [sum(rows["documents"][0, a].item() == n for a in used) for n in range(4)]
-    assert len(set(used)) == len(used) and all(abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True))
+    assert len(set(used)) == len(used) and all(
+        abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("per_document", [None, 1, 3])
@@ -165,7 +194,9 @@ def test_slots_that_no_row_has_room_for_draw_nothing(per_document):
     drawn = jitter(3, 38)
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, per_document)
     assert torch.equal(valid.sum(1), room) and room.min() > 0
-    few, all_valid = draw_anchors(rows["loss"], rows["documents"], drawn[:, : room.max()], per_document)
+    few, all_valid = draw_anchors(
+        rows["loss"], rows["documents"], drawn[:, : room.max()], per_document
+    )
     assert torch.equal(few[all_valid], anchors[valid])
     dataset = Dataset.from_dict({name: column.tolist() for name, column in rows.items()})
     settings = TrainConfig(anchors=38, document_anchors=per_document)
@@ -187,10 +218,13 @@ def test_every_anchor_counts_once_however_many_slots_there_are():
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
-    """A plain loop over anchors: DSpark's authors end a block before its first label without loss (DeepSpec's and
-    SpecForge's `eval_mask`), all others leave that label out and go on behind it."""
-    rows, settings = packed([[20, 9], [30]], total=32, seed=1), config(kind)
-    settings.drafter.block_size, settings.anchors = 8, 12
+    """A plain loop over anchors: DSpark's authors end a block before its first label without loss
+    (DeepSpec's and SpecForge's `eval_mask`), all others leave that label out and go on behind
+    it."""
+    rows = packed([[20, 9], [30]], total=32, seed=1)
+    settings = config(kind)
+    settings.drafter.block_size = 8
+    settings.anchors = 12
     rows["loss"] = torch.rand(2, 32, generator=torch.Generator().manual_seed(1)) < 0.8
     blocks = draw_blocks(rows, settings, 0)
     expected = torch.zeros_like(blocks.supervised)
@@ -212,13 +246,20 @@ def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, fami
     rows = packed([[14, 16]], total=32, seed=6)
     rows["loss"][:, :30] = True
     blocks = some_blocks(rows, 6)
-    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
+    features = target.packed_features(
+        rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
+    ).context
     features = features.clone().requires_grad_()
     tokens, *rest = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     tokens = tokens.clone().requires_grad_()  # embedded: DFlash's blocks, DART's next tokens
     starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
-    hidden = drafter(features, rows["positions"], tokens, *rest, *masks).unflatten(1, (6, drafter.num_queries))
+    masks = [
+        block_mask(starts, rows["documents"], drafter.num_queries, *view)
+        for view in drafter.attention_patterns
+    ]
+    hidden = drafter(features, rows["positions"], tokens, *rest, *masks).unflatten(
+        1, (6, drafter.num_queries)
+    )
     for n in range(6):
         drafted = hidden[0, n, drafter.first_draft_slot :].sum()
         to_features, to_tokens = torch.autograd.grad(drafted, (features, tokens), retain_graph=True)
@@ -227,7 +268,9 @@ def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, fami
         visible = document & (torch.arange(32) < anchor)
         assert (to_features[0, ~visible] == 0).all()
         assert (to_features[0, visible].abs().sum(-1) > 0).all()
-        if family["family"] == "dart":  # the token after every visible position: up to the bonus token
+        if (
+            family["family"] == "dart"
+        ):  # the token after every visible position: up to the bonus token
             assert (to_tokens[0, ~visible] == 0).all()
             assert (to_tokens[0, visible].abs().sum(-1) > 0).all()
         else:
@@ -238,13 +281,16 @@ def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, fami
 
 @FAMILIES
 def test_trained_block_equals_cached_inference_block(make_tiny, family):
-    """The block that decoding drafts, its context taken in piece by piece, has the trained block's logits."""
+    """The block that decoding drafts, its context taken in piece by piece, has the trained block's
+    logits."""
     target, drafter = make_tiny(torch.float64, K, **family)
     rows = packed([[24]], total=24, seed=7)
     rows["loss"][:] = True
     blocks = some_blocks(rows, 6)
     with torch.no_grad():
-        given = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
+        given = target.packed_features(
+            rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
+        )
         states = draft_states(drafter, target, rows, blocks, given)[:, drafter.first_draft_slot :]
         trained = (states @ head_weight(drafter, target).T).log_softmax(-1)  # (N, L, V)
         features = given.context
@@ -257,9 +303,13 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
                     drafter.update_context(target, features[:, :cut], ids[:, :cut], [cut], row)
                 drafter.draft_block(target, ids[:, cut], state)  # leaves no trace
                 if cut < anchor:
-                    drafter.update_context(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
+                    drafter.update_context(
+                        target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state
+                    )
                 marginals = drafter.draft_block(target, ids[:, anchor], state).marginals
-                assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
+                assert torch.allclose(
+                    marginals[0].double(), trained[n], atol=1e-5
+                )  # marginals are float32
 
 
 def blocks_see(starts, documents, width: int, causal: bool, window: int | None) -> torch.Tensor:
@@ -268,26 +318,34 @@ def blocks_see(starts, documents, width: int, causal: bool, window: int | None) 
     queries = starts.shape[1] * width
     seen = torch.zeros(rows, queries, length + queries, dtype=torch.bool)
     for b, q, kv in itertools.product(range(rows), range(queries), range(length + queries)):
-        block, slot, other = q // width, q % width, (kv - length) % width
+        block = q // width
+        slot = q % width
+        other = (kv - length) % width
         start = int(starts[b, block])
         if kv < length:
             inside = kv < start and documents[b, kv] == documents[b, start]
             distance = start + slot - kv
         else:
-            inside, distance = (kv - length) // width == block and (other <= slot or not causal), slot - other
+            inside = (kv - length) // width == block and (other <= slot or not causal)
+            distance = slot - other
         seen[b, q, kv] = inside and (window is None or abs(distance) < window)
     return seen
 
 
 def seen_through(mask) -> torch.Tensor:
-    """What FlexAttention sees under a block mask, (B, Q, S): all of whole tiles, of the others what the predicate
-    says."""
+    """What FlexAttention sees under a block mask, (B, Q, S): all of whole tiles, of the others what
+    the predicate says."""
     rows, (queries, keys) = mask.kv_indices.shape[0], mask.seq_lengths
-    b, q, kv = torch.meshgrid(*(torch.arange(size) for size in (rows, queries, keys)), indexing="ij")
+    b, q, kv = torch.meshgrid(
+        *(torch.arange(size) for size in (rows, queries, keys)), indexing="ij"
+    )
     inside = mask.mask_mod(b, None, q, kv)
-    side, seen = mask.BLOCK_SIZE[0], torch.zeros(rows, queries, keys, dtype=torch.bool)
+    side = mask.BLOCK_SIZE[0]
+    seen = torch.zeros(rows, queries, keys, dtype=torch.bool)
     for kind in ("", "full_"):
-        counts, indices = (getattr(mask, f"{kind}kv_{part}")[:, 0] for part in ("num_blocks", "indices"))
+        counts, indices = (
+            getattr(mask, f"{kind}kv_{part}")[:, 0] for part in ("num_blocks", "indices")
+        )
         for b, i in itertools.product(range(rows), range(counts.shape[1])):
             for j in indices[b, i, : counts[b, i]].tolist():
                 tile = b, slice(i * side, (i + 1) * side), slice(j * side, (j + 1) * side)
@@ -298,29 +356,36 @@ def seen_through(mask) -> torch.Tensor:
 
 @pytest.mark.parametrize("causal, window", [(False, None), (True, None), (False, 5), (True, 5)])
 def test_ranges_are_what_a_double_loop_sees(monkeypatch, causal, window):
-    """Of blocks in two documents, with an unused slot and padding, and of packed rows; FlexAttention's tiles of 8 that
-    lengths do not divide. The tables by keys are the transposed tables by queries, as torch makes them."""
+    """Of blocks in two documents, with an unused slot and padding, and of packed rows;
+    FlexAttention's tiles of 8 that lengths do not divide. The tables by keys are the transposed
+    tables by queries, as torch makes them."""
     monkeypatch.setattr(masks, "TILE", 8)
     documents = torch.tensor([[0] * 9 + [1] * 18 + [-1] * 3, [0] * 20 + [-1] * 10])
     positions = torch.tensor([[*range(9), *range(18), *range(3)], [*range(20), *range(10)]])
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
-    blocks, expected = (
-        block_mask(starts, documents, 3, causal, window),
-        blocks_see(starts, documents, 3, causal, window),
-    )
+    blocks = block_mask(starts, documents, 3, causal, window)
+    expected = blocks_see(starts, documents, 3, causal, window)
     assert blocks.keys == 45
-    assert torch.equal(blocks.dense[:, 0], expected) and torch.equal(seen_through(blocks.tiles), expected)
+    assert torch.equal(blocks.dense[:, 0], expected) and torch.equal(
+        seen_through(blocks.tiles), expected
+    )
     assert expected.any(-1).all()  # no query sees nothing, so no softmax is NaN
-    packed, places = packed_mask(positions, documents, window, chunked=causal), torch.arange(30)
+    packed = packed_mask(positions, documents, window, chunked=causal)
+    places = torch.arange(30)
     expected = (documents[:, :, None] == documents[:, None]) & (places <= places[:, None])
     if window:
-        chunks, apart = positions // window, positions[:, :, None] - positions[:, None]
+        chunks = positions // window
+        apart = positions[:, :, None] - positions[:, None]
         expected &= chunks[:, :, None] == chunks[:, None] if causal else apart < window
-    assert torch.equal(packed.dense[:, 0], expected) and torch.equal(seen_through(packed.tiles), expected)
+    assert torch.equal(packed.dense[:, 0], expected) and torch.equal(
+        seen_through(packed.tiles), expected
+    )
     assert bool(packed.tiles.full_kv_num_blocks.any()) == (window is None)
     for one in (blocks.tiles, packed.tiles):
         kv = (one.kv_num_blocks, one.kv_indices, one.full_kv_num_blocks, one.full_kv_indices)
-        theirs = type(one).from_kv_blocks(*kv, BLOCK_SIZE=8, mask_mod=one.mask_mod, seq_lengths=one.seq_lengths)
+        theirs = type(one).from_kv_blocks(
+            *kv, BLOCK_SIZE=8, mask_mod=one.mask_mod, seq_lengths=one.seq_lengths
+        )
         for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
             assert torch.equal(getattr(one, name), getattr(theirs, name))
 
@@ -334,7 +399,8 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
     q = torch.randn(2, 4, 5 * K, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 24 + 5 * K, 8, generator=generator, dtype=torch.float64)
-    found, seen = [], blocks_see(starts, documents, K, causal, window)
+    found = []
+    seen = blocks_see(starts, documents, K, causal, window)
     for mask in (seen[:, None], block_mask(starts, documents, K, causal, window)):
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
         out = attention(*parts, mask)
@@ -345,8 +411,8 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_training_sees_the_logits_that_decoding_sees(random_target, family):
-    """Of a target with sliding windows and soft-capped logits: the loss is that of logits after the cap, from states
-    whose context came through the windows."""
+    """Of a target with sliding windows and soft-capped logits: the loss is that of logits after the
+    cap, from states whose context came through the windows."""
     target = random_target(
         Gemma2Config(
             vocab_size=97,
@@ -364,17 +430,25 @@ def test_training_sees_the_logits_that_decoding_sees(random_target, family):
             final_logit_softcapping=3.0,
         )
     )
-    options = DrafterConfig(family=family, layers=1, target_layer_ids=[0, 1, 2], block_size=K, mask_token_id=96)
+    options = DrafterConfig(
+        family=family, layers=1, target_layer_ids=[0, 1, 2], block_size=K, mask_token_id=96
+    )
     drafter = new_drafter(options, target)
     drafter.initialize(target, torch.Generator().manual_seed(1), warm=True)
     rows = packed([[12, 11]], total=25)
-    blocks, settings = some_blocks(rows, 5), config()
+    blocks = some_blocks(rows, 5)
+    settings = config()
     loss = block_loss(drafter, target, rows, blocks, settings).loss
-    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
-    states = draft_states(drafter, target, rows, blocks, features)[:, drafter.first_draft_slot :].flatten(0, 1)
+    features = target.packed_features(
+        rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
+    )
+    states = draft_states(drafter, target, rows, blocks, features)[
+        :, drafter.first_draft_slot :
+    ].flatten(0, 1)
     products = states @ head_weight(drafter, target).T
     log_q = (3 * torch.tanh(products / 3)).log_softmax(-1).unflatten(0, blocks.labels.shape)
-    rows_of_teacher, begin = [], 0
+    rows_of_teacher = []
+    begin = 0
     for length in (12, 11):
         rows_of_teacher.append(target.model(rows["ids"][:, begin : begin + length]).logits[0])
         begin += length
@@ -401,8 +475,8 @@ def test_layers_computed_again_give_the_same_gradients_bit_by_bit(make_tiny, fam
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 @pytest.mark.parametrize("spread", [0.02, 0.5])
 def test_a_drafter_that_starts_from_noise_guesses_nearly_uniformly(random_qwen3, family, spread):
-    """A head tied to an embedding of large numbers gave the token that enters a block all probability: the first loss
-    on SmolLM2 was five times a uniform guess's."""
+    """A head tied to an embedding of large numbers gave the token that enters a block all
+    probability: the first loss on SmolLM2 was five times a uniform guess's."""
     target = Target(random_qwen3(tie_word_embeddings=True, num_hidden_layers=6))
     with torch.no_grad():
         target.embedding.weight.normal_(std=spread, generator=torch.Generator().manual_seed(0))
@@ -412,5 +486,7 @@ def test_a_drafter_that_starts_from_noise_guesses_nearly_uniformly(random_qwen3,
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=False)
     rows = packed([[20, 9]], total=32)
     blocks = some_blocks(rows, 12)
-    found = block_loss(drafter, target, rows, blocks, config("cross_entropy")).rows[blocks.supervised.flatten(0, 1)]
+    found = block_loss(drafter, target, rows, blocks, config("cross_entropy")).rows[
+        blocks.supervised.flatten(0, 1)
+    ]
     assert abs(found.mean().item() - math.log(97)) < 0.3

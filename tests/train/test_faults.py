@@ -1,4 +1,5 @@
-"""What goes wrong around a run: disks, other runs, evaluations, wandb, data, processes. Each is brought about here."""
+"""What goes wrong around a run: disks, other runs, evaluations, wandb, data, processes. Each is
+brought about here."""
 
 import errno
 import json
@@ -41,7 +42,8 @@ KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 
 def after_steps(monkeypatch, count: int, action) -> None:
     """Does something after so many steps."""
-    plain, done = loop.train_step, [0]
+    plain = loop.train_step
+    done = [0]
 
     def step(*arguments):
         metrics = plain(*arguments)
@@ -61,15 +63,23 @@ def left_by(run: Path) -> tuple:
     """Losses, the last checkpoint's bytes, what was evaluated."""
     last = checkpoints(run)[-1]
     files = [file.read_bytes() for file in sorted(last.rglob("*.safetensors"))]
-    evaluations = [[(m.name, m.tau, m.rounds) for m in evaluation.methods] for evaluation in hooks.evaluations_of(run)]
+    evaluations = [
+        [(m.name, m.tau, m.rounds) for m in evaluation.methods]
+        for evaluation in hooks.evaluations_of(run)
+    ]
     return [[line[key] for key in KEYS] for line in read_log(run)], files, evaluations
 
 
 def mixture(tmp_path: Path) -> list[str]:
     for name in ("a", "b"):
-        rows = [{"prompt": f"{name} {i} is", "response": f" {'xyz'[i % 3]} and {i * i} " * 8} for i in range(60)]
+        rows = [
+            {"prompt": f"{name} {i} is", "response": f" {'xyz'[i % 3]} and {i * i} " * 8}
+            for i in range(60)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parts = ", ".join(f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("a", 1), ("b", 2)))
+    parts = ", ".join(
+        f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("a", 1), ("b", 2))
+    )
     return ["data=mixture", "data.path=null", f"data.parts=[{parts}]", "data.limit=null"]
 
 
@@ -82,8 +92,11 @@ def features(tmp_path: Path, config: TrainConfig) -> list[str]:
 
 
 @pytest.mark.robustness
-def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, monkeypatch, capsys):
-    """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones too."""
+def test_stopped_and_killed_at_any_step_the_run_ends_the_same(
+    small, run_here, tmp_path, monkeypatch, capsys
+):
+    """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones
+    too."""
     options = [*features(tmp_path, small()), "optim.steps=8", "checkpoints=2", "self_check=false"]
     whole = left_by(run_here(small(*options, "name=whole")))
     with monkeypatch.context() as patch:
@@ -111,15 +124,22 @@ def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkey
     assert [step_of(path) for path in checkpoints(run) if (path / "state").exists()] == [3, 4]
     (run / "checkpoints" / "best").unlink()  # killed between the evaluation and the link
     (run / "checkpoints" / ".best").symlink_to("half")
-    shutil.copytree(run / "checkpoints" / "step-00000004" / "state", run / "checkpoints" / "rolling-00000003" / "state")
+    shutil.copytree(
+        run / "checkpoints" / "step-00000004" / "state",
+        run / "checkpoints" / "rolling-00000003" / "state",
+    )
     run_here(small("optim.steps=4", "checkpoints=4"))
     assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
     assert not rolling(run) and not (run / "checkpoints" / ".best").is_symlink()
 
 
-def test_a_run_that_was_copied_with_links_followed_says_what_to_delete(small, run_here, tmp_path, monkeypatch):
+def test_a_run_that_was_copied_with_links_followed_says_what_to_delete(
+    small, run_here, tmp_path, monkeypatch
+):
     options = ["optim.steps=1", "self_check=false"]
-    copy = shutil.copytree(run_here(small(*options)), tmp_path / "copies" / "small")  # follows links
+    copy = shutil.copytree(
+        run_here(small(*options)), tmp_path / "copies" / "small"
+    )  # follows links
     options += [f"runs_dir={tmp_path}/copies"]
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "load_frozen", lambda *arguments: pytest.fail("loaded"))
@@ -135,12 +155,21 @@ def full(number: int):
 
 @pytest.mark.parametrize(
     "error",
-    [full(errno.ENOSPC), full(errno.EDQUOT), full(errno.EROFS), SafetensorError("I/O error: No space left on device")],
+    [
+        full(errno.ENOSPC),
+        full(errno.EDQUOT),
+        full(errno.EROFS),
+        SafetensorError("I/O error: No space left on device"),
+    ],
     ids=["full", "quota", "read-only", "safetensors"],
 )
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path, monkeypatch, error):
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(
+    tmp_path, monkeypatch, error
+):
     start_processes(torch.device("cpu"))
-    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(
+        state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)}
+    )
     (tmp_path / "run").mkdir()
     before = state.save(tmp_path / "run", 1, None, None)
 
@@ -149,20 +178,34 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
         raise error
 
     monkeypatch.setattr(state, "save_file", save_file)
-    with pytest.raises(Stopped, match=r"^rolling-00000002 of .* could not be written: .*same command goes on") as found:
+    with pytest.raises(
+        Stopped, match=r"^rolling-00000002 of .* could not be written: .*same command goes on"
+    ) as found:
         state.save(tmp_path / "run", 2, None, None)
     assert "\n" not in str(found.value)
     assert newest(tmp_path / "run") == (before, [])
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rolling-00000001"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "rolling-00000001"
+    ]
 
 
 def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path, monkeypatch):
     start_processes(torch.device("cpu"))
-    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(
+        state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)}
+    )
     run = tmp_path / "run"
     run.mkdir()
     folder = run / "checkpoints"
-    strange = ["step-abc", "step-", "step-00000009-old", "step-00000009 (copy)", "rolling-abc", "step-1e3", "steps-4"]
+    strange = [
+        "step-abc",
+        "step-",
+        "step-00000009-old",
+        "step-00000009 (copy)",
+        "rolling-abc",
+        "step-1e3",
+        "steps-4",
+    ]
     for name in strange:
         (folder / name / "state").mkdir(parents=True)
     (folder / "step-00000099").touch()  # a file
@@ -172,18 +215,26 @@ def test_folders_that_a_user_puts_beside_the_checkpoints_are_left_alone(tmp_path
         assert (folder / name / "state").is_dir()
 
 
-def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, run_here, tmp_path, monkeypatch):
+def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(
+    small, run_here, tmp_path, monkeypatch
+):
     after_steps(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "small"))
-    with pytest.raises(Stopped, match=r"metrics\.jsonl could not be written: No such file or directory"):
+    with pytest.raises(
+        Stopped, match=r"metrics\.jsonl could not be written: No such file or directory"
+    ):
         run_here(small("optim.steps=4"))
     assert not (tmp_path / "small").exists()
-    monkeypatch.setattr(state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)})
+    monkeypatch.setattr(
+        state, "training_state", lambda drafter, engine: {"norm.weight": torch.ones(3)}
+    )
     with pytest.raises(Stopped, match="could not be written: No such file"):
         state.save(tmp_path / "small", 2, None, None)
     assert not (tmp_path / "small").exists()
 
 
-def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_load(small, run_here, monkeypatch):
+def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_load(
+    small, run_here, monkeypatch
+):
     monkeypatch.setattr(prepare, "load_frozen", lambda *arguments: pytest.fail("loaded"))
     config = small()
     run = run_folder.run_folder(config)
@@ -193,7 +244,9 @@ def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_lo
         pytest.raises(ValueError, match=rf"is being written by process {os.getpid()} on "),
     ):
         run_here(config)
-    with pytest.raises(ValueError, match=r"/proc/runs/small cannot be written \(.*choose another runs_dir="):
+    with pytest.raises(
+        ValueError, match=r"/proc/runs/small cannot be written \(.*choose another runs_dir="
+    ):
         run_here(small("runs_dir=/proc/runs"))
     (run / "config.json").write_text('{"na')
     (run / "checkpoints").mkdir()
@@ -208,10 +261,16 @@ def texts(file: Path, count: int) -> None:
 
 @pytest.fixture
 def stopped(small, run_here, tmp_path, shallow, monkeypatch):
-    """A run on a target and a file of its own that was stopped after two steps: its folder, and how to go on."""
+    """A run on a target and a file of its own that was stopped after two steps: its folder, and how
+    to go on."""
     shutil.copytree(shallow, tmp_path / "target")
     texts(tmp_path / "texts.jsonl", 100)
-    options = ["data=jsonl", f"data.path={tmp_path}/texts.jsonl", "data.limit=null", "self_check=false"]
+    options = [
+        "data=jsonl",
+        f"data.path={tmp_path}/texts.jsonl",
+        "data.limit=null",
+        "self_check=false",
+    ]
     options += [f"target.path={tmp_path}/target", "optim.steps=3"]
     with monkeypatch.context() as patch:
         after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -223,7 +282,10 @@ def test_resuming_notices_other_rows_under_the_same_path(stopped, tmp_path, caps
     run, go_on = stopped
     texts(tmp_path / "texts.jsonl", 80)
     before = sorted(run.rglob("*"))
-    with pytest.raises(ValueError, match=r"begun with other contents under the same paths \(data.rows, data.content"):
+    with pytest.raises(
+        ValueError,
+        match=r"begun with other contents under the same paths \(data.rows, data.content",
+    ):
         go_on()
     assert sorted(run.rglob("*")) == before
     content = (tmp_path / "texts.jsonl").read_text()
@@ -239,16 +301,21 @@ def test_resuming_notices_other_rows_under_the_same_path(stopped, tmp_path, caps
 
 @pytest.mark.robustness
 def test_a_run_goes_on_with_the_defaults_it_began_with(small, run_here, capsys, monkeypatch):
-    """What the drafter tapped stands in a checkpoint; how many processes tokenised changes nothing."""
+    """What the drafter tapped stands in a checkpoint; how many processes tokenised changes
+    nothing."""
     options = ["optim.steps=3", "checkpoints=2", "self_check=false"]
     with monkeypatch.context() as patch:
-        patch.setattr(DFlash, "default_layer_ids", staticmethod(lambda target_layers, layers: [0, 1]))
+        patch.setattr(
+            DFlash, "default_layer_ids", staticmethod(lambda target_layers, layers: [0, 1])
+        )
         after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
         run = run_here(small(*options))
     drafter = load_drafter(run / "checkpoints" / "step-00000002" / "drafter")
     assert drafter.layer_ids == (0, 1) != tuple(DFlash.default_layer_ids(4, 1))
     weights = {name: tensor for name, tensor in drafter.state_dict().items() if name != "fc.weight"}
-    with pytest.raises(ValueError, match="rolling-1 holds the weights of another drafter: .*fc.weight"):
+    with pytest.raises(
+        ValueError, match="rolling-1 holds the weights of another drafter: .*fc.weight"
+    ):
         take_weights(drafter, weights, Path("rolling-1"))
     run_here(small(*options))
     assert "going on after step 2" in capsys.readouterr().out
@@ -300,9 +367,13 @@ def test_a_run_that_is_refused_leaves_nothing(small, run_here, tmp_path):
 
 def test_what_fails_before_the_first_step_leaves_nothing(small, run_here, tmp_path, monkeypatch):
     (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text('{"name": "of a run that was killed while it loaded"}')
+    (tmp_path / "small" / "config.json").write_text(
+        '{"name": "of a run that was killed while it loaded"}'
+    )
     monkeypatch.setattr(
-        prepare, "build_engine", lambda *arguments: (tmp_path / "small/sources.json").read_text()[:0] / 0
+        prepare,
+        "build_engine",
+        lambda *arguments: (tmp_path / "small/sources.json").read_text()[:0] / 0,
     )
     with pytest.raises(TypeError):
         run_here(small("optim.steps=1"))
@@ -310,8 +381,14 @@ def test_what_fails_before_the_first_step_leaves_nothing(small, run_here, tmp_pa
 
 
 class TestEvaluations:
-    def test_those_that_fail_are_told_and_training_goes_on(self, small, run_here, monkeypatch, capfd):
-        errors = [torch.OutOfMemoryError("out of memory"), OSError("the hub is down"), KeyError("a defect")]
+    def test_those_that_fail_are_told_and_training_goes_on(
+        self, small, run_here, monkeypatch, capfd
+    ):
+        errors = [
+            torch.OutOfMemoryError("out of memory"),
+            OSError("the hub is down"),
+            KeyError("a defect"),
+        ]
         plain = hooks.decode_all
 
         def decode_all(*arguments):
@@ -323,14 +400,23 @@ class TestEvaluations:
         config = small("optim.steps=4", "checkpoints=4", "self_check=false")
         monkeypatch.setattr(hooks, "decode_all", decode_all)
         run = run_here(config)
-        page, printed = (run / "report" / "report.html").read_text(), capfd.readouterr().out
+        page = (run / "report" / "report.html").read_text()
+        printed = capfd.readouterr().out
         for step, error in enumerate(errors, 1):
-            assert f"evaluating step {step} failed, training goes on: {type(error).__name__}: {error}" in printed
+            assert (
+                f"evaluating step {step} failed, training goes on: {type(error).__name__}: {error}"
+                in printed
+            )
             assert f"The evaluation at step {step} failed: {type(error).__name__}" in page
-            assert "Traceback" in (run / f"checkpoints/step-{step:08d}/evaluation/failed.txt").read_text()
+            assert (
+                "Traceback"
+                in (run / f"checkpoints/step-{step:08d}/evaluation/failed.txt").read_text()
+            )
         assert [evaluation.step for evaluation in hooks.evaluations_of(run)] == [4]
 
-    def test_the_last_one_is_tried_again_by_the_same_command(self, small, run_here, monkeypatch, capfd):
+    def test_the_last_one_is_tried_again_by_the_same_command(
+        self, small, run_here, monkeypatch, capfd
+    ):
         config = small("optim.steps=1", "self_check=false")
         with monkeypatch.context() as patch:
             patch.setattr(hooks, "decode_all", lambda *arguments: 1 / 0)
@@ -340,7 +426,9 @@ class TestEvaluations:
         assert [evaluation.step for evaluation in hooks.evaluations_of(run)] == [1]
         assert not hooks.failures_of(run)
 
-    def test_other_outputs_than_plain_decodings_are_the_runs_result(self, small, run_here, monkeypatch, capfd):
+    def test_other_outputs_than_plain_decodings_are_the_runs_result(
+        self, small, run_here, monkeypatch, capfd
+    ):
         plain = hooks.decode_all
 
         def decode_all(*arguments):
@@ -365,10 +453,20 @@ def test_secrets_are_known_by_name_by_shape_and_by_the_environment(monkeypatch):
         "a": [{"password": "z"}],
         "t": None,
     }
-    assert redact(tree) == tree | {"api_key": HIDDEN, "HF_TOKEN": HIDDEN, "a": [{"password": HIDDEN}]}
+    assert redact(tree) == tree | {
+        "api_key": HIDDEN,
+        "HF_TOKEN": HIDDEN,
+        "a": [{"password": HIDDEN}],
+    }
     assert redact_text("a correct horse, id hf_abcdefghijklmnopqrst") == f"a {HIDDEN}, id {HIDDEN}"
-    assert redact_text("https://me:pass@host/path sk-abcdefghijklmnopqrst") == f"https://{HIDDEN}@host/path {HIDDEN}"
-    assert redact_text("https://host:8000/a hf_hub mask-token") == "https://host:8000/a hf_hub mask-token"
+    assert (
+        redact_text("https://me:pass@host/path sk-abcdefghijklmnopqrst")
+        == f"https://{HIDDEN}@host/path {HIDDEN}"
+    )
+    assert (
+        redact_text("https://host:8000/a hf_hub mask-token")
+        == "https://host:8000/a hf_hub mask-token"
+    )
 
 
 class TestRows:
@@ -384,7 +482,9 @@ class TestRows:
     def test_a_file_that_cannot_be_read_stops_the_run_and_is_named(self, run_here):
         start_processes(torch.device("cpu"))
         prefetch = Prefetch(self.Broken(), TrainConfig(), [0], pinned=False)
-        with pytest.raises(Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"):
+        with pytest.raises(
+            Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"
+        ):
             prefetch()
 
     def test_a_damaged_cache_is_named(self, small, run_here, monkeypatch, tmp_path):
@@ -395,10 +495,14 @@ class TestRows:
         run_here(config)
         for file in (tmp_path / "cache").rglob("*.arrow"):
             os.truncate(file, file.stat().st_size // 2)
-        with pytest.raises(ValueError, match=r"cache of training rows in .*/cache cannot be used .*delete it"):
+        with pytest.raises(
+            ValueError, match=r"cache of training rows in .*/cache cannot be used .*delete it"
+        ):
             run_here(config)
 
-    def test_a_feature_shard_that_goes_bad_in_the_run_is_named(self, small, run_here, tmp_path, monkeypatch):
+    def test_a_feature_shard_that_goes_bad_in_the_run_is_named(
+        self, small, run_here, tmp_path, monkeypatch
+    ):
         options = features(tmp_path, small())
         shard = tmp_path / "features" / "shard-00000.safetensors"
 
@@ -429,13 +533,15 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_co
     options = [*small_options, f"runs_dir={tmp_path}", "name=sleepy"]
     options += ["self_check=false", "stall_minutes=0.1"]
     said = start_command(str(script), options, processes=2).finish(code=3)
-    assert "rank 1: nothing has gone on for 0.1 minutes at training: step 4, reading its rows" in said
+    assert (
+        "rank 1: nothing has gone on for 0.1 minutes at training: step 4, reading its rows" in said
+    )
     assert math.isfinite(read_log(tmp_path / "sleepy")[-1]["loss"])
 
 
 def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
-    """The option had its default then: another value is another configuration. One that is gone is compared only where
-    it had decided what is learnt."""
+    """The option had its default then: another value is another configuration. One that is gone is
+    compared only where it had decided what is learnt."""
     config = TrainConfig(name="old", runs_dir=str(tmp_path))
     written = plain(config)
     del written["drafter"]["last_tap"], written["anchors"]
@@ -446,9 +552,13 @@ def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))
     (tmp_path / "old" / "metrics.jsonl").touch()
     refuse_another(config, tmp_path / "old")
-    refuse_another(replace(config, data=replace(config.data, max_invalid=0.5)), tmp_path / "old")  # decides no row
+    refuse_another(
+        replace(config, data=replace(config.data, max_invalid=0.5)), tmp_path / "old"
+    )  # decides no row
     with pytest.raises(ValueError, match=r"drafter.last_tap differ"):
-        refuse_another(replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old")
+        refuse_another(
+            replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old"
+        )
     written["optim"]["weight_decay"] = 0.1
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"optim.weight_decay differ"):

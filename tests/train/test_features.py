@@ -14,7 +14,14 @@ from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from train.batches import draw_blocks, seeded
 from train.config import FeaturesConfig, TrainConfig
-from train.features import SHARD, StoredRows, dependencies, quantise, stored_features, write_features
+from train.features import (
+    SHARD,
+    StoredRows,
+    dependencies,
+    quantise,
+    stored_features,
+    write_features,
+)
 from train.step import block_loss
 
 LAYERS = (1, 2)
@@ -57,7 +64,9 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
         for source in (dataset, rows):
             columns = batch(source, draw, 1, seed=0)
             drafter.zero_grad()
-            result = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
+            result = block_loss(
+                drafter, half, columns, draw_blocks(columns, options, draw), options
+            )
             result.loss.backward()
             gradients = (parameter.grad.clone() for parameter in drafter.parameters())
             results.append((result.loss.detach(), result.agree, *gradients))
@@ -66,13 +75,16 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
 
 
 def test_a_run_takes_the_layers_that_it_taps(half, stored):
-    whole, part = StoredRows(stored), StoredRows(stored)
+    whole = StoredRows(stored)
+    part = StoredRows(stored)
     part.check(dependencies(config("unused"), half, LAYERS[1:]))
     assert torch.equal(part[[3]]["context"], whole[[3]]["context"][:, :, 1:])
 
 
 def test_eight_bits_are_close(half, dataset, tmp_path):
-    out = write_features(config(tmp_path / "i8", store="int8"), half, LAYERS, dataset, lambda done, total: None)
+    out = write_features(
+        config(tmp_path / "i8", store="int8"), half, LAYERS, dataset, lambda done, total: None
+    )
     columns = StoredRows(out)[[3, 4]]
     exact = half.packed_features(columns["ids"], columns["positions"], columns["documents"], LAYERS)
     near = stored_features(columns, torch.bfloat16)
@@ -89,7 +101,9 @@ def test_a_drafter_starts_alike_from_a_target_of_few_layers(half, shallow):
     options = DrafterConfig(layers=1, target_layer_ids=list(LAYERS))
     drafters = [new_drafter(options, target) for target in (half, part)]
     assert all(d.warm_start(target) for d, target in zip(drafters, (half, part), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True)
+    )
 
 
 def test_a_stopped_writer_goes_on(half, dataset, stored, tmp_path, monkeypatch):
@@ -108,7 +122,9 @@ def test_a_stopped_writer_goes_on(half, dataset, stored, tmp_path, monkeypatch):
     seen = []
     write_features(options, half, LAYERS, dataset, lambda done, total: seen.append(done))
     assert seen == [12]
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(p.name for p in stored.iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(
+        p.name for p in stored.iterdir()
+    )
     for path in stored.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match="another layers"):
@@ -121,7 +137,14 @@ def test_every_damage_is_named(stored, tmp_path):
     shutil.copytree(stored, folder)
     file = folder / "shard-00001.safetensors"
     good = file.read_bytes()
-    places = [0, 3, 9, 40, *torch.randint(len(good), (120,), generator=seeded(3)).tolist(), len(good) - 1]
+    places = [
+        0,
+        3,
+        9,
+        40,
+        *torch.randint(len(good), (120,), generator=seeded(3)).tolist(),
+        len(good) - 1,
+    ]
     for place in places:
         bad = bytearray(good)
         bad[place] ^= 1 << place % 8
@@ -136,7 +159,12 @@ def test_every_damage_is_named(stored, tmp_path):
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
         StoredRows(folder)
     text = (folder / "manifest.json").read_text()
-    for was, now in (('"rows": 12', '"rows": 8'), ("checksums", "checksuns"), ('"store"', '"stone"'), ("}", "")):
+    for was, now in (
+        ('"rows": 12', '"rows": 8'),
+        ("checksums", "checksuns"),
+        ('"store"', '"stone"'),
+        ("}", ""),
+    ):
         (folder / "manifest.json").write_text(text.replace(was, now, 1))
         with pytest.raises(ValueError, match="manifest.json is damaged"):
             StoredRows(folder)

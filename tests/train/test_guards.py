@@ -1,4 +1,5 @@
-"""Numbers that are not finite: skipped alike at every stage; losses that jump; the start's check."""
+"""Numbers that are not finite: skipped alike at every stage; losses that jump; the start's
+check."""
 
 import json
 import math
@@ -27,8 +28,10 @@ from train.selfcheck import SelfCheck
 
 
 def poisoned(bad: dict[int, str], states: list):
-    """`train_step`, whose loss or gradient is not finite in the given steps; keeps the state before and after each."""
-    plain, loss_of = training_step.train_step, training_step.block_loss
+    """`train_step`, whose loss or gradient is not finite in the given steps; keeps the state before
+    and after each."""
+    plain = training_step.train_step
+    loss_of = training_step.block_loss
     count = [0]
 
     def poisoned_step(drafter, engine, *rest):
@@ -51,8 +54,12 @@ def poisoned(bad: dict[int, str], states: list):
     return poisoned_step
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.robustness) for stage in (1, 2, 3))])
-def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here, monkeypatch, capsys, stage):
+@pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.robustness) for stage in (1, 2, 3))]
+)
+def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(
+    small, run_here, monkeypatch, capsys, stage
+):
     states: list = []
     monkeypatch.setattr(loop, "train_step", poisoned({2: "loss", 4: "gradient"}, states))
     run = run_here(small("optim.steps=5", "optim.micro=1", f"deepspeed.stage={stage}"))
@@ -90,7 +97,8 @@ def test_too_many_in_a_row_stop_the_run(small, run_here, monkeypatch, tmp_path):
     write_manifest(shard.parent, manifest)
 
     with pytest.raises(
-        Stopped, match=r"step 3 is skipped: its loss and.*rows of the.* are \d+, \d+\..*were 3 in a row"
+        Stopped,
+        match=r"step 3 is skipped: its loss and.*rows of the.* are \d+, \d+\..*were 3 in a row",
     ):
         run_here(config)
     assert [line["grad_norm"] for line in read_log(tmp_path / "small")] == [None] * 3
@@ -120,8 +128,12 @@ class Rows:
 def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
     start_processes(torch.device("cpu"))
     target, drafter = make_tiny(dtype=dtype, **family)
-    config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(**objective))
-    config.optim.batch, config.optim.precision, config.objective.chunk_rows = 2, "float32", 5
+    config = TrainConfig(
+        anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(**objective)
+    )
+    config.optim.batch = 2
+    config.optim.precision = "float32"
+    config.objective.chunk_rows = 5
     check = SelfCheck(drafter, target, Rows(6, 30), config)
     assert check.expected.count_nonzero() > 3
     blocks = draw_blocks(check.rows, config, 0)
@@ -130,7 +142,8 @@ def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
 
 def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch, tmp_path):
     """auto is bfloat16 where the processor has AMX; what a run began with it keeps elsewhere."""
-    config, cpu = TrainConfig(name="kept", runs_dir=str(tmp_path)), torch.device("cpu")
+    config = TrainConfig(name="kept", runs_dir=str(tmp_path))
+    cpu = torch.device("cpu")
     for known, kind in (({"amx_bf16": True}, "bfloat16"), ({"avx512_bf16": True}, "float32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
         assert precision_of(config, cpu) == kind
@@ -141,26 +154,35 @@ def test_a_run_keeps_the_precision_that_it_began_with(monkeypatch, tmp_path):
 
 
 def test_deepspeeds_hooks_are_not_compiled(run_here, make_tiny):
-    """They break the graph, and from the third step on dynamo fails in one that waits for the device: they belong to
-    the module around the compiled drafter."""
+    """They break the graph, and from the third step on dynamo fails in one that waits for the
+    device: they belong to the module around the compiled drafter."""
     drafter = make_tiny()[1]
     start_processes(torch.device("cpu"))
     engine = build_engine(drafter, TrainConfig(compile=True), torch.device("cpu"))
     assert engine.module._orig_mod is drafter and engine.module._forward_pre_hooks
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in drafter.modules())
+    assert not any(
+        module._forward_pre_hooks or module._forward_hooks for module in drafter.modules()
+    )
 
 
 def test_passes_are_laid_out_ahead(run_here, make_tiny):
-    """What was laid out on the host by another thread gives the loss of what the step would have laid out."""
+    """What was laid out on the host by another thread gives the loss of what the step would have
+    laid out."""
     start_processes(torch.device("cpu"))
     target, drafter = make_tiny()
-    config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(chunk_rows=5))
+    config = TrainConfig(
+        anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(chunk_rows=5)
+    )
     config.optim.batch = 2
     with closing(Prefetch(Rows(6, 30), config, range(3), False)) as prefetch:
         for step in range(3):
             (laid,) = prefetch()
-            ahead = training_step.block_loss(drafter, target, laid.rows, laid.blocks, config, laid.plan)
-            now = training_step.block_loss(drafter, target, laid.rows, draw_blocks(laid.rows, config, 2 * step), config)
+            ahead = training_step.block_loss(
+                drafter, target, laid.rows, laid.blocks, config, laid.plan
+            )
+            now = training_step.block_loss(
+                drafter, target, laid.rows, draw_blocks(laid.rows, config, 2 * step), config
+            )
             assert torch.equal(ahead.loss, now.loss) and torch.equal(ahead.agree, now.agree)
         assert prefetch.ahead.result() == []  # nothing is read behind the last step
 
@@ -180,9 +202,12 @@ def test_the_start_agrees_in_bfloat16(run_here, make_tiny):
 @pytest.mark.parametrize("fault", ["mask", "labels", "rows", "nan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault, dtype):
-    plain_mask, plain_score = base.block_mask, training_step.score
+    plain_mask = base.block_mask
+    plain_score = training_step.score
     if fault == "mask":  # a block sees its whole document
-        monkeypatch.setattr(base, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
+        monkeypatch.setattr(
+            base, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest)
+        )
     else:
 
         def score(drafter, drafted, target, rows, blocks, features, config, plan):
@@ -190,7 +215,9 @@ def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault
                 blocks = blocks._replace(teacher_rows=blocks.teacher_rows + 1)
             drafted = drafted.roll(1, 0) if fault == "rows" else drafted
             found = plain_score(drafter, drafted, target, rows, blocks, features, config)
-            return RowLoss(found.loss, found.rows * math.nan if fault == "nan" else found.rows, found.agree)
+            return RowLoss(
+                found.loss, found.rows * math.nan if fault == "nan" else found.rows, found.agree
+            )
 
         monkeypatch.setattr(training_step, "score", score)
     with pytest.raises(Stopped, match="self-check: .* differ by"):

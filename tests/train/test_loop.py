@@ -1,4 +1,5 @@
-"""Runs as a user starts them: exact resume after kills and signals, independence of the number of processes."""
+"""Runs as a user starts them: exact resume after kills and signals, independence of the number of
+processes."""
 
 import json
 import math
@@ -33,7 +34,8 @@ def small(small_options) -> list[str]:
 
 @pytest.fixture(scope="session")
 def start(start_command, small):
-    """(runs folder, *overrides, processes=1) -> a small run that has begun, in processes of its own."""
+    """(runs folder, *overrides, processes=1) -> a small run that has begun, in processes of its
+    own."""
 
     def begin(runs: Path, *overrides: str, processes: int = 1):
         return start_command("train/main.py", [f"runs_dir={runs}", *small, *overrides], processes)
@@ -45,7 +47,11 @@ def lines(run: Path) -> list[dict]:
     file = run / "metrics.jsonl"
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +67,20 @@ def whole_run(start, make_once) -> Path:
 
 
 def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_path):
-    monkeypatch.setattr("train.loop.evaluate_checkpoint", lambda *all, **more: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt, match="is whole, and the same command evaluates it and goes on from there"):
-        run_here(composed("train", TrainConfig, [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"]))
+    monkeypatch.setattr(
+        "train.loop.evaluate_checkpoint", lambda *all, **more: os.kill(os.getpid(), signal.SIGINT)
+    )
+    with pytest.raises(
+        KeyboardInterrupt,
+        match="is whole, and the same command evaluates it and goes on from there",
+    ):
+        run_here(
+            composed(
+                "train",
+                TrainConfig,
+                [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"],
+            )
+        )
 
 
 def same_losses(run: Path, other: Path) -> None:
@@ -80,8 +97,17 @@ def few_steps(start, make_once):
     """(drafter, steps) -> a run of one process."""
 
     def once(drafter: str = "dflash-small", steps: int = 3) -> Path:
-        options = [f"drafter={drafter}", "ngrams=false", "name=one", "optim.name=adamw", f"optim.steps={steps}"]
-        return make_once(f"{steps}-steps-{drafter}", lambda runs: start(runs, *options).finish()) / "one"
+        options = [
+            f"drafter={drafter}",
+            "ngrams=false",
+            "name=one",
+            "optim.name=adamw",
+            f"optim.steps={steps}",
+        ]
+        return (
+            make_once(f"{steps}-steps-{drafter}", lambda runs: start(runs, *options).finish())
+            / "one"
+        )
 
     return once
 
@@ -93,12 +119,26 @@ def few_steps(start, make_once):
         # its own head's gradient adds up over passes
         pytest.param("dart", 1, ["optim.micro=1", "recompute=true"], marks=pytest.mark.robustness),
         pytest.param("dflash-small", 2, ["deepspeed=zero1"], marks=pytest.mark.robustness),
-        pytest.param("dflash-small", 2, ["deepspeed=zero2", "target.shard=true"], marks=pytest.mark.robustness),
-        pytest.param("dart", 2, ["deepspeed=zero2", "target.shard=true"], marks=pytest.mark.robustness),
-        pytest.param("dflash-small", 2, ["deepspeed=zero3", "deepspeed.offload=true"], marks=pytest.mark.robustness),
+        pytest.param(
+            "dflash-small",
+            2,
+            ["deepspeed=zero2", "target.shard=true"],
+            marks=pytest.mark.robustness,
+        ),
+        pytest.param(
+            "dart", 2, ["deepspeed=zero2", "target.shard=true"], marks=pytest.mark.robustness
+        ),
+        pytest.param(
+            "dflash-small",
+            2,
+            ["deepspeed=zero3", "deepspeed.offload=true"],
+            marks=pytest.mark.robustness,
+        ),
     ],
 )
-def test_losses_do_not_depend_on_how_a_step_is_computed(start, few_steps, drafter, processes, options):
+def test_losses_do_not_depend_on_how_a_step_is_computed(
+    start, few_steps, drafter, processes, options
+):
     """Same rows a step: more passes, more processes, sharded state, sharded target."""
     one = few_steps(drafter)
     name = "-".join(option.split("=")[-1] for option in [drafter, *options]) + str(processes)
@@ -109,15 +149,26 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(start, few_steps, drafte
 
 @pytest.mark.robustness
 def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps, tmp_path):
-    """Stopped four times, each time gone on with by another number of processes and another ZeRO stage."""
+    """Stopped four times, each time gone on with by another number of processes and another ZeRO
+    stage."""
     script = tmp_path / "all_states.py"
     script.write_text(
         "import train.main as main, train.run.checkpoints as checkpoints\ncheckpoints.KEPT = 5\nmain.main()\n"
     )
-    options = [f"runs_dir={tmp_path}", *small, "name=moved", "optim.name=adamw", "optim.steps=8", "checkpoints=5"]
-    run, done = tmp_path / "moved", 0
+    options = [
+        f"runs_dir={tmp_path}",
+        *small,
+        "name=moved",
+        "optim.name=adamw",
+        "optim.steps=8",
+        "checkpoints=5",
+    ]
+    run = tmp_path / "moved"
+    done = 0
     for processes, stage in [(2, "zero3"), (1, "zero2"), (2, "zero1"), (1, "zero0"), (2, "zero2")]:
-        output = start_command(str(script), [*options, f"deepspeed={stage}"], processes=processes).finish()
+        output = start_command(
+            str(script), [*options, f"deepspeed={stage}"], processes=processes
+        ).finish()
         assert (f"going on after step {done}" in output) == (done > 0)
         same_losses(few_steps(steps=8), run)
         done = next(step for step in (2, 3, 5, 6, 8) if step > done)
@@ -128,13 +179,25 @@ def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps
 
 def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
     """Answers of one token each: nothing can be drafted, no step may divide by it."""
-    turns = [("user", "a question, "), ("assistant", "x"), ("user", " and more, "), ("assistant", "y")]
+    turns = [
+        ("user", "a question, "),
+        ("assistant", "x"),
+        ("user", " and more, "),
+        ("assistant", "y"),
+    ]
     chat = [{"role": role, "content": content} for role, content in turns]
     rows = [{"messages": [{"role": "user", "content": f"{i} "}, *chat[1:]]} for i in range(30)]
     rows[5]["messages"][-1] = {"role": "assistant", "content": "an answer of some length, once"}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = [f"runs_dir={tmp_path}", "data=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "optim.batch=1"]
-    run = run_here(composed("train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"]))
+    options = [
+        f"runs_dir={tmp_path}",
+        "data=jsonl",
+        f"data.path={tmp_path / 'a.jsonl'}",
+        "optim.batch=1",
+    ]
+    run = run_here(
+        composed("train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"])
+    )
     found = lines(run)
     assert len(found) == 12 and all(math.isfinite(line["loss"]) for line in found)
     assert min(line["loss"] for line in found) == 0 < max(line["loss"] for line in found)
@@ -183,13 +246,19 @@ def test_run_folder_explains_itself(whole_run):
         for path in whole_run.glob("checkpoints/step-*/evaluation/evaluation.json")
     }
     assert len(evaluations) == 3
-    assert all(result["dtype"] == "float32" for result in evaluations.values())  # the steps' products are bfloat16
+    assert all(
+        result["dtype"] == "float32" for result in evaluations.values()
+    )  # the steps' products are bfloat16
     weights = load_file(whole_run / "checkpoints" / "best" / "drafter" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    best = max(evaluations, key=lambda name: max(method["tau"] for method in evaluations[name]["methods"]))
+    best = max(
+        evaluations, key=lambda name: max(method["tau"] for method in evaluations[name]["methods"])
+    )
     taus = {name: max(m["tau"] for m in evaluations[name]["methods"]) for name in evaluations}
     assert taus[(whole_run / "checkpoints" / "best").readlink().name] == taus[best]
-    assert all(method["identical"] for result in evaluations.values() for method in result["methods"])
+    assert all(
+        method["identical"] for result in evaluations.values() for method in result["methods"]
+    )
     assert (whole_run / "report" / "report.html").read_text().count("<figcaption>") == 5
 
 
@@ -203,18 +272,28 @@ def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whol
     assert (whole_run / "metrics.jsonl").read_bytes() == before
 
 
-def test_minutes_are_of_the_wall_clock_unless_processor_time_is_asked_for(small, run_here, monkeypatch, tmp_path):
+def test_minutes_are_of_the_wall_clock_unless_processor_time_is_asked_for(
+    small, run_here, monkeypatch, tmp_path
+):
     """Each step waits half a second, which takes no processor time."""
     plain = loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda *given: [time.sleep(0.5), plain(*given)][1])
-    own = [*small, f"runs_dir={tmp_path}", "optim.steps=1", "self_check=false", "evaluation.prompts=0"]
+    own = [
+        *small,
+        f"runs_dir={tmp_path}",
+        "optim.steps=1",
+        "self_check=false",
+        "evaluation.prompts=0",
+    ]
     for clock in ("wall", "processor"):
         run_here(composed("train", TrainConfig, [*own, f"optim.clock={clock}", f"name={clock}"]))
     wall, processor = (lines(tmp_path / clock)[-1]["seconds"] for clock in ("wall", "processor"))
     assert wall > 0.5 > processor
 
 
-def test_a_run_of_minutes_goes_on_where_its_time_was(small, run_here, monkeypatch, tmp_path, capsys):
+def test_a_run_of_minutes_goes_on_where_its_time_was(
+    small, run_here, monkeypatch, tmp_path, capsys
+):
     """By a clock that says a second more whenever it is asked, so that a step takes one."""
     seconds = iter(range(1000))
     monkeypatch.setattr("train.loop.time.thread_time", lambda: next(seconds))
@@ -243,14 +322,19 @@ def test_a_run_of_minutes_goes_on_where_its_time_was(small, run_here, monkeypatc
     assert len(lines(tmp_path / "stopped")) == 1
     monkeypatch.setattr(loop, "train_step", plain)
     run_here(stopped)
-    whole, rejoined = ([[x["seconds"], x["lr"], x["loss"]] for x in lines(tmp_path / n)] for n in ("whole", "stopped"))
+    whole, rejoined = (
+        [[x["seconds"], x["lr"], x["loss"]] for x in lines(tmp_path / n)]
+        for n in ("whole", "stopped")
+    )
     assert whole == rejoined and [x[0] for x in whole] == [1, 2, 3, 4, 5, 6]
     assert [step_of(folder) for folder in checkpoints(tmp_path / "whole")] == [3, 6]
 
 
 def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     run = tmp_path / "copy"
-    others = shutil.ignore_patterns("best", ".*")  # a finished run that is shown again links its best anew
+    others = shutil.ignore_patterns(
+        "best", ".*"
+    )  # a finished run that is shown again links its best anew
     shutil.copytree(whole_run / "checkpoints", run / "checkpoints", ignore=others)
     last = run / "checkpoints" / "step-00000012"
     assert newest(run) == (last, [])
@@ -261,7 +345,9 @@ def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     assert find_damage(last) == f"state/{state.name} is truncated or altered"
     found, skipped = newest(run)
     assert found.name == "step-00000008"
-    assert skipped == [f"skipped checkpoint step-00000012: state/{state.name} is truncated or altered"]
+    assert skipped == [
+        f"skipped checkpoint step-00000012: state/{state.name} is truncated or altered"
+    ]
     (found / "drafter" / "model.safetensors").unlink()
     assert newest(run)[0] is None
     assert "drafter/model.safetensors is missing" in newest(run)[1][1]

@@ -19,16 +19,34 @@ def test_a_named_gpu_is_refused_with_what_to_give():
 def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys, tmp_path):
     """`+model=qwen3-4b` with a stand-in for target and chats: five lines, before all others."""
     chats = tmp_path / "chats.jsonl"
-    rows = [[{"role": "user", "content": f"x = {i}"}, {"role": "assistant", "content": "y = x"}] for i in range(100)]
+    rows = [
+        [{"role": "user", "content": f"x = {i}"}, {"role": "assistant", "content": "y = x"}]
+        for i in range(100)
+    ]
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     bundle = ["data=jsonl", f"data.path={chats}", "document_anchors=3", "optim.steps=1"]
-    run_here(small("+model=qwen3-4b", "target.path=embedded", "drafter=dflash-small", "optim=laptop", *bundle))
+    run_here(
+        small(
+            "+model=qwen3-4b",
+            "target.path=embedded",
+            "drafter=dflash-small",
+            "optim=laptop",
+            *bundle,
+        )
+    )
     target, data, counts, takes, memory = capsys.readouterr().out.splitlines()[:5]
     assert counts == "examples   14 read: 12 used, 2 held out, 0 excluded, 0 invalid"
-    assert target.startswith("target     embedded, ") and str(chats) in data and "tokens to learn from" in data
+    assert (
+        target.startswith("target     embedded, ")
+        and str(chats) in data
+        and "tokens to learn from" in data
+    )
     said = r"run        1 steps of 2 rows, 4 blocks a row, at most 3 a document, products in (bfloat16|float32)"
     assert re.fullmatch(said, takes)  # the sooner of the two, where the processor multiplies both
-    assert re.match(r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with recompute=true", memory)
+    assert re.match(
+        r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with recompute=true",
+        memory,
+    )
 
 
 class Exited(Exception):

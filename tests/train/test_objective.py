@@ -9,9 +9,20 @@ import torch
 from infer.targets.support import LogitScale
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES
-from train.objective import Batch, Correction, RowLoss, _logits, divergence as divergence_of, position_weights
+from train.objective import (
+    Batch,
+    Correction,
+    RowLoss,
+    _logits,
+    divergence as divergence_of,
+    position_weights,
+)
 
-G, L, P, D, V = 8, 3, 9, 6, 31
+G = 8
+L = 3
+P = 9
+D = 6
+V = 31
 R = G * L
 
 
@@ -20,7 +31,9 @@ def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.T
     weights = torch.rand(G, L, generator=generator, dtype=torch.float32)
     weights[torch.rand(G, L, generator=generator) < 0.3] = 0
     return {
-        "hidden": torch.randn(R, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+        "hidden": torch.randn(R, D, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(),
         "teacher_hidden": torch.randn(P, D, generator=generator, dtype=torch.float64).to(dtype),
         "teacher_rows": torch.randint(P, (G, L), generator=generator),
         "labels": torch.randint(V, (G, L), generator=generator),
@@ -43,7 +56,9 @@ def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str
 
 def test_every_formula_is_what_its_definition_says():
     """In plain Python, token by token."""
-    p, q, label = [0.5, 0.3, 0.2], [0.1, 0.6, 0.3], 1
+    p = [0.5, 0.3, 0.2]
+    q = [0.1, 0.6, 0.3]
+    label = 1
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     overlap = 0.1 + 0.3 + 0.2
     share = math.exp(-3 * overlap)
@@ -56,19 +71,27 @@ def test_every_formula_is_what_its_definition_says():
         "ce_l1": -0.1 * math.log(0.6) + 0.9 * (0.4 + 0.3 + 0.1),
     }
     log_p, log_q = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
-    found = {name: DIVERGENCES[name].formula(log_p, log_q, torch.tensor(label)).item() for name in expected}
+    found = {
+        name: DIVERGENCES[name].formula(log_p, log_q, torch.tensor(label)).item()
+        for name in expected
+    }
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in DIVERGENCES.items() if row.by_hand])
 @pytest.mark.parametrize("own", [False, True])
 def test_gradients_by_hand_are_those_of_autograd(kind, own, monkeypatch):
-    args, results = case(9), []
+    args = case(9)
+    results = []
     head = (args["head"] + 0.1).requires_grad_() if own else None
     for row in (DIVERGENCES[kind], replace(DIVERGENCES[kind], by_hand=None)):
         monkeypatch.setitem(DIVERGENCES, kind, row)
-        result = divergence(**args, config=ObjectiveConfig(divergence=kind, chunk_rows=5), own_head=head)
-        grads = torch.autograd.grad(result.loss, [args["hidden"], head] if own else [args["hidden"]])
+        result = divergence(
+            **args, config=ObjectiveConfig(divergence=kind, chunk_rows=5), own_head=head
+        )
+        grads = torch.autograd.grad(
+            result.loss, [args["hidden"], head] if own else [args["hidden"]]
+        )
         results.append([result.loss.detach(), result.rows, result.agree.double(), *grads])
     for by_hand, automatic in zip(*results, strict=True):
         assert torch.allclose(by_hand, automatic, rtol=1e-10, atol=1e-12)
@@ -106,7 +129,8 @@ def test_dpace_weighs_every_position_with_what_lies_behind_it(own):
     log_p = (args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
     likely = log_q.exp().gather(-1, args["labels"][..., None])[..., 0]
     rows = (log_p.exp() * (log_p - log_q)).sum(-1)
-    expected, inputs = 0, [args["hidden"], head] if own else [args["hidden"]]
+    expected = 0
+    inputs = [args["hidden"], head] if own else [args["hidden"]]
     for g in range(G):
         live = [t for t in range(L) if args["weights"][g, t]]
         s = [0.5 * likely[g, t].item() + 0.5 for t in live]
@@ -116,20 +140,27 @@ def test_dpace_weighs_every_position_with_what_lies_behind_it(own):
     config = ObjectiveConfig(weights="dpace", chunk_rows=7)
     result = divergence(**args, config=config, own_head=head if own else None)
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    for found, wanted in zip(*(torch.autograd.grad(loss, inputs) for loss in (result.loss, expected)), strict=True):
+    for found, wanted in zip(
+        *(torch.autograd.grad(loss, inputs) for loss in (result.loss, expected)), strict=True
+    ):
         assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 OWN = [{"divergence": kind} for kind in ("kl", "cross_entropy", "tv", "acceptance")]
 
 
-@pytest.mark.parametrize("scale", [LogitScale(cap=1.5), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)])
+@pytest.mark.parametrize(
+    "scale", [LogitScale(cap=1.5), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)]
+)
 @pytest.mark.parametrize("options", OWN)
 def test_scaled_logits_are_those_of_both_and_pass_the_gradient_on(options, scale):
-    """Softmax of what the scale makes of the products, of a shared head and of one of the drafter's own."""
+    """Softmax of what the scale makes of the products, of a shared head and of one of the drafter's
+    own."""
     args = case(8)
     args["weights"] = args["weights"].double()
-    own = args["head"] + 0.5 * torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own = args["head"] + 0.5 * torch.randn(
+        V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     own.requires_grad_()
     log_q = scale(args["hidden"] @ own.T).log_softmax(-1).view(G, L, V)
     log_p = scale(args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
@@ -182,7 +213,9 @@ def test_shared_teacher_rows_are_projected_once(monkeypatch):
 
 
 def test_position_weights():
-    assert torch.allclose(position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36]))
+    assert torch.allclose(
+        position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36])
+    )
     exponential = position_weights(ObjectiveConfig(weights="exponential", gamma=4.0), 3)
     assert position_weights(ObjectiveConfig(weights="dpace"), 3).tolist() == [1, 1, 1]
     assert torch.allclose(exponential, torch.exp(torch.tensor([0, -0.25, -0.5])))
@@ -207,23 +240,30 @@ def corrected(args: dict, rank: int = 5) -> dict:
     """Corrections of a conditional head, and its matrix, both trained."""
     generator = torch.Generator().manual_seed(12)
     rows = torch.randn(R, rank, generator=generator, dtype=torch.float64).requires_grad_()
-    return {"rows": rows, "out": torch.randn(V, rank, generator=generator, dtype=torch.float64).requires_grad_()}
+    return {
+        "rows": rows,
+        "out": torch.randn(V, rank, generator=generator, dtype=torch.float64).requires_grad_(),
+    }
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("unary", [0.0, 0.6])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, top_k):
-    """Its corrections, its matrix, the states, and a head of the drafter's own; over all tokens, or over a row's
-    candidates and the label, with the target's distribution among these."""
-    args, parts = case(10), corrected(case(10))
+    """Its corrections, its matrix, the states, and a head of the drafter's own; over all tokens, or
+    over a row's candidates and the label, with the target's distribution among these."""
+    args = case(10)
+    parts = corrected(case(10))
     args["weights"] = args["weights"].double()
     own = (args["head"] + 0.1).requires_grad_()
     alone = args["hidden"] @ own.T
-    scores, teacher = alone + parts["rows"] @ parts["out"].T, args["teacher_hidden"] @ args["head"].T
+    scores = alone + parts["rows"] @ parts["out"].T
+    teacher = args["teacher_hidden"] @ args["head"].T
     teacher = teacher[args["teacher_rows"].flatten()]
-    labels, agree = args["labels"].flatten(), scores.argmax(-1) == teacher.argmax(-1)
-    formula, log_p = DIVERGENCES[kind].formula, teacher.log_softmax(-1)
+    labels = args["labels"].flatten()
+    agree = scores.argmax(-1) == teacher.argmax(-1)
+    formula = DIVERGENCES[kind].formula
+    log_p = teacher.log_softmax(-1)
     rows = unary * formula(log_p, alone.log_softmax(-1), labels)
     if top_k:
         for r in range(R):
@@ -239,11 +279,20 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, 
     inputs = [args["hidden"], own, parts["rows"], parts["out"]]
     gradients = torch.autograd.grad(1.7 * expected, inputs)
     config = ObjectiveConfig(divergence=kind, unary=unary, chunk_rows=5)
-    result = divergence(**args, config=config, own_head=own, correction=Correction(**parts), top_k=top_k, overlap=True)
+    result = divergence(
+        **args,
+        config=config,
+        own_head=own,
+        correction=Correction(**parts),
+        top_k=top_k,
+        overlap=True,
+    )
     live = args["weights"] > 0
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
     assert torch.equal(result.agree[live], agree.view(G, L)[live])
-    for found, wanted in zip(torch.autograd.grad(1.7 * result.loss, inputs), gradients, strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(1.7 * result.loss, inputs), gradients, strict=True
+    ):
         assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-11)
     if not top_k:
         overlap = torch.minimum(teacher.softmax(-1), scores.softmax(-1)).sum(-1).view(G, L)
@@ -251,8 +300,10 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, 
 
 
 def test_logits_of_states_and_head_of_two_precisions_under_autocast():
-    """States behind a float32 norm meet a bfloat16 head: autocast casts products, but none that writes to room."""
-    states, head = torch.ones(3, 4), torch.eye(5, 4, dtype=torch.bfloat16)
+    """States behind a float32 norm meet a bfloat16 head: autocast casts products, but none that
+    writes to room."""
+    states = torch.ones(3, 4)
+    head = torch.eye(5, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         found = _logits(states, head, LogitScale(), torch.empty(8, 5))
     assert torch.equal(found, torch.ones(3, 4) @ head.float().T)

@@ -1,4 +1,5 @@
-"""The plan: parameters and operations counted by hand, memory as measured, one page before anything is loaded."""
+"""The plan: parameters and operations counted by hand, memory as measured, one page before anything
+is loaded."""
 
 import importlib
 import json
@@ -24,8 +25,10 @@ from train.plan import StepShape, step_memory, target_config, total_steps, with_
 def tiny(make_tiny, family="dflash"):
     target, drafter = make_tiny(block_size=4, family=family)
     config = TrainConfig(anchors=6)
-    config.data.length, config.optim.batch = 32, 2
-    config.drafter.family, config.drafter.layers = family, drafter.config.num_hidden_layers
+    config.data.length = 32
+    config.optim.batch = 2
+    config.drafter.family = family
+    config.drafter.layers = drafter.config.num_hidden_layers
     config.drafter.block_size = 4
     return target, drafter, config, StepShape(config, target.config)
 
@@ -43,28 +46,65 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.robustness
 def test_memory_is_as_planned_within_ten_percent(repo, start_command, tmp_path):
     (tmp_path / "lean.py").write_text(LEAN)
-    shape = ["--hidden=128", "--vocabulary=2000", "--length=512", "--anchors=96", "--drafter-layers=3", "--block=8"]
-    command = [str(repo / "benchmarks" / "train_step.py"), *shape, "--way=ours", "--steps=1", "--threads=1"]
-    command += ["--device=cpu", "--precision=float32"]  # the first bfloat16 products take memory of their own
-    figures = json.loads(start_command(str(tmp_path / "lean.py"), command).finish().splitlines()[-1])
+    shape = [
+        "--hidden=128",
+        "--vocabulary=2000",
+        "--length=512",
+        "--anchors=96",
+        "--drafter-layers=3",
+        "--block=8",
+    ]
+    command = [
+        str(repo / "benchmarks" / "train_step.py"),
+        *shape,
+        "--way=ours",
+        "--steps=1",
+        "--threads=1",
+    ]
+    command += [
+        "--device=cpu",
+        "--precision=float32",
+    ]  # the first bfloat16 products take memory of their own
+    figures = json.loads(
+        start_command(str(tmp_path / "lean.py"), command).finish().splitlines()[-1]
+    )
     assert sum(figures["planned"].values()) / 1e9 == pytest.approx(figures["peak_gb"], rel=0.1)
 
 
-PEAKS = {"8b": 30.27, "4b": 17.94, "1.7b": 9.12, "0.6b": 2.52, "long": 18.52, "many": 7.74, "hybrid": 15.88}
-AGAIN = {"8b": 26.72, "4b": 14.69, "1.7b": 7.63, "long": 15.13, "many": 6.98, "hybrid": 12.83}  # with --recompute
+PEAKS = {
+    "8b": 30.27,
+    "4b": 17.94,
+    "1.7b": 9.12,
+    "0.6b": 2.52,
+    "long": 18.52,
+    "many": 7.74,
+    "hybrid": 15.88,
+}
+AGAIN = {
+    "8b": 26.72,
+    "4b": 14.69,
+    "1.7b": 7.63,
+    "long": 15.13,
+    "many": 6.98,
+    "hybrid": 12.83,
+}  # with --recompute
 
 
 @pytest.mark.parametrize(
     "name, again, peak",
-    [(name, False, peak) for name, peak in PEAKS.items()] + [(name, True, peak) for name, peak in AGAIN.items()],
+    [(name, False, peak) for name, peak in PEAKS.items()]
+    + [(name, True, peak) for name, peak in AGAIN.items()],
 )
 def test_memory_on_a_gpu_is_as_its_allocator_counted(repo, monkeypatch, name, again, peak):
-    """GB at the peak of a step, from `python benchmarks/gpu_train_counts.py --layers 4 --passes 2` on the stand-in."""
+    """GB at the peak of a step, from `python benchmarks/gpu_train_counts.py --layers 4 --passes 2`
+    on the stand-in."""
     monkeypatch.syspath_prepend(str(repo / "benchmarks"))
     counts = importlib.import_module("gpu_train_counts")
     sizes = dict(zip(counts.FIELDS, counts.SHAPES[name], strict=True)) | {"num_hidden_layers": 4}
     config = counts.run_config(sizes, 2, again)
-    planned = step_memory(StepShape(config, counts.target_config(sizes), rows=1), config, 1, 2, 2, True)
+    planned = step_memory(
+        StepShape(config, counts.target_config(sizes), rows=1), config, 1, 2, 2, True
+    )
     assert sum(planned.values()) / 1e9 == pytest.approx(peak, rel=0.1)
 
 
@@ -112,11 +152,13 @@ def test_a_plan_is_for_the_device_that_the_run_would_take(small, monkeypatch, de
 
 def test_a_plan_counts_what_the_run_reads(small, tmp_path, capsys):
     """Rows and evaluations; the ids that `regenerate` writes beside an answer are no text."""
-    file, answer = tmp_path / "chats.jsonl", {"role": "assistant", "content": "x = 1\n" * 9}
+    file = tmp_path / "chats.jsonl"
+    answer = {"role": "assistant", "content": "x = 1\n" * 9}
     answer |= {"token_ids": [*range(400)]}
     rows = [{"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(30)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, tokenizer = small("data=jsonl", f"data.path={file}"), load_tokenizer()
+    config = small("data=jsonl", f"data.path={file}")
+    tokenizer = load_tokenizer()
     packed = plan.rows_of(config, tokenizer).rows
     plan.print_plan(config)
     printed = capsys.readouterr().out
@@ -131,9 +173,13 @@ def test_a_plan_counts_what_the_run_reads(small, tmp_path, capsys):
 
 
 def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
-    """140 of 1,000 chats have thoughts that the template cannot show, two lines are broken: training goes on."""
-    answer, file = {"role": "assistant", "content": "x = 1\n" * 9}, tmp_path / "chats.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(1000)]
+    """140 of 1,000 chats have thoughts that the template cannot show, two lines are broken:
+    training goes on."""
+    answer = {"role": "assistant", "content": "x = 1\n" * 9}
+    file = tmp_path / "chats.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(1000)
+    ]
     for i in range(500, 640):
         rows[i]["messages"][1] = answer | {"reasoning_content": "hm"}
     lines = [json.dumps(row) for row in rows]
@@ -153,8 +199,12 @@ def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
         counted.append(said[first : first + 4])
     assert counted[0] == counted[1] == counted[2]
     assert counted[0][0] == "examples   1,000 read: 801 used, 60 held out, 137 excluded, 2 invalid"
-    assert counted[0][1] == "excluded   137: the chat template does not show the thought of an answer"
-    assert counted[0][2] == "invalid    2: no JSON" and f"{file}, line 702: no JSON" in counted[0][3]
+    assert (
+        counted[0][1] == "excluded   137: the chat template does not show the thought of an answer"
+    )
+    assert (
+        counted[0][2] == "invalid    2: no JSON" and f"{file}, line 702: no JSON" in counted[0][3]
+    )
 
 
 def test_every_named_target_is_planned(repo):
@@ -174,16 +224,25 @@ def test_every_named_target_is_planned(repo):
 
 def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys):
     file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(9)))
+    file.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n"
+            for i in range(9)
+        )
+    )
     plan.print_plan(small("data=jsonl", f"data.path={file}"))
     printed = capsys.readouterr().out
-    assert "9 read: 0 used, 0 held out, 9 excluded" in printed and "9: no answer of the assistant" in printed
+    assert (
+        "9 read: 0 used, 0 held out, 9 excluded" in printed
+        and "9: no answer of the assistant" in printed
+    )
     assert "time       unknown: questions without answers, ./launch.sh regenerate" in printed
     plan.print_plan(small("data=self", "data.path=null"))
     printed = capsys.readouterr().out
     assert "data=self has no rows yet" in printed and "activations" in printed
     file.write_text('{"no": "columns"}\n' * 9)
     with pytest.raises(
-        ValueError, match="9 of 9 examples are invalid; data.max_invalid=0.05 allows 0. First: .*line 1: "
+        ValueError,
+        match="9 of 9 examples are invalid; data.max_invalid=0.05 allows 0. First: .*line 1: ",
     ):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

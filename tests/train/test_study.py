@@ -21,26 +21,43 @@ def test_a_study_trains_what_is_new_and_says_what_decoding_would(
     small, small_options, run_here, monkeypatch, tmp_path, capsys
 ):
     trained = []
-    monkeypatch.setattr("train.study.train_apart", lambda run: trained.append(run.name) or run_here(run))
+    monkeypatch.setattr(
+        "train.study.train_apart", lambda run: trained.append(run.name) or run_here(run)
+    )
     sizes = ["evaluation.prompts=6", "evaluation.max_new_tokens=20", "optim.steps=2"]
-    base, place = [*small_options, *sizes], small().target.path
+    base = [*small_options, *sizes]
+    place = small().target.path
     for variants, seeds in (([""], 1), (["", HEAD], 2)):
-        config = StudyCommand(base=base, variants=variants, seeds=seeds, out=str(tmp_path / "study"))
+        config = StudyCommand(
+            base=base, variants=variants, seeds=seeds, out=str(tmp_path / "study")
+        )
         config.check()
         study(config)
     with pytest.raises(ValueError, match="a study of another base"):
         StudyCommand(base=base[1:], out=config.out).check()
-    assert trained == [f"{name}-{seed}" for seed in (0, 1) for name in ("base", "drafter.block_size_4_head_markov")]
+    assert trained == [
+        f"{name}-{seed}" for seed in (0, 1) for name in ("base", "drafter.block_size_4_head_markov")
+    ]
     table = capsys.readouterr().out
-    assert HEAD in table and "1.000" in table and "<svg" in (tmp_path / "study/study.svg").read_text()
+    assert (
+        HEAD in table and "1.000" in table and "<svg" in (tmp_path / "study/study.svg").read_text()
+    )
 
     run = tmp_path / "study" / trained[1]
-    target, drafter = load_target(place), load_drafter(checkpoints(run)[-1])
+    target = load_target(place)
+    drafter = load_drafter(checkpoints(run)[-1])
     prompts = evaluation_prompts(small().data, target.tokenizer, 6, 8)
     found = json.loads((run / "study.json").read_text())["commits"]
-    sizes = {"max_new_tokens": 20, "budget": 16, "continuity": "none", "loop_period": LONGEST_PERIOD}
+    sizes = {
+        "max_new_tokens": 20,
+        "budget": 16,
+        "continuity": "none",
+        "loop_period": LONGEST_PERIOD,
+    }
     for method in ("chain", "ddtree"):
-        texts = decode(target, drafter, [one.ids for one in prompts], DecodeOptions(method=method, **sizes))
+        texts = decode(
+            target, drafter, [one.ids for one in prompts], DecodeOptions(method=method, **sizes)
+        )
         assert [text.commits for text in texts] == found[method]
 
 
@@ -51,5 +68,7 @@ def test_variants_are_trained_for_the_same_processor_time():
 
 
 def test_a_variant_that_cannot_be_trained_is_named():
-    with pytest.raises(ValueError, match=r"variants: head=nothing: In 'train': Could not find 'head/nothing'"):
+    with pytest.raises(
+        ValueError, match=r"variants: head=nothing: In 'train': Could not find 'head/nothing'"
+    ):
         StudyCommand(variants=["", "head=nothing"]).check()

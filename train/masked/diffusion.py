@@ -1,11 +1,11 @@
-"""Trains a masked diffusion language model: a causal language model made bidirectional, from its own
-weights.
+"""Trains a masked diffusion language model: a causal language model made bidirectional, from its
+own weights.
 
     ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
 
-The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that
-lets every token see its whole document. Its outputs stay shifted, as in Dream: the one at position i -
-1 predicts the token at i. Single process, without DeepSpeed.
+The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask
+that lets every token see its whole document. Its outputs stay shifted, as in Dream: the one at
+position i - 1 predicts the token at i. Single process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
                           tokenizer
@@ -51,20 +51,27 @@ LEVELS = 4
 
 def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
     """Return the model to train, on its device in float32, and its tokenizer; the model's config
-    carries `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind, and
-    for one without an id for the mask."""
+    carries `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind,
+    and for one without an id for the mask."""
     start = load_target(config.start, "float32")
     if start.config.model_type not in NATIVE:
-        raise ValueError(f"start={config.start}: only {', '.join(NATIVE)} can become a masked diffusion model here")
-    mask, size = config.mask_token_id, start.config.vocab_size
+        raise ValueError(
+            f"start={config.start}: only {', '.join(NATIVE)} can become a masked diffusion model here"
+        )
+    mask = config.mask_token_id
+    size = start.config.vocab_size
     if mask is None:
         try:
             mask = default_mask_token(start.tokenizer, size, start.end_ids)
         except ValueError:
-            raise ValueError("no token id is free for the mask: name one by mask_token_id=<id>") from None
+            raise ValueError(
+                "no token id is free for the mask: name one by mask_token_id=<id>"
+            ) from None
     if not 0 <= mask < size:
         raise ValueError(f"mask_token_id={mask}: the vocabulary has ids 0 to {size - 1}")
-    model = AutoModelForCausalLM.from_config(start.model.config, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        start.model.config, dtype=torch.float32, attn_implementation="sdpa"
+    )
     model.load_state_dict(start.model.state_dict())
     with torch.no_grad():  # no text had a mask: what stands there is no token's vector
         table = model.get_input_embeddings().weight
@@ -76,9 +83,10 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
 
 
 def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out text:
-    each column (B, T). Raises ValueError if there are none."""
-    data, pieces = config.sets()[0], []
+    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out
+    text: each column (B, T). Raises ValueError if there are none."""
+    data = config.sets()[0]
+    pieces = []
     for row in held_out_rows(data):
         with suppress(ValueError):  # training leaves such a row out, and says so
             pieces += pieces_of(row, tokenizer, data.length)
@@ -91,11 +99,15 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
     return {name: torch.tensor([row[name] for row in packed]) for name in packed[0]}
 
 
-def held_out_bound(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> float:
-    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded, block by
-    block or whole; always under the same noise."""
+def held_out_bound(
+    model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig
+) -> float:
+    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded,
+    block by block or whole; always under the same noise."""
     mask = model.config.mask_token_id
-    dice = throw(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
+    dice = throw(
+        rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT)
+    )  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
     total = 0.0
@@ -116,16 +128,20 @@ def products(model: nn.Module) -> torch.autocast:
 
 
 def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, torch.Tensor]:
-    """Return the rows of a step, equally many of every data set: a pure function of seed and step."""
+    """Return the rows of a step, equally many of every data set: a pure function of seed and
+    step."""
     share = config.batch // len(sets)
     parts = [batch(rows, step * share, share, config.seed) for rows in sets]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int) -> float:
-    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an
-    estimate of the bound. The noise is a pure function of seed and step."""
-    mask, generator = model.config.mask_token_id, seeded(config.seed, TRAINING, step)
+def train_step(
+    model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int
+) -> float:
+    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo,
+    an estimate of the bound. The noise is a pure function of seed and step."""
+    mask = model.config.mask_token_id
+    generator = seeded(config.seed, TRAINING, step)
     dice = Dice(*(one.to(model.device) for one in throw(rows["documents"], generator)))
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
@@ -154,10 +170,11 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
 def take_steps(
     model: nn.Module, rate: float, steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Take the steps, in one process, with Muon for matrices, which decay, and AdamW for the rest; yield how many are
-    taken and the loss, after each.
+    """Take the steps, in one process, with Muon for matrices, which decay, and AdamW for the rest;
+    yield how many are taken and the loss, after each.
 
-    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns its loss."""
+    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and
+        returns its loss."""
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate), decay=0.05)
     progress = Progress("training", "steps", stream=sys.stdout)
     for step in range(steps):
@@ -171,13 +188,17 @@ def take_steps(
 
 
 def train(config: DiffusionConfig) -> float:
-    """Train into `config.out`; return the last held-out bound. Raises ValueError or FileNotFoundError
-    for models and data that cannot be used, and for a folder that has a run in it."""
+    """Train into `config.out`; return the last held-out bound. Raises ValueError or
+    FileNotFoundError for models and data that cannot be used, and for a folder that has a run in
+    it."""
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
-        raise ValueError(f"out={out} holds a run, and runs are not gone on with: choose another folder")
+        raise ValueError(
+            f"out={out} holds a run, and runs are not gone on with: choose another folder"
+        )
     model, tokenizer = begin(config)
-    digest, progress = tokenizer_digest(tokenizer), Progress("tokenising", "texts")
+    digest = tokenizer_digest(tokenizer)
+    progress = Progress("tokenising", "texts")
     sets = []
     for data in config.sets():
         prepared = prepare_rows(data, tokenizer, digest, progress)

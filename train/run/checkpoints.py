@@ -4,18 +4,18 @@
         drafter/        config.json, model.safetensors: the public layout, what serving engines read;
                         ngrams, with ngrams=true
         state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever
-                        processes and ZeRO stage wrote it; manifest.json: step, size and sha256 of every
-                        file of the checkpoint
+                        processes and ZeRO stage wrote it; manifest.json: step, size and sha256 of
+                        every file of the checkpoint
         evaluation/     evaluation.json and the report, written after the checkpoint; failed.txt if that
                         did not work
     <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training
-state and nothing else; the next one of either kind takes its place. Each is written into a hidden
-sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves either none
-or a whole one. There is no other state: data order, anchors and learning rate are pure functions of
-seed and step.
+Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the
+training state and nothing else; the next one of either kind takes its place. Each is written into a
+hidden sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves
+either none or a whole one. There is no other state: data order, anchors and learning rate are pure
+functions of seed and step.
 """
 
 import json
@@ -34,7 +34,8 @@ from infer.utils.files import file_digest, replacing, replacing_folder, sync, wr
 from train.engine import training_state
 from train.processes import first_only
 
-MANIFEST, STATE = "manifest.json", "state.safetensors"
+MANIFEST = "manifest.json"
+STATE = "state.safetensors"
 KEPT = 2  # newest checkpoints that keep their training state; drafters and evaluations always stay
 
 
@@ -53,9 +54,11 @@ def rolling(run: Path) -> list[Path]:
 
 
 def numbered_folders(parent: Path, name: str) -> list[Path]:
-    """Return the folders called `name`-<step>, by step. Whatever else lies there, such as a copy with a
-    name of the user's, belongs to nobody and is left alone."""
-    folders = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{name}-[0-9]+", path.name)]
+    """Return the folders called `name`-<step>, by step. Whatever else lies there, such as a copy
+    with a name of the user's, belongs to nobody and is left alone."""
+    folders = [
+        path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{name}-[0-9]+", path.name)
+    ]
     return sorted((path for path in folders if path.is_dir()), key=step_of)
 
 
@@ -69,12 +72,17 @@ def _digest(path: Path) -> dict:
 
 
 def save(run: Path, step: int, drafter: Drafter, engine, dtype: torch.dtype | None = None) -> Path:
-    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a rolling
-    state in place of the one before; return the finished folder. Called by every process; engine: the
-    one around the drafter. Raises Stopped in all processes if the checkpoint cannot be written; nothing
+    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a
+    rolling state in place of the one before; return the finished folder. Called by every process;
+    engine: the one around the drafter. Raises Stopped in all processes if the checkpoint cannot be
+        written; nothing
     half-written is left then."""
     state = training_state(drafter, engine)
-    folder = run / "checkpoints" / f"rolling-{step:08d}" if dtype is None else checkpoint_folder(run, step)
+    folder = (
+        run / "checkpoints" / f"rolling-{step:08d}"
+        if dtype is None
+        else checkpoint_folder(run, step)
+    )
 
     def write() -> Path:
         _write(folder, step, state, dtype and (drafter.config, dtype))
@@ -85,20 +93,29 @@ def save(run: Path, step: int, drafter: Drafter, engine, dtype: torch.dtype | No
 
 
 def _write(
-    final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
+    final: Path,
+    step: int,
+    state: dict[str, torch.Tensor],
+    drafter: tuple[Qwen3Config, torch.dtype] | None,
 ) -> None:
     """Write the folder `final` with a training state, a drafter if its configuration and dtype are
     given, and a manifest."""
     run = final.parent.parent
     with disk(f"{final.name} of {run}"):
-        final.parent.mkdir(exist_ok=True)  # but not the run's folder: where that vanished, the run ends
+        final.parent.mkdir(
+            exist_ok=True
+        )  # but not the run's folder: where that vanished, the run ends
         with replacing_folder(final) as partial:
             (partial / "state").mkdir()
             save_file(state, partial / "state" / STATE)
             if drafter is not None:
                 config, dtype = drafter
                 weights = {name: tensor for name, tensor in state.items() if "/" not in name}
-                weights |= {name: weight.to(dtype) for name, weight in weights.items() if weight.is_floating_point()}
+                weights |= {
+                    name: weight.to(dtype)
+                    for name, weight in weights.items()
+                    if weight.is_floating_point()
+                }
                 save_drafter(config, weights, partial / "drafter")
                 if (run / NGRAMS).is_file():
                     shutil.copyfile(run / NGRAMS, partial / "drafter" / NGRAMS)
@@ -113,8 +130,8 @@ def _write(
 
 
 def tidy(run: Path, step: int) -> None:
-    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it, the
-    next start does. Newer checkpoints are damaged; they are kept until overwritten."""
+    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it,
+    the next start does. Newer checkpoints are damaged; they are kept until overwritten."""
     for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-KEPT]:
         shutil.rmtree(old / "state", ignore_errors=True)
     for old in rolling(run):
@@ -125,7 +142,10 @@ def tidy(run: Path, step: int) -> None:
 def remove_partial(run: Path) -> None:
     """Remove what a killed run left half-written."""
     (run / "checkpoints" / ".best").unlink(missing_ok=True)
-    for partial in (*(run / "checkpoints").glob(".step-*"), *(run / "checkpoints").glob(".rolling-*")):
+    for partial in (
+        *(run / "checkpoints").glob(".step-*"),
+        *(run / "checkpoints").glob(".rolling-*"),
+    ):
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -161,8 +181,8 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing without
-    one. Its files were checked by `newest`."""
+    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing
+    without one. Its files were checked by `newest`."""
     return load_file(folder / "state" / STATE) if folder is not None else {}
 
 

@@ -1,9 +1,9 @@
 """What happens at a checkpoint: decode held-out prompts, write numbers and pictures, mark the best.
 
-An evaluation that fails (no memory, no hub, a defect) does not end the training: the reason is written
-to evaluation/failed.txt and to the report, and the same command tries the newest one again. Outputs
-that differ from plain decoding's are not such a failure: they are reported at once, and are the run's
-result.
+An evaluation that fails (no memory, no hub, a defect) does not end the training: the reason is
+written to evaluation/failed.txt and to the report, and the same command tries the newest one again.
+Outputs that differ from plain decoding's are not such a failure: they are reported at once, and are
+the run's result.
 """
 
 import json
@@ -37,16 +37,18 @@ from train.run.state import RunState
 
 
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) -> None:
-    """Decode with the drafter as it is on disk, the way a user would, and update the run's report. All
-    processes call it; each decodes its share of the prompts, the first one writes. Only the `last`
-    checkpoint is evaluated in full."""
+    """Decode with the drafter as it is on disk, the way a user would, and update the run's report.
+    All processes call it; each decodes its share of the prompts, the first one writes. Only the
+    `last` checkpoint is evaluated in full."""
     began = time.monotonic()
     target = drafter = parts = measured = problem = None
     try:
         target = run.whole_target()
         drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
         parts = parts_to_decode(run.config, target, last)
-        measured = decode_share(target, drafter, parts, run.config, f"evaluating step {step_of(folder)}")
+        measured = decode_share(
+            target, drafter, parts, run.config, f"evaluating step {step_of(folder)}"
+        )
     except Exception as error:  # noqa: BLE001
         problem = describe_error(error)
         torch.cuda.empty_cache()  # the evaluation's, if memory ran out
@@ -78,10 +80,12 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) ->
 
 
 def evaluate_best(run: RunState, log: RunLog) -> None:
-    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report, its
-    card and what doctor compares with come from that."""
+    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report,
+    its card and what doctor compares with come from that."""
     full = {checkpoints(run.folder)[-1].name}
-    while (best := first_only(lambda: best_checkpoint(run.folder))) is not None and best.name not in full:
+    while (
+        best := first_only(lambda: best_checkpoint(run.folder))
+    ) is not None and best.name not in full:
         full.add(best.name)
         evaluate_checkpoint(run, best, log, last=True)
 
@@ -93,21 +97,25 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
-    """Return a sentence where the user's own data give fewer held-out prompts than evaluations want.
-    Raises ValueError, before the first step, where they give none."""
+    """Return a sentence where the user's own data give fewer held-out prompts than evaluations
+    want. Raises ValueError, before the first step, where they give none."""
     wanted = config.evaluation.prompts
     if not wanted or config.data.source in ("embedded", "stdlib"):  # the library has thousands
         return None
-    there = evaluation_prompts(config.data, target.tokenizer, wanted, config.evaluation.prompt_tokens)
+    there = evaluation_prompts(
+        config.data, target.tokenizer, wanted, config.evaluation.prompt_tokens
+    )
     return few_prompts(len(there), wanted)
 
 
 def parts_to_decode(config: TrainConfig, target: Target, last: bool) -> list[PromptSet]:
-    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts,
-    of others a quarter of the first."""
+    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all
+    parts, of others a quarter of the first."""
     options = config.evaluation
     outside = options.outside if last else 0
-    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
+    prompts = evaluation_prompts(
+        config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside
+    )
     parts = parts_of(prompts, options)
     return parts if last else [brief(parts[0])]
 
@@ -116,11 +124,14 @@ def decode_share(
     target: Target, drafter: Drafter, parts: list[PromptSet], config: TrainConfig, what: str
 ) -> list[list[Measured]]:
     """Decode this process's share of the prompts of every part with every method."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     # a pass through a sharded target takes all processes: all decode everything, in step
     if not config.target.shard:
         mine = slice(rank, None, world)
-        parts = [replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts]
+        parts = [
+            replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts
+        ]
     progress = Progress(what, "prompts", quiet=rank > 0, minutes=parts[0].config.minutes)
 
     def onwards(done: int, total: int) -> None:
@@ -131,10 +142,15 @@ def decode_share(
 
 
 def write_evaluation(
-    folder: Path, target: Target, drafter: Drafter, parts: list[PromptSet], shares: list, log: RunLog
+    folder: Path,
+    target: Target,
+    drafter: Drafter,
+    parts: list[PromptSet],
+    shares: list,
+    log: RunLog,
 ) -> None:
-    """Join what the processes measured of a checkpoint, write it, and print it in a line; in a second
-    one, that outputs are wrong."""
+    """Join what the processes measured of a checkpoint, write it, and print it in a line; in a
+    second one, that outputs are wrong."""
     measured = [join(of_part) for of_part in zip(*shares, strict=True)]
     result = summarise(target, drafter, parts, measured)
     result = replace(result, step=step_of(folder), checkpoint=str(folder), drafter=log.name)
@@ -157,14 +173,18 @@ def is_wrong(result: Evaluation) -> bool:
 def describe_error(error: BaseException) -> str:
     """Return an error's kind and first line, and below it the traceback, without secrets."""
     first = str(error).strip().partition("\n")[0]
-    return redact_text(f"{type(error).__name__}: {first}\n\n{''.join(traceback.format_exception(error))}")
+    return redact_text(
+        f"{type(error).__name__}: {first}\n\n{''.join(traceback.format_exception(error))}"
+    )
 
 
 def write_failure(out: Path, problems: list[str], log: RunLog) -> None:
     """Write down why there is no evaluation."""
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / "failed.txt", "\n".join(problems))
-    log.say(f"evaluating step {step_of(out.parent)} failed, training goes on: {problems[0].splitlines()[0]}")
+    log.say(
+        f"evaluating step {step_of(out.parent)} failed, training goes on: {problems[0].splitlines()[0]}"
+    )
 
 
 def failures_of(run: Path) -> list[str]:
@@ -184,18 +204,22 @@ def evaluations_of(run: Path) -> list[Evaluation]:
 
 
 def update_report(run: Path) -> Path | None:
-    """Mark the best checkpoint and write the report; return its page, None if nothing was evaluated."""
+    """Mark the best checkpoint and write the report; return its page, None if nothing was
+    evaluated."""
     best = best_checkpoint(run)
     if best is None:
         return None
     mark_best(run, best)
-    evaluations, lines = evaluations_of(run), read_log(run)
+    evaluations = evaluations_of(run)
+    lines = read_log(run)
     config = json.loads((run / "config.json").read_text())
     tokens = config["optim"]["batch"] * config["data"]["length"]
     facts = RunFacts(
         command=command_line(),
         config=config,
-        data=" ".join(str(config["data"][key]) for key in ("source", "path") if config["data"][key]),
+        data=" ".join(
+            str(config["data"][key]) for key in ("source", "path") if config["data"][key]
+        ),
         losses=[(line["step"], line["loss"]) for line in lines if line["loss"] is not None],
         seconds=sum(tokens / line["tokens_per_second"] for line in lines) if lines else None,
     )
@@ -218,7 +242,9 @@ def finish_report(run: Path, log: RunLog) -> None:
     evaluations = evaluations_of(run)
     best = best_of(evaluations)
     print(f"\n{why}" if (why := too_few(evaluations)) else "")
-    print(f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
+    print(
+        f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n"
+    )
     print(f"{method_table(best)}\n\n{headline(best)}")
     for part in (best, *(best.beside or ())):
         if part.cut:

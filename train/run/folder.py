@@ -1,8 +1,8 @@
 """A run's folder: its configuration, its lock, what it learns from, and the n-grams of that.
 
-An existing run is continued or refused, never overwritten, and never written by two processes at once.
-A path says neither what is there today nor what was there when the run was begun: target and training
-rows are known by content.
+An existing run is continued or refused, never overwritten, and never written by two processes at
+once. A path says neither what is there today nor what was there when the run was begun: target and
+training rows are known by content.
 """
 
 import hashlib
@@ -33,15 +33,32 @@ from train.run.log import METRICS, WANDB_ID
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CONFIG, SOURCES = "config.json", "sources.json"
+CONFIG = "config.json"
+SOURCES = "sources.json"
 HYDRA_CONFIG = "config.yaml"  # the same for Hydra: --config-dir <run> --config-name config
-THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
+THRESHOLD = (
+    2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
+)
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
-FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
+FREE = (
+    "runs_dir",
+    "save_minutes",
+    "wandb",
+    "evaluation",
+    "deepspeed",
+    "ngrams",
+    "compile",
+    "recompute",
+    "self_check",
+)
 FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device")
 FREE += ("data.max_invalid", "optim.clock")
 # options of earlier versions, and their values with which a run goes on as it began
-GONE = {"target": {"adapter": None}, "objective": {"alpha": 0.5, "confidence": 1.0}, "optim": {"weight_decay": 0.0}}
+GONE = {
+    "target": {"adapter": None},
+    "objective": {"alpha": 0.5, "confidence": 1.0},
+    "optim": {"weight_decay": 0.0},
+}
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -55,11 +72,14 @@ def plain(config: TrainConfig) -> dict:
 
 def compared(config: TrainConfig) -> dict:
     """Return the same with what earlier versions had options for."""
-    return {key: value | GONE[key] if key in GONE else value for key, value in plain(config).items()}
+    return {
+        key: value | GONE[key] if key in GONE else value for key, value in plain(config).items()
+    }
 
 
 def begun(run: Path) -> bool:
-    """Return whether a run took a step: one that ended before that keeps nobody from using its name."""
+    """Return whether a run took a step: one that ended before that keeps nobody from using its
+    name."""
     return any((run / name).exists() for name in (METRICS, "checkpoints"))
 
 
@@ -68,7 +88,9 @@ def completed(known: dict, defaults: dict) -> dict:
     written, and without those that there are no more."""
     filled = dict(defaults)
     for key in known.keys() & defaults.keys():
-        inside = isinstance(known[key], dict) and defaults[key]  # where there are no defaults, keys are free
+        inside = (
+            isinstance(known[key], dict) and defaults[key]
+        )  # where there are no defaults, keys are free
         filled[key] = completed(known[key], inside) if inside else known[key]
     return filled
 
@@ -85,15 +107,17 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
     """Raise ValueError when the folder holds a run of another configuration."""
     if (run / CONFIG).exists() and begun(run):
         known = completed(recorded(run / CONFIG), compared(TrainConfig()))
-        message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+        message = (
+            f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+        )
         refuse_other_settings(known, compared(config), message, FREE)
 
 
 @contextmanager
 def open_run(config: TrainConfig) -> Iterator[Path]:
-    """Create the run's folder and hold its lock until the run ends. A run that ends before its first
-    step leaves no folder. Raises ValueError if it is locked, read-only, holds another configuration or
-    was copied with links followed. Rank 0 only."""
+    """Create the run's folder and hold its lock until the run ends. A run that ends before its
+    first step leaves no folder. Raises ValueError if it is locked, read-only, holds another
+    configuration or was copied with links followed. Rank 0 only."""
     run = run_folder(config)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
@@ -106,7 +130,9 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
             run.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(run / "lock", str(run), "name="))
         except OSError as error:
-            raise ValueError(f"{run} cannot be written ({error.strerror}): choose another runs_dir=") from error
+            raise ValueError(
+                f"{run} cannot be written ({error.strerror}): choose another runs_dir="
+            ) from error
         try:
             refuse_another(config, run)
             yield run
@@ -119,9 +145,9 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
 
 
 def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
-    """Write the resolved configuration and what the run learns from (`sources`), or raise ValueError if
-    the run was begun with another target or other rows. A run of an earlier version, which has no
-    record, gets one."""
+    """Write the resolved configuration and what the run learns from (`sources`), or raise
+    ValueError if the run was begun with another target or other rows. A run of an earlier version,
+    which has no record, gets one."""
     with disk(str(run)):
         if begun(run) and (run / SOURCES).exists():
             refuse_other_settings(
@@ -135,13 +161,15 @@ def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
         if not begun(run):
             write_json(run / CONFIG, plain(config))
             defaults = {"defaults": ["train", "_self_"]}
-            atomic_write(run / HYDRA_CONFIG, OmegaConf.to_yaml(OmegaConf.create(defaults | plain(config))))
+            atomic_write(
+                run / HYDRA_CONFIG, OmegaConf.to_yaml(OmegaConf.create(defaults | plain(config)))
+            )
         remove_partial(run)
 
 
 def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
-    """Return what identifies a target (at `path`) and the training rows; about a second for a gigabyte
-    of tokens."""
+    """Return what identifies a target (at `path`) and the training rows; about a second for a
+    gigabyte of tokens."""
     return {
         "target": target_identity(path, target.tokenizer_digest),
         "data": {"rows": len(rows), "content": rows_digest(rows)},
@@ -149,8 +177,8 @@ def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
 
 
 def rows_digest(rows: "StoredRows | Dataset") -> str:
-    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored features
-    and the rows that they were made of have the same one."""
+    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored
+    features and the rows that they were made of have the same one."""
     digest = hashlib.sha256()
     for name, kind in (("ids", np.int64), ("loss", np.bool_)):
         for part in column_parts(rows, name):
@@ -180,9 +208,10 @@ def learnt_counts(rows: "StoredRows | Dataset", target: Target) -> torch.Tensor:
 
 
 def frequent_tokens(rows: "StoredRows | Dataset", number: int, target: Target) -> torch.Tensor:
-    """Return the ids (number,) int64, ascending, of the tokens that training rows have most often to
-    learn from, and of the special ones, however often: those that end texts must be drafted."""
-    ranks, special = learnt_counts(rows, target), {*target.end_ids, *target.tokenizer.all_special_ids}
+    """Return the ids (number,) int64, ascending, of the tokens that training rows have most often
+    to learn from, and of the special ones, however often: those that end texts must be drafted."""
+    ranks = learnt_counts(rows, target)
+    special = {*target.end_ids, *target.tokenizer.all_special_ids}
     ranks[[id for id in special if id < len(ranks)]] = torch.iinfo(torch.int64).max
     return ranks.argsort(descending=True, stable=True)[:number].sort().values
 
@@ -193,13 +222,17 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
     for ids, positions, numbers in zip(*columns, strict=True):
         starts = np.flatnonzero(positions == 0)
         pieces = np.split(ids, starts[1:])
-        yield from (piece for piece, start in zip(pieces, starts, strict=True) if numbers[start] >= 0)
+        yield from (
+            piece for piece, start in zip(pieces, starts, strict=True) if numbers[start] >= 0
+        )
 
 
-def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
-    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some
-    along keeps those: few answers alone would make poor trees. Raises Stopped where the file cannot be
-    written."""
+def count_rows(
+    rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None
+) -> None:
+    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought
+    some along keeps those: few answers alone would make poor trees. Raises Stopped where the file
+    cannot be written."""
     out = run / NGRAMS
     if out.exists():
         return
@@ -210,4 +243,6 @@ def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier:
         else:
             order = usual_order(target.vocabulary)
             digest = target.tokenizer_digest
-            count_ngrams(documents(rows), target.vocabulary, order, out, digest, threshold=THRESHOLD)
+            count_ngrams(
+                documents(rows), target.vocabulary, order, out, digest, threshold=THRESHOLD
+            )

@@ -7,7 +7,14 @@ from pathlib import Path
 import torch
 
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
-from infer.drafters.base import Drafter, check_known, drop_copies, fixed_options, init_head, new_drafter
+from infer.drafters.base import (
+    Drafter,
+    check_known,
+    drop_copies,
+    fixed_options,
+    init_head,
+    new_drafter,
+)
 from infer.drafters.heads.table import head_options, new_head
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
@@ -26,8 +33,8 @@ COLD = (
 def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     """Return the drafter's options, completed by the config of `init`; its weights are not loaded.
 
-    Raises ValueError for options that contradict it, with those to give instead, and for a folder that
-    is no drafter.
+    Raises ValueError for options that contradict it, with those to give instead, and for a folder
+    that is no drafter.
     """
     if options.init is None:
         return options
@@ -45,9 +52,16 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     wrong = [key for key, value in given.items() if value not in (None, known[key])]
     if wrong:
         said = ("null" if known[key] is None else known[key] for key in wrong)
-        wanted = " ".join(f"drafter.{key}={value}".replace(" ", "") for key, value in zip(wrong, said, strict=True))
-        raise ValueError(f"drafter.init={options.init} is another drafter than the options say: give {wanted}")
-    return replace(options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own))))
+        wanted = " ".join(
+            f"drafter.{key}={value}".replace(" ", "")
+            for key, value in zip(wrong, said, strict=True)
+        )
+        raise ValueError(
+            f"drafter.init={options.init} is another drafter than the options say: give {wanted}"
+        )
+    return replace(
+        options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own)))
+    )
 
 
 def named_mask(mask: int | None, tokenizer) -> str:
@@ -63,37 +77,49 @@ def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: P
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
     except RuntimeError as error:
         said = " ".join(str(error).split())[:300]
-        raise ValueError(f"{checkpoint} holds the weights of another drafter: choose another name= ({said})") from error
+        raise ValueError(
+            f"{checkpoint} holds the weights of another drafter: choose another name= ({said})"
+        ) from error
 
 
 def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
-    """Return the conditional head of a drafter that starts from one with the head `own`: its own; where
-    it has none, the one that is asked for. Raises ValueError where two differ."""
+    """Return the conditional head of a drafter that starts from one with the head `own`: its own;
+    where it has none, the one that is asked for. Raises ValueError where two differ."""
     if "none" not in (options.head.name, own.name) and own != options.head:
-        raise ValueError(f"drafter.init={options.init} has a conditional head already, {vars(own)}: leave head= out")
+        raise ValueError(
+            f"drafter.init={options.init} has a conditional head already, {vars(own)}: leave head= out"
+        )
     return options.head if own.name == "none" else own
 
 
 def know(drafter: Drafter, tokens: torch.Tensor) -> None:
-    """Let a drafter propose these tokens (R,) alone: its scores are the target's head's for them."""
+    """Let a drafter propose these tokens (R,) alone: its scores are the target's head's for
+    them."""
     drafter.config.draft_vocab_size = len(tokens)
     drafter.d2t = tokens - torch.arange(len(tokens))
 
 
-def initial_drafter(config: TrainConfig, target: Target, tokens: torch.Tensor | None = None) -> Drafter:
-    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that a
-    drafter of a part of the vocabulary knows, if it is new or knew another number. Raises ValueError
-    where it does not fit the target."""
+def initial_drafter(
+    config: TrainConfig, target: Target, tokens: torch.Tensor | None = None
+) -> Drafter:
+    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that
+    a drafter of a part of the vocabulary knows, if it is new or knew another number. Raises
+    ValueError where it does not fit the target."""
     options = config.drafter
     if options.init is None:
         drafter = new_drafter(options, target)
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
         if options.vocabulary:
             know(drafter, tokens)
-        if not drafter.initialize(target, seeded(config.seed), options.warm_start) and options.warm_start:
+        if (
+            not drafter.initialize(target, seeded(config.seed), options.warm_start)
+            and options.warm_start
+        ):
             warnings.warn(COLD, stacklevel=2)
         return drafter
-    drafter = load_drafter(options.init, torch.float32, target_layers=target.config.num_hidden_layers)
+    drafter = load_drafter(
+        options.init, torch.float32, target_layers=target.config.num_hidden_layers
+    )
     try:
         drafter.check_target(target)
         drop_copies(drafter, target)

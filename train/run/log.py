@@ -1,5 +1,5 @@
-"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line; Weights &
-Biases."""
+"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line;
+Weights & Biases."""
 
 import json
 import math
@@ -37,9 +37,11 @@ class StepMetrics:
     """One step over all processes. Tensors on the device: reading them synchronises."""
 
     loss: torch.Tensor  # () weighted mean divergence, nats
-    agreement: torch.Tensor  # (L,) share of supervised positions where drafter and target choose the same token
-    # () drafts in a row that agree, plus one for the bonus token, mean over the batch's blocks: a chain's τ on the
-    # training texts
+    agreement: (
+        torch.Tensor
+    )  # (L,) share of supervised positions where drafter and target choose the same token
+    # () drafts in a row that agree, plus one for the bonus token, mean over the batch's blocks: a
+    # chain's τ on the training texts
     prefix: torch.Tensor
     grad_norm: torch.Tensor  # ()
 
@@ -59,7 +61,10 @@ class RunLog:
 
     def __init__(self, config: TrainConfig, folder: Path, done: int, total: int) -> None:
         """done: steps of the run so far, of `total`."""
-        self.name, self.folder, self.done, self.total = config.name, folder, done, total
+        self.name = config.name
+        self.folder = folder
+        self.done = done
+        self.total = total
         self.first = dist.get_rank() == 0
         self.progress = Progress("training", "steps", done, not self.first, sys.stdout)
         self.wandb = start_wandb(config, folder) if config.wandb and self.first else None
@@ -83,7 +88,9 @@ class RunLog:
             return
         with disk(f"{self.folder}/{METRICS}"), (self.folder / METRICS).open("a") as log:
             log.write(json.dumps(line) + "\n")
-        flat = {key: value for key, value in line.items() if key != "agreement" and value is not None}
+        flat = {
+            key: value for key, value in line.items() if key != "agreement" and value is not None
+        }
         flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
         self.track(lambda run: run.log(flat, step=line["step"]))
         agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
@@ -100,7 +107,9 @@ class RunLog:
         for method in evaluation.methods:
             name = f"{method.name}{method.budget or ''}"
             figures |= {f"tau/{name}": method.tau, f"speedup/{name}": method.speedup}
-        self.track(lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures)))
+        self.track(
+            lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures))
+        )
 
     def close(self, page: Path | None) -> None:
         """Upload the report's page, if there is one, and end wandb's run."""
@@ -139,13 +148,15 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use so far: of the allocator on CUDA, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def start_wandb(config: TrainConfig, folder: Path):
-    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret goes
-    into its configuration, and neither the command line nor printed text is recorded. Return None if
-    that does not work."""
+    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret
+    goes into its configuration, and neither the command line nor printed text is recorded. Return
+    None if that does not work."""
     import wandb
 
     has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
@@ -155,13 +166,17 @@ def start_wandb(config: TrainConfig, folder: Path):
     try:
         run = wandb.init(
             id=name,
-            resume="allow" if mode == "online" else None,  # offline, `wandb sync --append` joins the parts
+            resume="allow"
+            if mode == "online"
+            else None,  # offline, `wandb sync --append` joins the parts
             project=os.environ.get("WANDB_PROJECT", "blockdraft"),
             name=redact_text(config.name),
             dir=str(folder),
             config=redact(asdict(config)),
             mode=mode,
-            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
+            settings=wandb.Settings(
+                silent=True, console="off", x_disable_meta=True, disable_git=True
+            ),
         )
         atomic_write(place, name)
     except Exception as error:  # noqa: BLE001  training goes on, whatever wandb raises

@@ -1,4 +1,5 @@
-"""What comes before a run's first step: everything is loaded, checked and announced, in this order."""
+"""What comes before a run's first step: everything is loaded, checked and announced, in this
+order."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunState:
     """Load everything into memory, from the folder's newest undamaged checkpoint if there is one.
 
-    What the user can mend is refused before anything is written to the folder. Weights are read before
-    the engine is built around them, the optimiser's state after that.
+    What the user can mend is refused before anything is written to the folder. Weights are read
+    before the engine is built around them, the optimiser's state after that.
     """
     # the target and the training rows, and with them the complete configuration
     stored = StoredRows(asked.features) if asked.features else None
@@ -82,7 +83,8 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
 def load_rows(
     config: TrainConfig, target: Target, stored: StoredRows | None
 ) -> "tuple[StoredRows | Dataset, ExampleCounts | None]":
-    """Return the packed rows, and what became of all examples, which stored features do not know."""
+    """Return the packed rows, and what became of all examples, which stored features do not
+    know."""
     if stored is not None:
         return stored, None
     prepared = prepared_rows(config, target)
@@ -90,8 +92,8 @@ def load_rows(
 
 
 def start_drafter(config: TrainConfig, target: Target, dataset: "StoredRows | Dataset") -> Drafter:
-    """Return the drafter that the run starts from: one of a part of the vocabulary knows the training
-    rows' most frequent tokens."""
+    """Return the drafter that the run starts from: one of a part of the vocabulary knows the
+    training rows' most frequent tokens."""
     known_tokens = None
     if config.drafter.vocabulary:
         known_tokens = frequent_tokens(dataset, config.drafter.vocabulary, target)
@@ -108,8 +110,8 @@ def print_overview(lines: list[str], counts: "ExampleCounts | None", memory_line
 
 
 def place_target(target: Target, config: TrainConfig, device: torch.device) -> None:
-    """Spread a target that is to be sharded over the processes' devices; drop the layers of one whose
-    features are stored, which a new drafter has copied from by now."""
+    """Spread a target that is to be sharded over the processes' devices; drop the layers of one
+    whose features are stored, which a new drafter has copied from by now."""
     if config.target.shard:
         spread(target, device)
     if config.features:
@@ -117,23 +119,34 @@ def place_target(target: Target, config: TrainConfig, device: torch.device) -> N
 
 
 def build_checked_engine(
-    drafter: Drafter, target: Target, dataset: "StoredRows | Dataset", config: TrainConfig, device: torch.device
+    drafter: Drafter,
+    target: Target,
+    dataset: "StoredRows | Dataset",
+    config: TrainConfig,
+    device: torch.device,
 ) -> tuple[object, str | None]:
-    """Return the engine around the drafter, and a line that says that a first pass agrees with a plain
-    computation, made before there was an engine; None without `self_check`. Raises Stopped where they
-    differ."""
+    """Return the engine around the drafter, and a line that says that a first pass agrees with a
+    plain computation, made before there was an engine; None without `self_check`. Raises Stopped
+    where they differ."""
     HEARTBEAT.at("checking a step against a plain computation")
     check = SelfCheck(drafter.to(device), target, dataset, config) if config.self_check else None
     engine = build_engine(drafter, config, device)
     if check is None:
         return engine, None
-    return engine, check(block_loss(drafter, target, check.rows, check.blocks, config, forward=engine))
+    return engine, check(
+        block_loss(drafter, target, check.rows, check.blocks, config, forward=engine)
+    )
 
 
-def summarise_run(config: TrainConfig, drafter: Drafter, target: Target, rows: int, done: int) -> str:
-    """Return a line: the run's name, what is trained, on how much, and after which step it goes on."""
+def summarise_run(
+    config: TrainConfig, drafter: Drafter, target: Target, rows: int, done: int
+) -> str:
+    """Return a line: the run's name, what is trained, on how much, and after which step it goes
+    on."""
     # before ZeRO 3 takes parameters apart
-    parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    parameters = sum(
+        parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
+    )
     return (
         f"{config.name}: {parameters:,} trainable parameters, "
         f"{rows:,} packed rows of {config.data.length} tokens, {length_of(config, rows)}"

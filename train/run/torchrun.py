@@ -15,14 +15,17 @@ from infer.utils.interrupts import INTERRUPTED
 
 
 def run() -> int:
-    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1 after
-    other signals."""
+    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1
+    after other signals."""
     try:
         main()
     except SignalException as stop:
         number = signal.Signals(stop.sigval)
         name = "Ctrl-C" if number == signal.SIGINT else number.name
-        print(f"stopped by {name}: what was saved is whole, and the same command goes on from there", file=sys.stderr)
+        print(
+            f"stopped by {name}: what was saved is whole, and the same command goes on from there",
+            file=sys.stderr,
+        )
         return INTERRUPTED if number == signal.SIGINT else 1
     return 0
 

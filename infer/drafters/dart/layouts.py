@@ -13,18 +13,26 @@ def default_layer_ids(target_layers: int, layers: int = 1) -> list[int]:
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
-def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
-    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
-    stored ones; target_layers: how many layers the target has, from which follows which ones the
-    published layout taps."""
+def read(
+    family: Family, raw: dict, tensors: Collection[str], target_layers: int | None
+) -> ConfigReading | None:
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of
+    the stored ones; target_layers: how many layers the target has, from which follows which ones
+    the published layout taps."""
     ours = family.config_key in raw
     if not ours and "draft_length" not in raw and named_class(raw) != family.architecture:
         return None
     keys = Keys(raw, (family.config_key,), {"num_hidden_layers": 1})
-    keys.need(*SIZES, *(("target_layer_ids", "shifted", "qk_norm", "block_size") if ours else ("draft_length",)))
+    keys.need(
+        *SIZES,
+        *(("target_layer_ids", "shifted", "qk_norm", "block_size") if ours else ("draft_length",)),
+    )
     layers = keys.get("num_target_layers", target_layers)
     if not ours and not layers:
-        keys.note("num_target_layers", "is missing: load_drafter(..., target_layers=<the target's layers>)")
+        keys.note(
+            "num_target_layers",
+            "is missing: load_drafter(..., target_layers=<the target's layers>)",
+        )
     if keys.get("num_hidden_layers", 1) != 1:
         keys.note("num_hidden_layers", f"is {keys['num_hidden_layers']}, a DART drafter has 1")
     reading = ConfigReading("DART", family, {}, keys.problems, doubts=keys.doubts)
@@ -37,7 +45,12 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
         own = {key: keys[key] for key in ("shifted", "qk_norm", "norm_twice") if key in keys}
         own |= keys.tapped(layers, 0, "raw") | read_head(keys)
     else:  # whose draft length leaves out the last item before the masks, and the bonus token
-        own = {"shifted": True, "qk_norm": False, "norm_twice": True, "target_layer_ids": default_layer_ids(layers)}
+        own = {
+            "shifted": True,
+            "qk_norm": False,
+            "norm_twice": True,
+            "target_layer_ids": default_layer_ids(layers),
+        }
         keys["block_size"] = keys["draft_length"] + 2
     reading.unused |= {"t2d", "embed_tokens.weight"}  # the target's, whatever is stored
     reading.unused |= set() if "draft_vocab_size" in options else {"d2t"}

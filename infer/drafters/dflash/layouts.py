@@ -1,8 +1,8 @@
 """The layouts that DFlash drafters are published in, read into our terms; writers.py writes them.
 
 A layout is a row of the table: how it differs from the public one, which we write too. Newer public
-folders have sliding layers, or hold their sizes in `dflash_config`; JetSpec's and NeMo Automodel's have
-a flag (`causal_head`) and a class name of their own.
+folders have sliding layers, or hold their sizes in `dflash_config`; JetSpec's and NeMo Automodel's
+have a flag (`causal_head`) and a class name of their own.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,9 @@ class Layout(NamedTuple):
     name: str
     anchor: bool = False  # the first slot drafts, where no key says whether
     needs: tuple[str, ...] = ()  # the key of its conditional head
-    defaults: Mapping[str, Any] = NOTHING  # what its classes take for keys that are missing, where ours differ
+    defaults: Mapping[str, Any] = (
+        NOTHING  # what its classes take for keys that are missing, where ours differ
+    )
     tensors: Mapping[str, str] = NOTHING  # beginnings of names: theirs to ours
     renames: Mapping[str, str] = NOTHING  # keys: theirs to ours
     first: int = 0  # tapped layers are counted from it
@@ -34,7 +36,8 @@ TORCHSPEC = Layout(  # and its fork AngelSpec: flat, and never with a block size
     tensors={"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."},
     last_tap="raw",
 )
-NATIVE_TYPE, NATIVE = "muse_glimmer_assistant", "MuseGlimmerAssistantModel"
+NATIVE_TYPE = "muse_glimmer_assistant"
+NATIVE = "MuseGlimmerAssistantModel"
 MODEL_TYPES = {  # by `model_type`
     "dflash": TORCHSPEC,
     "dspark": TORCHSPEC._replace(anchor=True, needs=("markov_rank",)),
@@ -52,7 +55,10 @@ PROJECTORS = {  # by `projector_type`
     "domino": Layout(
         "SpecForge",
         needs=("gru_hidden_dim",),
-        tensors={"prefix_gru.": "domino_head.prefix_gru.", "embed_proj.": "domino_head.embed_proj."},
+        tensors={
+            "prefix_gru.": "domino_head.prefix_gru.",
+            "embed_proj.": "domino_head.embed_proj.",
+        },
     ),
 }
 LAYOUTS = {  # by the first name in `architectures`, beside the family's own
@@ -63,7 +69,9 @@ LAYOUTS = {  # by the first name in `architectures`, beside the family's own
         "XPress",
         needs=("xpress_rank",),
         renames={"xpress_num_passes": "num_jacobi_passes"},
-        tensors={f"xpress_head.{theirs}": f"refiner_head.{ours}" for theirs, ours in REFINER.items()},
+        tensors={
+            f"xpress_head.{theirs}": f"refiner_head.{ours}" for theirs, ours in REFINER.items()
+        },
     ),
     "Qwen3DSparkModel": Layout("DeepSpec", anchor=True),  # flat, with embedding and head
     "DSparkDraftModel": PROJECTORS["dspark"],
@@ -72,7 +80,12 @@ LAYOUTS = {  # by the first name in `architectures`, beside the family's own
     "TreeFlashDraftModel": Layout("treeflash", needs=("ar_approximation",), tensors={"model.": ""}),
     NATIVE: Layout(  # transformers' own (5.23): flat
         "transformers",
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 2048, "max_position_embeddings": 131072},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "sliding_window": 2048,
+            "max_position_embeddings": 131072,
+        },
         tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
@@ -99,27 +112,42 @@ TAPS = {"aux_hidden_state_layer_ids": "target_layer_ids"}
 
 def find_layout(family: Family, raw: dict) -> Layout | None:
     """Return the row of a config.json; None where there is none."""
-    named, kind = named_class(raw), str(raw.get("speculators_model_type"))
+    named = named_class(raw)
+    kind = str(raw.get("speculators_model_type"))
     if kind in SPECULATORS:
-        return Layout("speculators", defaults=SPECULATORS[kind], renames=TAPS, first=1, last_tap="raw")
+        return Layout(
+            "speculators", defaults=SPECULATORS[kind], renames=TAPS, first=1, last_tap="raw"
+        )
     if raw.get("model_type") == NATIVE_TYPE:
         return LAYOUTS[NATIVE]
-    if raw.get(family.config_key) is None and "target_layer_ids" in raw and named in (family.architecture, *LAYOUTS):
+    if (
+        raw.get(family.config_key) is None
+        and "target_layer_ids" in raw
+        and named in (family.architecture, *LAYOUTS)
+    ):
         flat = LAYOUTS["Qwen3DSparkModel"] if named == family.architecture else LAYOUTS[named]
         return MODEL_TYPES.get(raw.get("model_type"), flat)
     return PUBLIC if named == family.architecture else LAYOUTS.get(named)
 
 
-def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
-    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
-    stored ones; target_layers: how many layers the target has, for configs that do not say."""
-    kind, row = raw.get("speculators_model_type"), find_layout(family, raw)
+def read(
+    family: Family, raw: dict, tensors: Collection[str], target_layers: int | None
+) -> ConfigReading | None:
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of
+    the stored ones; target_layers: how many layers the target has, for configs that do not say."""
+    kind = raw.get("speculators_model_type")
+    row = find_layout(family, raw)
     if kind is not None and (row is None or row.name != "speculators"):
         said = f"is {kind!r}, expected {' or '.join(SPECULATORS)}; drafters that write token by token are not read"
         return ConfigReading("none", None, {}, [f"config.json: speculators_model_type {said}"])
     if row is None:
         return None
-    keys = Keys(raw, (family.config_key, "treeflash_config", "transformer_layer_config"), row.defaults, row.renames)
+    keys = Keys(
+        raw,
+        (family.config_key, "treeflash_config", "transformer_layer_config"),
+        row.defaults,
+        row.renames,
+    )
     if row.name not in ("speculators", "transformers", "TorchSpec"):
         row = PROJECTORS.get(keys.get("projector_type"), row)
     if row is LAYOUTS[NATIVE]:  # it has no vocabulary: the least one that has the mask token
@@ -129,21 +157,29 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
     reading = ConfigReading(row.name, family, {}, keys.problems, doubts=keys.doubts)
     if not keys.problems:
         for theirs, ours in row.tensors.items():
-            reading.renamed |= {name: ours + name[len(theirs) :] for name in tensors if name.startswith(theirs)}
-        layers, ids = keys.get("num_target_layers", target_layers), keys["target_layer_ids"]
+            reading.renamed |= {
+                name: ours + name[len(theirs) :] for name in tensors if name.startswith(theirs)
+            }
+        layers = keys.get("num_target_layers", target_layers)
+        ids = keys["target_layer_ids"]
         if row.name == "TorchSpec" or layers == len(ids) <= max(ids) - row.first:  # it counts taps
             layers = keys.get("target_num_hidden_layers", target_layers)
         complete(reading, keys, row, tensors, layers)
     return reading
 
 
-def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collection[str], layers: int | None) -> None:
+def complete(
+    reading: ConfigReading, keys: Keys, row: Layout, tensors: Collection[str], layers: int | None
+) -> None:
     """Complete a reading whose keys are there: the options of the Qwen3 part, and `dflash_config`.
     layers: how many the target has, if that is known."""
-    options, head = keys.transformer(), conditional_head(keys, row, tensors)
+    options = keys.transformer()
+    head = conditional_head(keys, row, tensors)
     if keys["block_size"] == 1 and "sample_from_anchor" not in head:
         keys.note("block_size", "is 1, expected 2 or more")
-    own = {key: keys[key] for key in ("block_size", "mask_token_id")} | keys.tapped(layers, row.first, row.last_tap)
+    own = {key: keys[key] for key in ("block_size", "mask_token_id")} | keys.tapped(
+        layers, row.first, row.last_tap
+    )
     own |= causality(keys, row, options) | head
     # AngelSlim's own template names another class
     if keys.get("layer_fusion", "layer_fusion_weights" in tensors):
@@ -152,7 +188,10 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
         group = keys.get("conv_group_size", 16)
         own |= {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group}
         if options["hidden_size"] % group:
-            keys.note("conv_group_size", f"is {group}, which does not divide hidden_size, {options['hidden_size']}")
+            keys.note(
+                "conv_group_size",
+                f"is {group}, which does not divide hidden_size, {options['hidden_size']}",
+            )
     silent = row.last_tap == "normed" and row.name != "transformers" and "last_tap" not in keys
     if silent and "last_tap" in own and layers:
         reading.doubts.append(
@@ -164,20 +203,31 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
     reading.padded_rows = keys.padded_rows
     if row.name == "speculators":
         reading.unused |= {"verifier_lm_head.weight", "verifier_norm.weight"}
-    ends = {"has_embed_tokens": "embed_tokens.weight" in tensors, "has_lm_head": "lm_head.weight" in tensors}
+    ends = {
+        "has_embed_tokens": "embed_tokens.weight" in tensors,
+        "has_lm_head": "lm_head.weight" in tensors,
+    }
     if keys.tied and ends["has_embed_tokens"] and not ends["has_lm_head"]:
-        keys.note("tie_word_embeddings", "is true: its own embedding would be its head, which this project has not")
+        keys.note(
+            "tie_word_embeddings",
+            "is true: its own embedding would be its head, which this project has not",
+        )
     sizes = {"block_size": own["block_size"], "num_target_layers": layers}
     reading.options = options | ends | reading.family.config_part(own) | sizes
 
 
 def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of the conditional head, none where there is none, and `sample_from_anchor` where
-    the first slot drafts."""
-    own, inner = read_head(keys), keys.get("xpress_mlp_hidden")
+    """Return the keys of the conditional head, none where there is none, and `sample_from_anchor`
+    where the first slot drafts."""
+    own = read_head(keys)
+    inner = keys.get("xpress_mlp_hidden")
     if inner and "xpress_rank" in own:
         own["xpress_mlp_ratio"] = inner // own["xpress_rank"]
-    if "markov_rank" in own and "enable_confidence_head" not in keys and "confidence_head.proj.weight" in tensors:
+    if (
+        "markov_rank" in own
+        and "enable_confidence_head" not in keys
+        and "confidence_head.proj.weight" in tensors
+    ):
         own["enable_confidence_head"] = True
     if "markov_rank" not in own and keys.get("enable_confidence_head"):
         keys.note("enable_confidence_head", "is true, and there is no Markov head")
@@ -187,14 +237,19 @@ def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[
     if (said or [row.anchor])[0]:
         own["sample_from_anchor"] = True
     elif row.name == "speculators" and own.get("markov_head_type") == "rnn":
-        keys.note("sample_from_anchor", "is false, and the recurrent head reads the bonus token's slot there")
+        keys.note(
+            "sample_from_anchor",
+            "is false, and the recurrent head reads the bonus token's slot there",
+        )
     return own
 
 
 def causality(keys: Keys, row: Layout, options: dict[str, Any]) -> dict[str, bool]:
-    """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so that
-    two that differ are a fault: NeMo's JetSpec recipe writes is_causal false beside causal true."""
-    own, sliding = {}, "sliding_attention" in options["layer_types"]
+    """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so
+    that two that differ are a fault: NeMo's JetSpec recipe writes is_causal false beside causal
+    true."""
+    own = {}
+    sliding = "sliding_attention" in options["layer_types"]
     if sliding and (row.name == "transformers" or keys.get("sliding_window_non_causal")):
         own["causal"] = False
     if sliding and row.name == "transformers":

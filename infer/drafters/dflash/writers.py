@@ -1,9 +1,9 @@
 """Write DFlash drafters in the layouts that engines and trainers read (layouts.py reads them).
 
-A writer is given the drafter, its target or None, and the public layout's config.json and tensors, with
-the embedding and the head that the drafter uses where its row in families.py says so (`target`); it
-returns its layout's. What a layout has no words for is refused before (`infer.formats.export`). V
-vocabulary, D hidden size.
+A writer is given the drafter, its target or None, and the public layout's config.json and tensors,
+with the embedding and the head that the drafter uses where its row in families.py says so
+(`target`); it returns its layout's. What a layout has no words for is refused before
+(`infer.formats.export`). V vocabulary, D hidden size.
 """
 
 import math
@@ -18,12 +18,17 @@ from infer.targets.target import Target
 Weights = dict[str, torch.Tensor]
 
 
-def write_public(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
+def write_public(
+    drafter: Drafter, target: Target | None, config: dict, weights: Weights
+) -> tuple[dict, Weights]:
     return config, weights
 
 
-def write_dflash2(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
-    """As DFlash 2's authors have it: a drafter without convolutions gets some that change nothing."""
+def write_dflash2(
+    drafter: Drafter, target: Target | None, config: dict, weights: Weights
+) -> tuple[dict, Weights]:
+    """As DFlash 2's authors have it: a drafter without convolutions gets some that change
+    nothing."""
     own, convolutions = convolved(drafter)
     config["architectures"] = ["DFlash2DraftModel"]
     config["dflash_config"] |= own
@@ -36,7 +41,8 @@ def convolved(drafter: Drafter) -> tuple[dict, Weights]:
     own = {"selector_top_k": drafter.conditional_head.top_k or drafter.config.vocab_size}  # 0: all
     if drafter.own.get("conv_kernel_size"):
         return own, {}
-    size, weight = drafter.config.hidden_size, drafter.norm.weight
+    size = drafter.config.hidden_size
+    weight = drafter.norm.weight
     channels = math.gcd(size, 16)
     identity = weight.new_zeros(2, 2, size)
     identity[:, 0] = 1
@@ -44,21 +50,35 @@ def convolved(drafter: Drafter) -> tuple[dict, Weights]:
     for i in range(drafter.config.num_hidden_layers):
         for name in ("attention_conv", "mlp_conv"):
             weights[f"layers.{i}.{name}.base_kernel"] = identity.clone()
-            weights[f"layers.{i}.{name}.kernel_projection.weight"] = weight.new_zeros(4 * size // channels, size)
+            weights[f"layers.{i}.{name}.kernel_projection.weight"] = weight.new_zeros(
+                4 * size // channels, size
+            )
     return own | {"conv_kernel_size": 2, "conv_group_size": channels}, weights
 
 
-def write_dspark(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
+def write_dspark(
+    drafter: Drafter, target: Target | None, config: dict, weights: Weights
+) -> tuple[dict, Weights]:
     """DeepSpec's flat form: DSpark, or DeepSpec's DFlash where it has no conditional head."""
     own = config.pop("dflash_config")
-    config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "sample_from_anchor": True}
-    config |= {key: own[key] for key in ("mask_token_id", "target_layer_ids", "markov_head_type") if key in own}
+    config |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": 512,
+        "sample_from_anchor": True,
+    }
+    config |= {
+        key: own[key]
+        for key in ("mask_token_id", "target_layer_ids", "markov_head_type")
+        if key in own
+    }
     return config | {"markov_rank": own.get("markov_rank", 0)} | confidence_keys(own), weights
 
 
-def write_specforge(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
-    """SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the head's keys also stand
-    beside `dflash_config`, where vLLM looks for them."""
+def write_specforge(
+    drafter: Drafter, target: Target | None, config: dict, weights: Weights
+) -> tuple[dict, Weights]:
+    """SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the head's keys also
+    stand beside `dflash_config`, where vLLM looks for them."""
     own = config["dflash_config"]
     del own["sample_from_anchor"]
     if "gru_hidden_dim" in own:  # the published Domino drafter names the class of the backbone
@@ -68,12 +88,16 @@ def write_specforge(drafter: Drafter, target: Target | None, config: dict, weigh
     if config["num_attention_heads"] == config["num_key_value_heads"]:
         own["attention_mode"] = "mha"
     config["architectures"] = ["DSparkDraftModel"]
-    return config | {key: own[key] for key in ("markov_rank", "markov_head_type")} | confidence_keys(own), weights
+    return config | {
+        key: own[key] for key in ("markov_rank", "markov_head_type")
+    } | confidence_keys(own), weights
 
 
 def confidence_keys(own: dict) -> dict[str, bool]:
     """Return the keys of a confidence head, which readers of DSpark want to see set."""
-    return {key: bool(own.get(key)) for key in ("enable_confidence_head", "confidence_head_with_markov")}
+    return {
+        key: bool(own.get(key)) for key in ("enable_confidence_head", "confidence_head_with_markov")
+    }
 
 
 def stored(weights: Weights, layout: Layout) -> Weights:
@@ -84,7 +108,9 @@ def stored(weights: Weights, layout: Layout) -> Weights:
     return {renamed.get(name, name): tensor for name, tensor in weights.items()}
 
 
-def write_transformers(drafter: Drafter, target: Target | None, public: dict, weights: Weights) -> tuple[dict, Weights]:
+def write_transformers(
+    drafter: Drafter, target: Target | None, public: dict, weights: Weights
+) -> tuple[dict, Weights]:
     """The folder of transformers' own class, for `generate(assistant_model=...,
     speculation_type="dflash")`."""
     config = drafter.config
@@ -101,9 +127,19 @@ def write_transformers(drafter: Drafter, target: Target | None, public: dict, we
     }
     if "sliding_attention" in config.layer_types:
         raw["sliding_window"] = config.sliding_window - 1  # theirs counts distances, ours positions
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     names += ("head_dim", "max_position_embeddings", "rms_norm_eps", "vocab_size")
-    names += ("bos_token_id", "eos_token_id", "pad_token_id")  # null too: else its config takes another model's
+    names += (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )  # null too: else its config takes another model's
     everything = config.to_dict()
     return raw | {name: everything.get(name) for name in names}, stored(weights, LAYOUTS[NATIVE])
 
@@ -111,11 +147,18 @@ def write_transformers(drafter: Drafter, target: Target | None, public: dict, we
 def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]) -> dict:
     """Return config.json in speculators' layout, of the kind that the conditional head asks for.
     verifier: the target's name or path."""
-    config, own = drafter.config, drafter.own
+    config = drafter.config
+    own = drafter.own
     kinds = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
     kind = kinds[drafter.head_row.name] if drafter.head_row else "dflash"
     part = config_dict(config)
-    for key in ("architectures", "block_size", drafter.family.config_key, "num_target_layers", "draft_vocab_size"):
+    for key in (
+        "architectures",
+        "block_size",
+        drafter.family.config_key,
+        "num_target_layers",
+        "draft_vocab_size",
+    ):
         part.pop(key, None)
     proposal = {
         "proposal_type": "greedy",
@@ -149,7 +192,9 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
     } | (more | confidence_keys(own) if kind == "dspark" else more)
 
 
-def write_speculators(drafter: Drafter, target: Target, public: dict, weights: Weights) -> tuple[dict, Weights]:
+def write_speculators(
+    drafter: Drafter, target: Target, public: dict, weights: Weights
+) -> tuple[dict, Weights]:
     """speculators' layout; `target.name` tells the engine where to find the target."""
     if drafter.d2t is not None:
         known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)

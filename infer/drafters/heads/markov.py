@@ -22,7 +22,9 @@ class Markov(Head):
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__()
-        rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
+        rank = own["markov_rank"]
+        hidden = config.hidden_size
+        self.kind = own.get("markov_head_type", "vanilla")
         self.recurrent = self.kind == "rnn"
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, head_rows(config), bias=False)
@@ -42,11 +44,15 @@ class Markov(Head):
             return Conditioned(states, embedded, None, embedded)
         own = states.to(embedded.dtype)
         if self.kind == "gated":
-            gate = self.gate_proj(torch.cat([own.expand(*before.shape, -1), embedded], -1)).sigmoid()
+            gate = self.gate_proj(
+                torch.cat([own.expand(*before.shape, -1), embedded], -1)
+            ).sigmoid()
             return Conditioned(states, gate * embedded, None, embedded)
         gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, own], -1)).chunk(3, -1)
         gate = gate.sigmoid()
-        return Conditioned(states, out.tanh(), gate * memory + (1 - gate) * candidate.tanh(), embedded)
+        return Conditioned(
+            states, out.tanh(), gate * memory + (1 - gate) * candidate.tanh(), embedded
+        )
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Begin with corrections of 0."""

@@ -1,8 +1,8 @@
-"""TreeFlash's head: one feed-forward step from the state and the token before it to the state behind
-that token.
+"""TreeFlash's head: one feed-forward step from the state and the token before it to the state
+behind that token.
 
-h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last norm;
-h_k stands before that norm, E is the target's embedding.
+h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last
+norm; h_k stands before that norm, E is the target's embedding.
 
 D hidden size, I entries between the two matrices.
 """
@@ -29,9 +29,13 @@ class SwiGLU(Head):
         self.d = nn.Linear(inner, size, bias=False)
 
     def condition(self, ends, states, before, slots, memory) -> Conditioned:
-        states = states.to(self.ug.weight.dtype)  # in training with a bfloat16 target the head stays float32
+        states = states.to(
+            self.ug.weight.dtype
+        )  # in training with a bfloat16 target the head stays float32
         embedded = self.norm(ends.embed(before).to(states.dtype))
-        up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(2, -1)
+        up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(
+            2, -1
+        )
         return Conditioned(ends.norm(states + self.d(F.silu(gate) * up)))
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -1,8 +1,8 @@
 """The table of conditional heads. No torch here: options are checked against it before anything is
 loaded.
 
-A new head is a subclass of `infer.drafters.heads.base.Head` in a file of this folder, a row here, and a
-file in conf/head.
+A new head is a subclass of `infer.drafters.heads.base.Head` in a file of this folder, a row here,
+and a file in conf/head.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
 
 
 class HeadKey(NamedTuple):
-    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`.
-    Where the key of a head is 0, a drafter has none."""
+    """A key that a head has in the family's part of config.json: a whole number, or one of
+    `choices`. Where the key of a head is 0, a drafter has none."""
 
     name: str
     option: str | None = None  # the field of `infer.config.HeadConfig` that it holds
-    default: object = None  # where a config.json says nothing; None: it must, unless the key is optional
+    default: object = (
+        None  # where a config.json says nothing; None: it must, unless the key is optional
+    )
     new: object = None  # of a new drafter whose options say nothing
     least: int = 1
     choices: tuple = ()
@@ -61,8 +63,16 @@ _ROWS = (
         keys=(
             HeadKey("markov_rank", "rank", least=0),
             HeadKey("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
-            HeadKey("enable_confidence_head", "confidence", False, choices=(True, False), optional=True),
-            HeadKey("confidence_head_with_markov", "confidence", False, choices=(True, False), optional=True),
+            HeadKey(
+                "enable_confidence_head", "confidence", False, choices=(True, False), optional=True
+            ),
+            HeadKey(
+                "confidence_head_with_markov",
+                "confidence",
+                False,
+                choices=(True, False),
+                optional=True,
+            ),
         ),
         tables=("markov_w1.weight", "markov_w2.weight"),
     ),
@@ -72,7 +82,10 @@ _ROWS = (
         "infer.drafters.heads.selector:Selector",
         attribute="candidate_selector",
         key="selector_rank",
-        keys=(HeadKey("selector_rank", "rank", least=0), HeadKey("selector_top_k", "top_k", 16, least=0)),
+        keys=(
+            HeadKey("selector_rank", "rank", least=0),
+            HeadKey("selector_top_k", "top_k", 16, least=0),
+        ),
         tables=("predecessor_codebook", "successor_codebook"),
     ),
     HeadRow(
@@ -137,12 +150,14 @@ def new_head(options) -> dict:
 
 
 def head_options(own: dict) -> dict:
-    """Return the options that lead to the conditional head of a drafter, from the family's part of its
-    config.json."""
+    """Return the options that lead to the conditional head of a drafter, from the family's part of
+    its config.json."""
     row = head_of(own)
     if row is None:
         return {}
-    return {"name": row.name} | {key.option: own.get(key.name, key.default) for key in row.keys[::-1] if key.option}
+    return {"name": row.name} | {
+        key.option: own.get(key.name, key.default) for key in row.keys[::-1] if key.option
+    }
 
 
 def read_head(keys: dict) -> dict:
@@ -154,15 +169,18 @@ def read_head(keys: dict) -> dict:
 
 
 def check_head(head) -> None:
-    """Raise ValueError for options (`infer.config.HeadConfig`) of a head that does not exist, or that
-    it does not read."""
+    """Raise ValueError for options (`infer.config.HeadConfig`) of a head that does not exist, or
+    that it does not read."""
     row = HEADS.get(head.name)
     if row is None and head.name != NONE:
         raise ValueError(f"drafter.head.name={head.name}: use {NONE} or {' or '.join(HEADS)}")
-    read, plain = ("name", *(row.options if row else ())), type(head)()
+    read = ("name", *(row.options if row else ()))
+    plain = type(head)()
     for name, value in vars(head).items():
         if name not in read and value != vars(plain)[name]:
             takers = " or ".join(f"head={row.name}" for row in _ROWS if name in row.options)
-            raise ValueError(f"drafter.head.{name}={value} is an option of {takers}, not of head={head.name}")
+            raise ValueError(
+                f"drafter.head.{name}={value} is an option of {takers}, not of head={head.name}"
+            )
     if head.kind not in RECURRENT_KINDS:
         raise ValueError(f"drafter.head.kind={head.kind}: use {' or '.join(RECURRENT_KINDS)}")

@@ -1,13 +1,14 @@
-"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a correction made of all slots up to this one.
+"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a correction made of all slots up to this
+one.
 
 U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)), where c mixes the slots, channel by channel: c_k = x_k +
 sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]], y_j the token before slot j. The
-bonus token's slot is mixed in where it drafts nothing too; the bonus token stands there for the token
-before itself, as in vLLM's engine (speculators trains with the true one).
+bonus token's slot is mixed in where it drafts nothing too; the bonus token stands there for the
+token before itself, as in vLLM's engine (speculators trains with the true one).
 
-Engines refine a whole block in K passes, each behind the tokens of the pass before (Jacobi iteration);
-as c_k depends on no later slot, what the passes approach is the chain that is drafted here token by
-token.
+Engines refine a whole block in K passes, each behind the tokens of the pass before (Jacobi
+iteration); as c_k depends on no later slot, what the passes approach is the chain that is drafted
+here token by token.
 
 r rank, W slots of a block, D hidden size; a memory has every slot's c as far as it is known, W r
 entries.
@@ -29,11 +30,16 @@ class XPress(Head):
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__()
-        rank, slots = own["xpress_rank"], config.block_size
+        rank = own["xpress_rank"]
+        slots = config.block_size
         inner = rank * own.get("xpress_mlp_ratio", 2)
-        self.first = 0 if own.get("sample_from_anchor") or own.get("shifted") else 1  # slot that drafts
+        self.first = (
+            0 if own.get("sample_from_anchor") or own.get("shifted") else 1
+        )  # slot that drafts
         self.token_embed = nn.Embedding(config.vocab_size, rank)  # E
-        self.down_h, self.down_g = (nn.Linear(config.hidden_size, rank, bias=False) for _ in range(2))  # Wh, Wm
+        self.down_h, self.down_g = (
+            nn.Linear(config.hidden_size, rank, bias=False) for _ in range(2)
+        )  # Wh, Wm
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)  # Wi
         self.mix_l = nn.Parameter(torch.empty(rank, slots, slots))  # M: [channel, k, j]
         self.mlp_gate, self.mlp_up = (nn.Linear(rank, inner, bias=False) for _ in range(2))

@@ -16,7 +16,10 @@ ROUND = {"drafted": 3, "committed": 2, "bonus": "", "rejected": "no"}
     ("deltas", "printed"),
     [
         ([{"reasoning_content": "Hm."}, {"content": "Yes"}, {"content": "."}], "Hm.\n\nYes."),
-        ([{"reasoning_content": "Hm"}, {"reasoning_content": ".", "content": "Yes."}], "Hm.\n\nYes."),
+        (
+            [{"reasoning_content": "Hm"}, {"reasoning_content": ".", "content": "Yes."}],
+            "Hm.\n\nYes.",
+        ),
         ([{"reasoning_content": "Hm."}, {}], "Hm."),
         ([{"content": "Yes"}, {"content": "."}], "Yes."),
     ],

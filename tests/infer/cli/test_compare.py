@@ -18,7 +18,11 @@ from infer.ngrams.model import NGram, count_of, find
 from infer.targets.loading import open_target
 
 HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
-TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
+TEXTS = [
+    "import os\n\ndef read(path):\n    return os.stat(path)\n",
+    "class A:\n    def read(self): pass\n",
+    "x = 1\n",
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,9 @@ def embedded(shallow_target):
 def counted(tmp_path_factory, embedded):
     """An n-gram file of a few texts, made by the command."""
     folder = tmp_path_factory.mktemp("counted")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [HELD_OUT, *TEXTS]))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [HELD_OUT, *TEXTS])
+    )
     data = DataConfig(source="jsonl", path=str(folder / "texts.jsonl"))
     run_ngram(NgramCommand(out=str(folder / "new" / "texts.ngrams"), order=4, data=data))
     return folder / "new" / "texts.ngrams"
@@ -47,7 +53,10 @@ def test_the_command_counts_what_training_would_read(counted, embedded):
     assert len(expected) > 100
     assert model.tokens == sum(count for ids, count in expected.items() if len(ids) == 1)
     for ids, count in expected.items():
-        assert count_of(model.arrays, find(model.arrays, np.array(ids, np.int64), 0, len(ids))) == count
+        assert (
+            count_of(model.arrays, find(model.arrays, np.array(ids, np.int64), 0, len(ids)))
+            == count
+        )
     assert (model.order, model.vocabulary) == (4, 512)
 
 
@@ -61,28 +70,54 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
 
 
 @pytest.mark.robustness
-def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
-    checkpoints, target, loaded = [], embedded, []
-    monkeypatch.setattr("infer.targets.loading.open_target", lambda place: loaded.append(place) or open_target(place))
+def test_every_drafter_meets_every_tree_in_one_table(
+    counted, shallow, embedded, tmp_path, monkeypatch, capsys
+):
+    checkpoints = []
+    target = embedded
+    loaded = []
+    monkeypatch.setattr(
+        "infer.targets.loading.open_target",
+        lambda place: loaded.append(place) or open_target(place),
+    )
     for family in ("dflash", "dart"):
         drafter = new_drafter(DrafterConfig(family=family, layers=1, block_size=5), target)
         drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
         folder = tmp_path / family / "checkpoints" / "best"
         save_drafter(drafter.config, drafter.state_dict(), folder / "drafter")
         checkpoints.append(str(folder))
-    sizes = {"prompts": 1, "outside": 0, "prompt_tokens": 16, "max_new_tokens": 8, "budgets": [4], "sampled": None}
+    sizes = {
+        "prompts": 1,
+        "outside": 0,
+        "prompt_tokens": 16,
+        "max_new_tokens": 8,
+        "budgets": [4],
+        "sampled": None,
+    }
     evaluation = EvaluationConfig(**sizes, continuity=str(counted))
     checkpoints.append("lookup")
     data = DataConfig(source="jsonl", path=str(counted.parent.parent / "texts.jsonl"))
     command = CompareCommand(
-        checkpoints, str(tmp_path / "out"), target=TargetConfig(str(shallow)), data=data, evaluation=evaluation
+        checkpoints,
+        str(tmp_path / "out"),
+        target=TargetConfig(str(shallow)),
+        data=data,
+        evaluation=evaluation,
     )
     command.check()
     run_compare(command)
     assert len(loaded) == 1  # for all drafters
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
-    methods = ["plain", "transformers", "chain", "DDTree 4", "continuity 4", "DDTree + n-grams 4", "n-grams alone 4"]
+    methods = [
+        "plain",
+        "transformers",
+        "chain",
+        "DDTree 4",
+        "continuity 4",
+        "DDTree + n-grams 4",
+        "n-grams alone 4",
+    ]
     assert [line.split("|")[1].strip() for line in table[2:9]] == methods
     assert all(line.count("|") == 11 for line in table[:9])
     assert (tmp_path / "out" / "comparison.svg").read_text().startswith("<svg xmlns")
@@ -93,7 +128,11 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
 
 
 def test_checkpoints_are_called_by_their_runs():
-    assert run_name("runs/mine/checkpoints/best") == run_name("/a/mine/checkpoints/step-00000003") == "mine"
+    assert (
+        run_name("runs/mine/checkpoints/best")
+        == run_name("/a/mine/checkpoints/step-00000003")
+        == "mine"
+    )
     assert run_name("some/folder") == "folder"
     with pytest.raises(ValueError, match="twice"):
         CompareCommand(["runs/a/checkpoints/best", "runs/a/checkpoints/step-1"]).check()

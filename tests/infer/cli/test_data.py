@@ -11,16 +11,28 @@ from infer.utils.hydra_app import compose_options as composed
 def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
     file = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
-    rows = [{"messages": [*chat, {"role": "user", "content": f"And {i}?"}, chat[1]]} for i in range(100)]
+    rows = [
+        {"messages": [*chat, {"role": "user", "content": f"And {i}?"}, chat[1]]} for i in range(100)
+    ]
     rows += [{"prompt": f"x{i} = ", "response": "1\ny = 2", "finish": "length"} for i in range(100)]
-    rows[1:1] = [{"messages": [*chat[:1], {**chat[1], "tool_calls": [{"function": {"name": "f"}}]}]}]
+    rows[1:1] = [
+        {"messages": [*chat[:1], {**chat[1], "tool_calls": [{"function": {"name": "f"}}]}]}
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(composed("data", DataCommand, ["data=jsonl", f"data.path={file}", "data.length=64"]))
     said = capsys.readouterr().out
-    assert "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in said  # one of ten is held out for evaluation
+    assert (
+        "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in said
+    )  # one of ten is held out for evaluation
     assert "89 chats, 90 other texts" in said
-    assert "excluded   1: the chat template does not show the tool calls of an answer as they are" in said
-    assert "answers    268, of which 90 were cut by a limit" in said and "template   told nothing" in said
+    assert (
+        "excluded   1: the chat template does not show the tool calls of an answer as they are"
+        in said
+    )
+    assert (
+        "answers    268, of which 90 were cut by a limit" in said
+        and "template   told nothing" in said
+    )
     assert "What?\n⟦That" in said and "⟧" in said.split("And 1?")[1] and "(median)" in said
     with pytest.raises(ValueError, match=r"enable_thinking: this model's chat template has"):
         run(composed("data", DataCommand, ["+target.chat_template_kwargs.enable_thinking=false"]))

@@ -43,12 +43,20 @@ def window_of(drafter):
 
 
 @pytest.mark.robustness
-def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running, monkeypatch):
+def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(
+    embedded, drafter, reference, running, monkeypatch
+):
     material = compute(
-        embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)
+        embedded,
+        [t.prompt for t in reference.texts],
+        [t.ids for t in reference.texts],
+        taps_of(drafter),
     )
     assert material.agreement == 1 and reference.acceptance.rounds > 20
-    assert chains(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.by_text
+    assert (
+        chains(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1)
+        == reference.by_text
+    )
     engine = Engine(embedded, drafter, EngineConfig("chain", 7, rows=2, positions=None), 300)
     with running(engine) as (url, _), open_client(f"{url}/v1") as client:
         served = examine_engine(client, reference)
@@ -58,22 +66,43 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     found = examine(embedded, drafter, reference, served)
     assert found.healthy and found.cause is None and "Healthy" in report(found)
     few = [Acceptance(60, [25])]
-    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=few, again=few))
-    assert cut.cause.name == "another number of drafts a round" and "num_speculative_tokens" in cut.mend
+    cut = examine(
+        embedded, drafter, reference, replace(served, drafted=1.0, by_text=few, again=few)
+    )
+    assert (
+        cut.cause.name == "another number of drafts a round"
+        and "num_speculative_tokens" in cut.mend
+    )
     monkeypatch.setattr("infer.doctor.causes.LAST", 32)
     assert examine(embedded, drafter, reference, served).cause is None  # as long a text as a window
     by_window = {None: Acceptance(100, [20, 5]), 256: Acceptance(100, [50, 30])}
-    monkeypatch.setattr("infer.doctor.causes.chains", lambda _, one, *rest: [by_window[window_of(one)]])
-    short = examine(embedded, drafter, reference, served)
-    assert short.healthy and short.cause.name == "trained on shorter texts" and "drafter.window=256" in report(short)
-    hidden = examine(embedded, drafter, reference, replace(served, again=few))
-    assert hidden.cause.name == "the prefix cache hides the drafter's context" and "1.42 tokens" in hidden.verdict
-    longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
-    assert longer.cause.name == "another tokenizer or vocabulary"
-    chat = [n + 9 * text.chat for n, text in zip(served.prompt_tokens, reference.texts, strict=True)]
-    assert examine(embedded, drafter, reference, replace(served, prompt_tokens=chat)).cause.name == (
-        "another chat template or thinking mode"
+    monkeypatch.setattr(
+        "infer.doctor.causes.chains", lambda _, one, *rest: [by_window[window_of(one)]]
     )
+    short = examine(embedded, drafter, reference, served)
+    assert (
+        short.healthy
+        and short.cause.name == "trained on shorter texts"
+        and "drafter.window=256" in report(short)
+    )
+    hidden = examine(embedded, drafter, reference, replace(served, again=few))
+    assert (
+        hidden.cause.name == "the prefix cache hides the drafter's context"
+        and "1.42 tokens" in hidden.verdict
+    )
+    longer = examine(
+        embedded,
+        drafter,
+        reference,
+        replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]),
+    )
+    assert longer.cause.name == "another tokenizer or vocabulary"
+    chat = [
+        n + 9 * text.chat for n, text in zip(served.prompt_tokens, reference.texts, strict=True)
+    ]
+    assert examine(
+        embedded, drafter, reference, replace(served, prompt_tokens=chat)
+    ).cause.name == ("another chat template or thinking mode")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +130,8 @@ SERVED = [  # method, budget, what the server has that cannot be compared with c
 def test_our_own_server_is_healthy_however_it_decodes(
     embedded, drafter, short_reference, running, monkeypatch, method, budget, drafting
 ):
-    """A budget of its own choice may be 0 drafts, as it was on the machine of a user who followed the tutorial."""
+    """A budget of its own choice may be 0 drafts, as it was on the machine of a user who followed
+    the tutorial."""
     if budget == "auto":
         monkeypatch.setattr("infer.engine.budget.AutoBudget.choose_nodes", lambda *_: 0)
     ngrams = str(drafter.ngrams) if method == "continuity" else None
@@ -111,23 +141,34 @@ def test_our_own_server_is_healthy_however_it_decodes(
     assert served.drafting == drafting
     diagnosis = examine(embedded, drafter, short_reference, served)
     assert diagnosis.healthy and diagnosis.cause is None, diagnosis.verdict
-    assert ("To compare that too" in diagnosis.verdict) == bool(drafting) and drafting in diagnosis.verdict
+    assert ("To compare that too" in diagnosis.verdict) == bool(
+        drafting
+    ) and drafting in diagnosis.verdict
     few = [Acceptance(60, [25])]
     of_others = replace(served, engine="vLLM", drafting="", drafted=1.0, by_text=few, again=few)
-    assert examine(embedded, drafter, short_reference, of_others).cause.name == "another number of drafts a round"
+    assert (
+        examine(embedded, drafter, short_reference, of_others).cause.name
+        == "another number of drafts a round"
+    )
     longer = replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens])
-    assert examine(embedded, drafter, short_reference, longer).cause.name == "another tokenizer or vocabulary"
+    assert (
+        examine(embedded, drafter, short_reference, longer).cause.name
+        == "another tokenizer or vocabulary"
+    )
 
 
 @pytest.mark.robustness
 def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter, reference):
-    """Two layers' context keys under one norm, as vLLM's kernel for CPUs has them: fewer drafts, by less than noise."""
+    """Two layers' context keys under one norm, as vLLM's kernel for CPUs has them: fewer drafts, by
+    less than noise."""
     texts = reference.texts
     [trial] = one_key_norm(embedded, drafter)
     material = compute(embedded, [t.prompt for t in texts], [t.ids for t in texts], trial.taps)
     told = chains(embedded, trial.drafter, material, trial.taps, drafter.block_size - 1)
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
-    served = Served("vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, told, 7.0)
+    served = Served(
+        "vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, told, 7.0
+    )
     assert told != reference.by_text
     found = examine(embedded, drafter, reference, served)
     assert found.cause.name == "norms of the context's keys" and "explains 100 %" in found.verdict
@@ -137,18 +178,25 @@ def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter
 def behind_norms(target, drafter):
     """What the norms behind its taps make of the features."""
     other = altered(drafter)
-    update, norms = other.update_context, [next_norm(target, layer) for layer in drafter.layer_ids]
+    update = other.update_context
+    norms = [next_norm(target, layer) for layer in drafter.layer_ids]
 
     def normed(target, features, *rest, **more) -> None:
         parts = features.chunk(len(norms), dim=-1)
-        update(target, torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1), *rest, **more)
+        update(
+            target,
+            torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1),
+            *rest,
+            **more,
+        )
 
     other.update_context = normed
     return target, other
 
 
 def other_weights(target, drafter):
-    model, generator = deepcopy(target.model), torch.Generator().manual_seed(1)
+    model = deepcopy(target.model)
+    generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if name.endswith("_proj.weight"):
             weight.data += 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
@@ -173,18 +221,25 @@ FAULTS = {  # the cause, and the engine's target and drafter
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_an_engine_does_otherwise_is_named(embedded, drafter, reference, name):
     """It decodes for real, with a fault."""
-    pair, texts = FAULTS[name](embedded, drafter), []
+    pair = FAULTS[name](embedded, drafter)
+    texts = []
     for text in reference.texts:
         options = DecodeOptions(tokens_of(text, reference), method="chain", budget=7, rows=1)
         texts += decode(*pair, [text.prompt], options)
-    counts = [Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)]) for t in texts]
+    counts = [
+        Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)])
+        for t in texts
+    ]
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
-    served = Served("x", words, [t.ids for t in texts], [len(t.prompt) for t in texts], counts, counts, 7.0)
+    served = Served(
+        "x", words, [t.ids for t in texts], [len(t.prompt) for t in texts], counts, counts, 7.0
+    )
     assert examine(embedded, drafter, reference, served).cause.name == name
 
 
 def test_texts_are_compared_one_by_one():
-    right, noise = [Acceptance(20, [12, 5])] * 12, []
+    right = [Acceptance(20, [12, 5])] * 12
+    noise = []
     for i in range(12):
         noise.append(Acceptance(20 + (-1) ** i, [12 - (-1) ** i, 5]))
     assert difference(right, right) == 0 and difference(noise, right) == 24
@@ -194,7 +249,11 @@ def test_texts_are_compared_one_by_one():
 
 
 SHORT_OF = [  # found, expected, whether what is found falls short
-    (Acceptance(1021, [92, 5]), Acceptance(1015, [95, 6, 1]), False),  # 5.5 % fewer, of drafts that chance gives
+    (
+        Acceptance(1021, [92, 5]),
+        Acceptance(1015, [95, 6, 1]),
+        False,
+    ),  # 5.5 % fewer, of drafts that chance gives
     (Acceptance(1000, [70]), Acceptance(1000, [100]), True),
     (Acceptance(10_210, [920, 50]), Acceptance(10_150, [950, 60, 10]), False),
     (Acceptance(102_100, [9_200, 500]), Acceptance(101_500, [9_500, 600, 100]), True),
@@ -214,7 +273,9 @@ def test_the_standard_error_is_that_of_the_rounds():
     assert acceptance.standard_error == pytest.approx(drafts.std() / len(drafts) ** 0.5)
 
 
-def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, reference, tmp_path, capsys):
+def test_a_folder_that_was_changed_is_told_what_to_write(
+    embedded, drafter, reference, tmp_path, capsys
+):
     wrong = altered(drafter, {"sample_from_anchor": True})
     save_drafter(wrong.config, wrong.state_dict(), tmp_path)
     write_result(tmp_path / FILE, reference)
@@ -228,7 +289,8 @@ def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, refe
 
 def test_the_card_says_what_to_expect_of_an_engine(reference, tmp_path):
     drafter = load_drafter("embedded")
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     for folder in (source, out):
         save_drafter(drafter.config, drafter.state_dict(), folder)
     write_result(source / FILE, reference)
@@ -238,7 +300,9 @@ def test_the_card_says_what_to_expect_of_an_engine(reference, tmp_path):
     assert find_reference(out) == reference
 
 
-SHORT = Reference("float32", 4, Acceptance(2, [1, 1, 0]), [KnownText("abc", False, [1, 2], [3, 4, 5, 6, 7, 8])])
+SHORT = Reference(
+    "float32", 4, Acceptance(2, [1, 1, 0]), [KnownText("abc", False, [1, 2], [3, 4, 5, 6, 7, 8])]
+)
 COUNTED = (
     'vllm:spec_decode_num_drafts_total{{engine="0"}} {rounds}\nvllm:spec_decode_num_draft_tokens_total {drafted}\n'
     'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}\n'
@@ -253,18 +317,26 @@ def test_counters_are_read_as_differences():
         if request.url.path == "/metrics":
             times = 1 + len(asked)
             return httpx.Response(
-                200, text=COUNTED.format(rounds=10 * times, drafted=30 * times, first=6 * times, second=times)
+                200,
+                text=COUNTED.format(
+                    rounds=10 * times, drafted=30 * times, first=6 * times, second=times
+                ),
             )
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         asked.append(json.loads(request.content))
         return httpx.Response(
-            200, json={"choices": [{"text": "de", "token_ids": [3, 4]}], "usage": {"prompt_tokens": 2}}
+            200,
+            json={"choices": [{"text": "de", "token_ids": [3, 4]}], "usage": {"prompt_tokens": 2}},
         )
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://here")
     served = examine_engine(client, SHORT)
-    assert (served.engine, *served.by_text, served.drafted) == ("vLLM", Acceptance(10, [6, 1, 0]), 3.0)
+    assert (served.engine, *served.by_text, served.drafted) == (
+        "vLLM",
+        Acceptance(10, [6, 1, 0]),
+        3.0,
+    )
     assert served.ids == [[3, 4]] and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
     assert served.again == served.by_text and asked[0] == asked[1] and asked[0]["cache_salt"]
 
@@ -278,21 +350,25 @@ def test_an_engine_without_counters_is_named():
 @pytest.mark.needs("int8_cpu")
 @pytest.mark.parametrize("head", ["none", "markov"])
 def test_a_drafter_in_int8_can_be_read_otherwise(make_tiny, head):
-    """As `target=smollm2` loads it: what is tried has its codes, and drafts as it does where nothing is changed."""
+    """As `target=smollm2` loads it: what is tried has its codes, and drafts as it does where
+    nothing is changed."""
     from infer.int8_cpu.loading import quantise_drafter
 
     target, drafter = make_tiny(seed=4, head=HeadConfig(name=head))
     quantise_drafter(drafter)
     same = altered(drafter)
-    texts = [decode(target, each, [list(range(9))], DecodeOptions(12, budget=6)) for each in (drafter, same)]
+    texts = [
+        decode(target, each, [list(range(9))], DecodeOptions(12, budget=6))
+        for each in (drafter, same)
+    ]
     assert same.quantised and texts[0][0].commits == texts[1][0].commits
     assert [next(one_key_norm(target, each)).label for each in (drafter, same)]
 
 
 @pytest.mark.needs("int8_cpu")
 def test_what_an_int8_target_computes_of_an_answer_is_what_it_decoded(random_qwen3):
-    """To the last bit: other rounding gives other codes, by which 3 % of SmolLM2's own tokens seemed another
-    target's."""
+    """To the last bit: other rounding gives other codes, by which 3 % of SmolLM2's own tokens
+    seemed another target's."""
     from infer.int8_cpu.calibration import quantise
 
     model = random_qwen3(3, num_hidden_layers=6).eval()

@@ -1,4 +1,5 @@
-"""The table of drafter families: its rows and the classes that they name agree, and options read it without torch."""
+"""The table of drafter families: its rows and the classes that they name agree, and options read it
+without torch."""
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def test_dart_allows_only_its_zero_stages():
     config = TrainConfig(drafter=DrafterConfig(family="dart", layers=1))
     config.deepspeed.stage = 3
     with pytest.raises(
-        ValueError, match="drafter=dart needs weights whole that deepspeed.stage=3 cuts up: use 0, 1, 2"
+        ValueError,
+        match="drafter=dart needs weights whole that deepspeed.stage=3 cuts up: use 0, 1, 2",
     ):
         config.check()
     config.drafter = DrafterConfig()

@@ -1,4 +1,5 @@
-"""Conditional heads: their formulas, exact normalisation, lossless decoding, and what they leave as it was."""
+"""Conditional heads: their formulas, exact normalisation, lossless decoding, and what they leave as
+it was."""
 
 from itertools import product
 
@@ -52,14 +53,17 @@ def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]
     state = drafter.state(rows, 20)
     features = torch.randn(rows, 5, drafter.fc.in_features, generator=generator)
     with state.add(rows) as begun:
-        drafter.update_context(target, features, torch.zeros(rows, 5, dtype=torch.long), [5] * rows, begun)
+        drafter.update_context(
+            target, features, torch.zeros(rows, 5, dtype=torch.long), [5] * rows, begun
+        )
     bonus = torch.randint(97, (rows,), generator=generator)
     return bonus, drafter.draft_block(target, bonus, state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_probabilities(with_head, kind):
-    """All tokens are candidates, and every prefix of two is scored. Formulas: tests/infer/formats/test_layouts.py."""
+    """All tokens are candidates, and every prefix of two is scored. Formulas:
+    tests/infer/formats/test_layouts.py."""
     target, drafter = with_head(kind, 3)
     bonus, block = drafted(target, drafter)
     steps = ConditionalDraft(drafter, target, bonus, block, candidates=97)
@@ -67,15 +71,21 @@ def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_probabilities(with
     greedy, _ = steps.chain(2)
     for row, first in enumerate(bonus.tolist()):
         every = DraftedBlock(*(part[row : row + 1].expand(97, -1, -1) for part in block))
-        found = behind(drafter, target, every, torch.tensor([[first, token] for token in range(97)]))  # (97, 2, V)
+        found = behind(
+            drafter, target, every, torch.tensor([[first, token] for token in range(97)])
+        )  # (97, 2, V)
         score = {(x,): float(found[0, 0, x]) for x in range(97)}
-        score |= {(x, y): score[(x,)] + float(found[x, 1, y]) for x, y in product(range(97), repeat=2)}
+        score |= {
+            (x, y): score[(x,)] + float(found[x, 1, y]) for x, y in product(range(97), repeat=2)
+        }
         best = sorted(score, key=score.get, reverse=True)[:40]
         paths = [()]
         for node in range(1, 41):
             paths.append((*paths[int(tree.parents[row, node])], int(tree.tokens[row, node])))
         assert set(paths[1:]) == set(best)
-        assert torch.allclose(tree.log_probs[row, 1:], torch.tensor([score[p] for p in paths[1:]]), atol=2e-5)
+        assert torch.allclose(
+            tree.log_probs[row, 1:], torch.tensor([score[p] for p in paths[1:]]), atol=2e-5
+        )
         x, y = greedy[row].tolist()
         assert x == found[0, 0].argmax() and y == found[x, 1].argmax()
 
@@ -93,16 +103,23 @@ def test_a_float32_head_is_taught_by_a_bfloat16_target(with_head, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, monkeypatch):
-    """Under noise too: each candidate's probability is the one among all tokens; a true prefix teaches the same."""
+    """Under noise too: each candidate's probability is the one among all tokens; a true prefix
+    teaches the same."""
     target, drafter = with_head(kind, 5)
     bonus, block = drafted(target, drafter)
-    noise = torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(2)) * torch.tensor([1.0, 0.0])[:, None, None]
-    options = Sampling.of([DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()], 97, bonus.device)
+    noise = (
+        torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(2))
+        * torch.tensor([1.0, 0.0])[:, None, None]
+    )
+    options = Sampling.of(
+        [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()], 97, bonus.device
+    )
     for judge in (None, judge_on_noise(options, noise, None)):
         few = ConditionalDraft(drafter, target, bonus, block, judge, 5)
         many = ConditionalDraft(drafter, target, bonus, block, judge, 97)
         assert torch.equal(few.tokens, many.tokens[..., : few.tokens.shape[-1]])
-        which, memories = torch.tensor([[0, 2], [1, 3]]), [steps.begin()[1] for steps in (few, many)]
+        which = torch.tensor([[0, 2], [1, 3]])
+        memories = [steps.begin()[1] for steps in (few, many)]
         for slot in range(1, 4):
             parts = []
             for i, steps in enumerate((few, many)):
@@ -112,7 +129,8 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
                 parts.append(found)
             assert torch.allclose(parts[0], parts[1][..., : parts[0].shape[-1]], atol=1e-5)
             assert torch.allclose(parts[1].exp().sum(-1), torch.ones(2, 2), atol=1e-5)
-    plain, normalised = ConditionalDraft(drafter, target, bonus, block, None, 97), []
+    plain = ConditionalDraft(drafter, target, bonus, block, None, 97)
+    normalised = []
 
     def counted(scores: torch.Tensor, *at, **kept) -> torch.Tensor:
         normalised.append(scores)
@@ -121,7 +139,9 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "logsumexp", counted)
         tokens, log_probs = plain.chain(4)
-    assert len(normalised) <= 1  # those of all slots at once: on a GPU each is half a dozen launches
+    assert (
+        len(normalised) <= 1
+    )  # those of all slots at once: on a GPU each is half a dozen launches
     taught = behind(drafter, target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
     assert torch.allclose(taught.gather(2, tokens[..., None])[..., 0], log_probs, atol=1e-5)
     assert torch.equal(taught.argmax(-1), tokens)
@@ -129,11 +149,15 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
 
 @pytest.mark.parametrize("kind", ["gated", "selector"])
 def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kind, monkeypatch):
-    """Room for three queries of both rows, less than a block has slots: the same candidates and table as at once."""
+    """Room for three queries of both rows, less than a block has slots: the same candidates and
+    table as at once."""
     target, drafter = with_head(kind, 6)
     bonus, block = drafted(target, drafter)
-    judged, noise = [], torch.randn(2, 6, 97, generator=torch.Generator().manual_seed(2))
-    judge = judge_on_noise(Sampling.of([DecodeOptions(temperature=0.7)] * 2, 97, bonus.device), noise, None)
+    judged = []
+    noise = torch.randn(2, 6, 97, generator=torch.Generator().manual_seed(2))
+    judge = judge_on_noise(
+        Sampling.of([DecodeOptions(temperature=0.7)] * 2, 97, bonus.device), noise, None
+    )
 
     def noted(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         judged.append(scores.numel())
@@ -153,29 +177,40 @@ def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head, ngrams, kind):
-    anchor, fusion = kind in ("gated", "gru", "selector"), kind in ("vanilla", "xpress")
+    anchor = kind in ("gated", "gru", "selector")
+    fusion = kind in ("vanilla", "xpress")
     target, drafter = with_head(kind, depth=3, sample_from_anchor=anchor, layer_fusion=fusion)
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
     for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
-        wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]
+        wanted = [
+            text.ids
+            for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))
+        ]
         ways = [("ddtree", 40), ("static", 6)] if sampled else [("chain", 3), ("ddtree", 9)]
         ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
         for method, budget in ways:
             options = DecodeOptions(12, method=method, budget=budget, **sampled)
-            assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted, (method, budget)
+            assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted, (
+                method,
+                budget,
+            )
         options = DecodeOptions(12, budget=20, continuity=str(ngrams), **sampled)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, make_tiny, tmp_path, kind):
+def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(
+    with_head, make_tiny, tmp_path, kind
+):
     target, drafter = with_head(kind, random=False)
     _, without = make_tiny(block_size=4)
     bonus, block = drafted(target, drafter)
     other, theirs = drafted(target, without.eval())
     assert torch.equal(bonus, other)
     torch.testing.assert_close(block.marginals, theirs.marginals)
-    before = torch.randint(97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8))
+    before = torch.randint(
+        97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8)
+    )
     known = block.marginals > -torch.inf
     if KINDS[kind].top_k:
         known = block.marginals >= block.marginals.topk(KINDS[kind].top_k).values[..., -1:]
@@ -242,15 +277,21 @@ def test_heads_are_exported_for_their_engines_and_read_back_bit_for_bit(
 ):
     target, drafter = with_head(kind, **options)
     bonus, block = drafted(target, drafter)
-    before = torch.randint(97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8))
+    before = torch.randint(
+        97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8)
+    )
     expected = behind(drafter, target, block, before)
     export_drafter(drafter, format, target, tmp_path / "out")
     verdicts = check_folder(tmp_path / "out")
-    assert {i for i, verdict in enumerate(verdicts[:-1]) if not verdict.problems} == takers, list(map(str, verdicts))
+    assert {i for i, verdict in enumerate(verdicts[:-1]) if not verdict.problems} == takers, list(
+        map(str, verdicts)
+    )
     again = load_drafter(tmp_path / "out")
     _, theirs = drafted(target, again)
     found = behind(again, target, theirs, before)
-    if again.own.get("conv_kernel_size") and not drafter.own.get("conv_kernel_size"):  # others that change nothing
+    if again.own.get("conv_kernel_size") and not drafter.own.get(
+        "conv_kernel_size"
+    ):  # others that change nothing
         assert torch.allclose(found, expected, atol=1e-4)
     else:
         assert torch.equal(found, expected)
@@ -259,14 +300,21 @@ def test_heads_are_exported_for_their_engines_and_read_back_bit_for_bit(
     assert all(torch.equal(weights[name], weight) for name, weight in drafter.state_dict().items())
 
 
-def test_no_engine_is_given_a_drafter_that_it_would_run_in_another_way(with_head, make_tiny, tmp_path):
+def test_no_engine_is_given_a_drafter_that_it_would_run_in_another_way(
+    with_head, make_tiny, tmp_path
+):
     target, drafter = with_head("vanilla")
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
     verdicts = {verdict.engine: verdict.problems for verdict in check_folder(tmp_path / "saved")}
     assert verdicts.pop("blockdraft") == [] and all(verdicts.values())
-    said = [" ".join(problems) for engine, problems in verdicts.items() if "vLLM (" in engine or "SGLang" in engine]
+    said = [
+        " ".join(problems)
+        for engine, problems in verdicts.items()
+        if "vLLM (" in engine or "SGLang" in engine
+    ]
     assert len(said) == 2 and all("without the conditional head" in each for each in said)
-    plain, wide = make_tiny()[1], with_head("selector of all")[1]
+    plain = make_tiny()[1]
+    wide = with_head("selector of all")[1]
     wide.conditional_head.top_k = 5000
     wrong = [
         (drafter, "dflash", "use format=dspark or specforge or speculators"),

@@ -1,4 +1,5 @@
-"""Prompt lookup: what it drafts, against a search by hand and against transformers' own; and that no text changes."""
+"""Prompt lookup: what it drafts, against a search by hand and against transformers' own; and that
+no text changes."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,11 @@ def by_hand(text: list[int], length: int, vocabulary: int) -> np.ndarray:
     shares = np.zeros((length, vocabulary))
     for place in range(len(text) - 1):
         matched = 0
-        while matched < LONGEST and place - matched >= 0 and text[place - matched] == text[len(text) - 1 - matched]:
+        while (
+            matched < LONGEST
+            and place - matched >= 0
+            and text[place - matched] == text[len(text) - 1 - matched]
+        ):
             matched += 1
         if not matched:
             continue
@@ -39,7 +44,9 @@ def test_what_is_drafted():
 def test_the_likeliest_drafts_are_those_of_transformers():
     """Where the longest match stands alone, theirs and ours copy from the same place."""
     dice = np.random.default_rng(1)
-    theirs = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=999)
+    theirs = PromptLookupCandidateGenerator(
+        num_output_tokens=5, max_matching_ngram_size=3, max_length=999
+    )
     for _ in range(30):
         text = dice.permutation(200)[:60]
         start = int(dice.integers(3, 40))
@@ -60,4 +67,7 @@ def test_texts_are_plain_decodings_and_repetition_pays(make_tiny, temperature):
         texts = decode(target, drafter, prompts, DecodeOptions(method=method, budget=8, **shared))
         assert [text.ids for text in texts] == [text.ids for text in plain]
         if not temperature:  # greedy texts of random weights run into loops, which lookup knows
-            assert generate(target, Lookup(), [3, 1, 4], method=method, max_new_tokens=200).stats.tau > 1.5
+            assert (
+                generate(target, Lookup(), [3, 1, 4], method=method, max_new_tokens=200).stats.tau
+                > 1.5
+            )

@@ -1,4 +1,5 @@
-"""Drafters that know a part of the target's tokens: the whole one's scores among these, and the target's texts."""
+"""Drafters that know a part of the target's tokens: the whole one's scores among these, and the
+target's texts."""
 
 import pytest
 import torch
@@ -32,15 +33,19 @@ def pair(make_tiny, kind: str, family: str, tokens: torch.Tensor):
         weight.data = 0.4 * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
     part = make_tiny(**options, vocabulary=len(tokens))[1]
     weights = whole.state_dict() | {"d2t": tokens - torch.arange(len(tokens))}
-    for name in weights.keys() & {name for name, weight in part.state_dict().items() if len(weight) == len(tokens)}:
+    for name in weights.keys() & {
+        name for name, weight in part.state_dict().items() if len(weight) == len(tokens)
+    }:
         weights[name] = weights[name] if name == "d2t" else weights[name][tokens]
     part.load_state_dict(weights)
     return target, *(drafter.eval().requires_grad_(False) for drafter in (whole, part))
 
 
 def drafted(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities (L, R) of a block behind random context, and of one behind given tokens, any of the 97."""
-    state, generator = drafter.state(1, 20), torch.Generator().manual_seed(4)
+    """Log-probabilities (L, R) of a block behind random context, and of one behind given tokens,
+    any of the 97."""
+    state = drafter.state(1, 20)
+    generator = torch.Generator().manual_seed(4)
     features = torch.randn(1, 6, drafter.fc.in_features, generator=generator)
     with state.add(1) as row:
         drafter.update_context(target, features, torch.zeros(1, 6, dtype=torch.long), [6], row)
@@ -50,7 +55,9 @@ def drafted(target, drafter) -> tuple[torch.Tensor, torch.Tensor]:
     return block.marginals[0], given[0]
 
 
-@pytest.mark.parametrize(("kind", "family"), [*((kind, "dflash") for kind in KINDS), ("none", "dart"), ("gru", "dart")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [*((kind, "dflash") for kind in KINDS), ("none", "dart"), ("gru", "dart")]
+)
 def test_scores_are_the_whole_drafters_among_its_tokens(make_tiny, kind, family):
     target, whole, part = pair(make_tiny, kind, family, SOME[:40])
     for every, some in zip(drafted(target, whole), drafted(target, part), strict=True):
@@ -58,12 +65,25 @@ def test_scores_are_the_whole_drafters_among_its_tokens(make_tiny, kind, family)
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [*zip(KINDS, [0.0, 1.0] * 3, strict=True)])
-def test_texts_are_the_targets_own_with_a_vocabulary_of_few_tokens(make_tiny, ngrams, kind, temperature):
-    """Half of what the target writes cannot be drafted. With a vocabulary that it can, more is accepted."""
+def test_texts_are_the_targets_own_with_a_vocabulary_of_few_tokens(
+    make_tiny, ngrams, kind, temperature
+):
+    """Half of what the target writes cannot be drafted. With a vocabulary that it can, more is
+    accepted."""
     target, _, part = pair(make_tiny, kind, "dflash", SOME[:5])
-    options = {"max_new_tokens": 20, "temperature": temperature, "top_k": 20, "seed": 2, "ignore_eos": True}
+    options = {
+        "max_new_tokens": 20,
+        "temperature": temperature,
+        "top_k": 20,
+        "seed": 2,
+        "ignore_eos": True,
+    }
     expected = generate(target, None, [3, 1, 4], method="plain", **options).ids
-    for method in ({"method": "chain"}, {"method": "ddtree"}, {"method": "ddtree", "continuity": str(ngrams)}):
+    for method in (
+        {"method": "chain"},
+        {"method": "ddtree"},
+        {"method": "ddtree", "continuity": str(ngrams)},
+    ):
         found = generate(target, part, [3, 1, 4], budget=12, **method, **options)
         assert found.ids == expected
     known = set(SOME[:5].tolist())
@@ -73,8 +93,11 @@ def test_texts_are_the_targets_own_with_a_vocabulary_of_few_tokens(make_tiny, ng
 
 def test_n_grams_propose_tokens_that_the_drafter_does_not_know():
     marginals = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    text, known = [9, 8, 7, 9, 8, 7, 9], Vocabulary(torch.arange(4), 20)
-    tree = guided_ddtree(Proposal(torch.tensor([9]), marginals, 12, NGram.uniform(20), [text], vocabulary=known))
+    text = [9, 8, 7, 9, 8, 7, 9]
+    known = Vocabulary(torch.arange(4), 20)
+    tree = guided_ddtree(
+        Proposal(torch.tensor([9]), marginals, 12, NGram.uniform(20), [text], vocabulary=known)
+    )
     assert tree.tokens[0, 1] == 8 and 7 in tree.tokens[0]
 
 
@@ -82,9 +105,12 @@ def test_rows_of_an_int8_head_give_the_same_sums():
     from infer.int8_cpu.modules import Int8Linear
 
     generator = torch.Generator().manual_seed(1)
-    head, states = Int8Linear(64, 97, False), torch.randn(3, 64, generator=generator)
+    head = Int8Linear(64, 97, False)
+    states = torch.randn(3, 64, generator=generator)
     head.codes.data = torch.randint(-60, 60, (97, 64), dtype=torch.int8, generator=generator)
-    head.scales.data, head.smooth.data = (torch.rand(size, generator=generator) + 0.5 for size in (97, 64))
+    head.scales.data, head.smooth.data = (
+        torch.rand(size, generator=generator) + 0.5 for size in (97, 64)
+    )
     expected = head(states)[:, SOME[:30]]
     part = some_outputs(head, SOME[:30])
     assert torch.equal(part(states), expected) and torch.equal(part.weight, head.weight[SOME[:30]])

@@ -1,4 +1,5 @@
-"""Warm starts from gated attention layers: exact where gates are constant and all that attends rotates."""
+"""Warm starts from gated attention layers: exact where gates are constant and all that attends
+rotates."""
 
 import pytest
 import torch
@@ -38,32 +39,44 @@ def drafter_of(target, **options):
 
 
 def test_a_plain_layer_is_the_gated_one_where_it_can_be(target):
-    layer, size = target.body.layers[3], 32
+    layer = target.body.layers[3]
+    size = 32
     with torch.no_grad():  # constant gates, and keys whose entries that stand still are nothing
         layer.self_attn.q_proj.weight.unflatten(0, (4, 2, size))[:, 1] = 0
         layer.self_attn.k_proj.weight.unflatten(0, (2, size))[:, 8:] = 0
     drafter = drafter_of(target, layers=1)
     ours = drafter.layers[0]
     ours.load_state_dict(plain_weights(layer, target))
-    states, positions = torch.randn(1, 7, 64), torch.arange(3, 10)[None]
+    states = torch.randn(1, 7, 64)
+    positions = torch.arange(3, 10)[None]
     angles = target.body.rotary_emb(states, positions)
     mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     with torch.no_grad():
         theirs = layer(states, position_embeddings=angles, attention_mask=mask)
         theirs = theirs if isinstance(theirs, torch.Tensor) else theirs[0]
         attend = torch.nn.functional.scaled_dot_product_attention
-        mine = ours(states, drafter.angles(positions), lambda q, k, v: attend(q, k, v, is_causal=True, enable_gqa=True))
+        mine = ours(
+            states,
+            drafter.angles(positions),
+            lambda q, k, v: attend(q, k, v, is_causal=True, enable_gqa=True),
+        )
     assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
 
 def test_drafters_start_from_the_layers_that_attend(target):
     assert attention_layers(target.config) == [1, 3, 5]
-    for options, chosen in (({"layers": 2}, [3, 5]), ({"layers": 3}, [1, 3, 5]), ({"layers": 4}, [])):
+    for options, chosen in (
+        ({"layers": 2}, [3, 5]),
+        ({"layers": 3}, [1, 3, 5]),
+        ({"layers": 4}, []),
+    ):
         drafter = drafter_of(target, **options, target_layer_ids=[1, 4])
         assert drafter.warm_layers(drafter.layer_ids, options["layers"], target.config) == chosen
         assert drafter.warm_start(target) == bool(chosen)
         for layer, source in zip(drafter.layers, chosen, strict=False):
-            assert torch.equal(layer.mlp.down_proj.weight, target.body.layers[source].mlp.down_proj.weight)
+            assert torch.equal(
+                layer.mlp.down_proj.weight, target.body.layers[source].mlp.down_proj.weight
+            )
             expected = 1 + target.body.layers[source].input_layernorm.weight
             assert torch.allclose(layer.input_layernorm.weight, expected)
         if chosen:
@@ -86,8 +99,14 @@ def test_gates_are_taken_at_their_average(target):
 def test_entries_that_rotate_keep_their_angles():
     order = plain_order(32, 0.25)  # four pairs, one in four of ours
     assert sorted(order.tolist()) == list(range(32))
-    assert order[[0, 4, 8, 12]].tolist() == [0, 1, 2, 3] and order[[16, 20, 24, 28]].tolist() == [4, 5, 6, 7]
+    assert order[[0, 4, 8, 12]].tolist() == [0, 1, 2, 3] and order[[16, 20, 24, 28]].tolist() == [
+        4,
+        5,
+        6,
+        7,
+    ]
     base = 1e4
-    theirs, ours = base ** (-torch.arange(0, 8, 2) / 8), base ** (-torch.arange(0, 32, 2) / 32)
+    theirs = base ** (-torch.arange(0, 8, 2) / 8)
+    ours = base ** (-torch.arange(0, 32, 2) / 32)
     assert torch.allclose(ours[::4], theirs)
     assert plain_order(32, 0.3) is None

@@ -1,4 +1,5 @@
-"""Rounds as graphs: recorded on the CPU operation by operation, and replayed on the same memory, as CUDA would."""
+"""Rounds as graphs: recorded on the CPU operation by operation, and replayed on the same memory, as
+CUDA would."""
 
 import random
 
@@ -18,7 +19,8 @@ from infer.targets.lean import LeanDecoder
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation with its arguments and results. Raises where the host asks for a value."""
+    """Notes every operation with its arguments and results. Raises where the host asks for a
+    value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +34,13 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedGraphs(Graphs):
-    """Graphs whose replay does the recorded operations again and writes their results to where they were."""
+    """Graphs whose replay does the recorded operations again and writes their results to where they
+    were."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.works, self.replays = True, 0
+        self.works = True
+        self.replays = 0
 
     def _capture(self, function):
         with Recorder() as recorder:
@@ -48,7 +52,10 @@ class Recording:
     """What stands for a CUDA graph."""
 
     def __init__(self, graphs: RecordedGraphs, steps: list) -> None:
-        self.graphs, self.steps, self.done = graphs, steps, True  # recording has done the work once
+        # recording has done the work once
+        self.graphs = graphs
+        self.steps = steps
+        self.done = True
 
     def replay(self) -> None:
         self.graphs.replays += 1
@@ -93,9 +100,11 @@ MIXED = [
 def test_replayed_rounds_write_what_launched_rounds_write(
     make_tiny, graphs, monkeypatch, method, budget, family, head, options
 ):
-    """Texts of several lengths come and go; a graph serves all lengths, and one is made for each bucket alone, and for
-    each kind of sampling that is beside each other in it."""
-    monkeypatch.setattr("infer.drafters.base.WIDEST", 6)  # a cache that slides forgets within these texts
+    """Texts of several lengths come and go; a graph serves all lengths, and one is made for each
+    bucket alone, and for each kind of sampling that is beside each other in it."""
+    monkeypatch.setattr(
+        "infer.drafters.base.WIDEST", 6
+    )  # a cache that slides forgets within these texts
     kind = {"window": 7} if family == "sliding" else {"family": family}
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head), **kind)
     dice = random.Random(1)
@@ -134,7 +143,9 @@ def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
     while sequence.finish is None:
         engine.step()
     weights = [*target.model.parameters(), *drafter.parameters()]
-    addresses = {weight.data_ptr() for weight in weights} | {target.lean.layers[0].qk_norm.weight.data_ptr()}
+    addresses = {weight.data_ptr() for weight in weights} | {
+        target.lean.layers[0].qk_norm.weight.data_ptr()
+    }
     for weight in weights:
         weight.data = weight.data.clone()
     captured = [found for found in engine.runner.graphs.graphs.values() if found is not None]
@@ -146,7 +157,8 @@ def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
 
 
 class EveryThird:
-    """Stands for a grammar: only a third of the tokens may follow, which one depends on the token before."""
+    """Stands for a grammar: only a third of the tokens may follow, which one depends on the token
+    before."""
 
     failed = False
 
@@ -161,7 +173,8 @@ class EveryThird:
 
 
 def no_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that looks at the prefix: no token may stand there twice among the last ten."""
+    """A logits processor that looks at the prefix: no token may stand there twice among the last
+    ten."""
     return scores.index_fill(1, ids[0, -10:], -torch.inf)
 
 
@@ -175,17 +188,21 @@ def no_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         ("ddtree", 9, "selector", MIXED),
     ],
 )
-def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, method, budget, head, options):
-    """Texts with a grammar, with logits processors and with neither are written side by side: all by graphs, token for
-    token what plain decoding writes alone; the others commit as much in every round as without them, and texts with a
-    grammar are drafted by it."""
+def test_a_batch_with_a_grammar_stays_captured(
+    make_tiny, graphs, monkeypatch, method, budget, head, options
+):
+    """Texts with a grammar, with logits processors and with neither are written side by side: all
+    by graphs, token for token what plain decoding writes alone; the others commit as much in every
+    round as without them, and texts with a grammar are drafted by it."""
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head))
     dice = random.Random(1)
     kinds = ["free", "processor", "processor", "grammar", "free", "grammar", "processor"]
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in kinds]
 
     def write(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
-        engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, positions=None), 90)
+        engine = Engine(
+            target, drafter, EngineConfig(method, budget, rows=rows, positions=None), 90
+        )
         engine.runner.captures = captures
         texts = []
         for i in numbers:
@@ -202,11 +219,13 @@ def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, m
             assert {"draft", "verify", "commit"} <= stages and engine.runner.graphs.replays > 20
         return texts
 
-    followed, choose_on_host = [], round_module.choose_on_host
+    followed = []
+    choose_on_host = round_module.choose_on_host
 
     def check_trees(target, tree, ancestors, last, asked, texts, chosen) -> None:
         for row in [row for row, text in texts.items() if text.grammar is not None]:
-            tokens, parents = tree.tokens[row], tree.parents[row]
+            tokens = tree.tokens[row]
+            parents = tree.parents[row]
             nodes = torch.isfinite(tree.log_probs[row])  # the others are left over
             assert (tokens[1:] % 3 == tokens[parents[1:]] % 3)[nodes[1:]].all()
             followed.append(int(nodes.sum()) - 1)
@@ -225,14 +244,17 @@ def test_a_batch_with_a_grammar_stays_captured(make_tiny, graphs, monkeypatch, m
 
 
 def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
-    """A text that fills its row verifies fewer nodes than a block has: nothing is written into the row behind it."""
+    """A text that fills its row verifies fewer nodes than a block has: nothing is written into the
+    row behind it."""
     target, drafter = make_tiny(seed=3, block_size=6)
     written = {}
     for method in ("plain", "ddtree"):
         engine = Engine(target, drafter, EngineConfig(method, 1, rows=2, positions=None), 40)
         engine.runner.captures = True
         texts = [
-            engine.submit(list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True))
+            engine.submit(
+                list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True)
+            )
             for length in (28, 5)
         ]
         while engine.busy:

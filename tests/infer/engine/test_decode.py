@@ -1,4 +1,5 @@
-"""The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
+"""The round loop: lossless for every method, budget, block size and batch; sampling exact; ends
+where it should."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +18,9 @@ from infer.trees.methods import TREES
 def random_prompts(count: int, vocabulary: int = 90, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 20, (count,), generator=generator).tolist()
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> list[list[int]]:
@@ -38,14 +41,21 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
         assert expected == [hugging_face(target, prompt, 30) for prompt in prompts]
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     longest = 0
-    for method, budget in [("chain", 512), ("chain", 1), *(("ddtree", budget) for budget in (1, 7, 64, 512))]:
+    for method, budget in [
+        ("chain", 512),
+        ("chain", 1),
+        *(("ddtree", budget) for budget in (1, 7, 64, 512)),
+    ]:
         options = DecodeOptions(30, temperature, seed=11, method=method, budget=budget)
         scripted = scripted_drafter(known, block_size, 97, skill=0.85)
         together = decode(target, scripted, prompts, options)
         assert [row.ids for row in together] == expected, (method, budget)
         longest = max(longest, *(max(row.commits) for row in together))
         if budget == 7:  # a random drafter, whose guesses are nearly always wrong
-            assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, budget)
+            assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (
+                method,
+                budget,
+            )
     assert longest >= min(block_size, 10)  # (nearly) whole blocks were accepted now and then
 
 
@@ -56,17 +66,28 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
 def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     scripted_drafter, make_tiny, ngrams, family, temperature
 ):
-    """Chain, DDTree, a static tree, continuity and DDTree + n-grams; rows of their own lengths, and a penalty."""
+    """Chain, DDTree, a static tree, continuity and DDTree + n-grams; rows of their own lengths, and
+    a penalty."""
     target, drafter = make_tiny(block_size=6, family=family)
     prompts = random_prompts(4, seed=3)
     controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}
     expected = plain(target, prompts, 20, **controls)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    trees = [("chain", 5, None), ("ddtree", 20, None), ("static", 20, None), ("continuity", 59, str(ngrams))]
+    trees = [
+        ("chain", 5, None),
+        ("ddtree", 20, None),
+        ("static", 20, None),
+        ("continuity", 59, str(ngrams)),
+    ]
     trees += [("ddtree", 20, str(ngrams)), ("ddtree", 20, "text")]
     for method, budget, file in [tree for tree in trees if tree[0] in TREES]:
-        options = DecodeOptions(20, method=method, budget=budget, continuity=file, rows=2, **controls)
-        assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
+        options = DecodeOptions(
+            20, method=method, budget=budget, continuity=file, rows=2, **controls
+        )
+        assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (
+            method,
+            file,
+        )
         options = replace(options, rows=4)
         scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
@@ -74,16 +95,20 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
 
 
 def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny):
-    """A random model soon repeats itself: what a drafter often guesses wrong, the text's own n-grams know."""
+    """A random model soon repeats itself: what a drafter often guesses wrong, the text's own
+    n-grams know."""
     target, _ = make_tiny(block_size=6)
-    prompts, taus = random_prompts(3, seed=1), {}
+    prompts = random_prompts(3, seed=1)
+    taus = {}
     expected = plain(target, prompts, 150)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for continuity in ("none", "text"):
         options = DecodeOptions(150, budget=8, continuity=continuity, rows=3)
         rows = decode(target, scripted_drafter(known, 6, 97, 0.4), prompts, options)
         assert [row.ids for row in rows] == expected
-        taus[continuity] = sum(len(row.ids) - 1 for row in rows) / sum(row.stats.rounds for row in rows)
+        taus[continuity] = sum(len(row.ids) - 1 for row in rows) / sum(
+            row.stats.rounds for row in rows
+        )
     assert taus["text"] > 1.2 * taus["none"]
 
 
@@ -97,11 +122,14 @@ def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_t
     """20,000 draws, false alarm rate 1e-4 (z = 3.72)."""
     temperature = 0.7
     target, drafter = make_tiny()
-    prompt, draws = [3, 1, 4, 1, 5], 20_000
+    prompt = [3, 1, 4, 1, 5]
+    draws = 20_000
     counts = torch.zeros(97, 97)
     for first in range(0, draws, 2000):
         options = DecodeOptions(2, temperature, method="plain", rows=2000)
-        rows = decode(target, None, [prompt] * 2000, options, seeds=list(range(first, first + 2000)))
+        rows = decode(
+            target, None, [prompt] * 2000, options, seeds=list(range(first, first + 2000))
+        )
         for row in rows:
             counts[row.ids[0], row.ids[1]] += 1
         if first == 0:
@@ -109,7 +137,9 @@ def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_t
             again = decode(target, drafter, [prompt] * 2000, options, seeds=list(range(2000)))
             assert [row.ids for row in again] == [row.ids for row in rows]
     with torch.no_grad():
-        one = (target.model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+        one = (target.model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(
+            -1
+        )
         ids = torch.tensor([[*prompt, token] for token in range(97)])
         two = (target.model(ids).logits[:, -1].double() / temperature).softmax(-1)
     expected = (one[:, None] * two * draws).flatten()
@@ -131,7 +161,10 @@ def test_ends_at_an_end_token_and_never_past_it(scripted_drafter, make_tiny, met
     end = free[0][17]
     target.model.generation_config.eos_token_id = [end, 95]
     rows = decode(
-        target, scripted_drafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(40, method=method, budget=32)
+        target,
+        scripted_drafter(known, 8, 97, skill=0.95),
+        prompts,
+        DecodeOptions(40, method=method, budget=32),
     )
     for row, text in zip(rows, free, strict=True):
         if end in text:
@@ -140,9 +173,14 @@ def test_ends_at_an_end_token_and_never_past_it(scripted_drafter, make_tiny, met
         else:
             assert row.ids == text
             assert row.finish == "length"
-    target.model.generation_config.eos_token_id = free[0][0]  # the very first token: no round is run
+    target.model.generation_config.eos_token_id = free[0][
+        0
+    ]  # the very first token: no round is run
     (row,) = decode(
-        target, scripted_drafter(known[:1], 8, 97), prompts[:1], DecodeOptions(40, method=method, budget=32)
+        target,
+        scripted_drafter(known[:1], 8, 97),
+        prompts[:1],
+        DecodeOptions(40, method=method, budget=32),
     )
     assert row.ids == free[0][:1]
     assert row.stats.rounds == 0
@@ -177,14 +215,22 @@ def test_stop_strings_cut_text_and_ids(scripted_drafter, shallow_target):
     assert stop not in shallow_target.tokenizer.decode(answer.ids[:-1])
     known = [shallow_target.tokenizer(prompt)["input_ids"] + free.ids]
     drafter = scripted_drafter(known, 8, shallow_target.config.vocab_size, skill=0.95)
-    assert generate(shallow_target, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
+    assert (
+        generate(shallow_target, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
+    )
 
 
 def test_generate_takes_text_ids_or_many(shallow_target):
     ids = shallow_target.tokenizer("import os")["input_ids"]
     one = generate(shallow_target, None, "import os", method="plain", max_new_tokens=8)
-    many = generate(shallow_target, None, ["import os", "class A"], method="plain", max_new_tokens=8)
-    assert generate(shallow_target, None, ids, method="plain", max_new_tokens=8).ids == one.ids == many[0].ids
+    many = generate(
+        shallow_target, None, ["import os", "class A"], method="plain", max_new_tokens=8
+    )
+    assert (
+        generate(shallow_target, None, ids, method="plain", max_new_tokens=8).ids
+        == one.ids
+        == many[0].ids
+    )
     assert len(many) == 2
     assert one.prompt_ids == ids
     assert one.text == shallow_target.tokenizer.decode(one.ids, skip_special_tokens=True)
@@ -216,7 +262,9 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         generate(target, drafter, [[1], []])
     with pytest.raises(ValueError, match="tokenizer"):
         generate(target, drafter, "text")
-    with pytest.raises(ValueError, match=r"bfloat16, the target's float32: load_drafter\(folder, target.dtype\)"):
+    with pytest.raises(
+        ValueError, match=r"bfloat16, the target's float32: load_drafter\(folder, target.dtype\)"
+    ):
         generate(target, deepcopy(drafter).bfloat16(), [1, 2, 3])
 
 

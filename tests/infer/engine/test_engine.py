@@ -1,4 +1,5 @@
-"""The engine: rows that come and go, budgets that fit the machine, log-probabilities and streams."""
+"""The engine: rows that come and go, budgets that fit the machine, log-probabilities and
+streams."""
 
 import gc
 import math
@@ -58,7 +59,8 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def written_alone(tiny) -> list[list[int]]:
     """What plain decoding writes for twelve prompts, one after the other."""
-    alone, texts = Engine(tiny[0], None, EngineConfig("plain", rows=1), 80), []
+    alone = Engine(tiny[0], None, EngineConfig("plain", rows=1), 80)
+    texts = []
     for i, prompt in enumerate(prompts(12)):
         texts.append(alone.submit(prompt, OPTIONS[i % len(OPTIONS)]))
         while alone.busy:
@@ -66,20 +68,26 @@ def written_alone(tiny) -> list[list[int]]:
     return [text.ids for text in texts]
 
 
-@pytest.mark.parametrize(("method", "captured"), [("chain", False), ("ddtree", False), ("ddtree", True)])
+@pytest.mark.parametrize(
+    ("method", "captured"), [("chain", False), ("ddtree", False), ("ddtree", True)]
+)
 def test_rows_come_and_go_and_every_text_is_its_own(tiny, written_alone, method, captured):
-    """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
-    for it alone, and the engine is empty in the end."""
+    """Texts of all kinds arrive while others are being written; some are given up. Each is what
+    plain decoding writes for it alone, and the engine is empty in the end."""
     target, drafter = tiny
     rows = 4
     everything = prompts(12)
     engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows), 80)
     engine.runner.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
-    dice, texts, given_up = random.Random(1), [], set()
+    dice = random.Random(1)
+    texts = []
+    given_up = set()
     while len(texts) < len(everything) or engine.busy:
         for _ in range(dice.randrange(3)):
             if len(texts) < len(everything):
-                texts.append(engine.submit(everything[len(texts)], OPTIONS[len(texts) % len(OPTIONS)]))
+                texts.append(
+                    engine.submit(everything[len(texts)], OPTIONS[len(texts) % len(OPTIONS)])
+                )
         if texts and dice.random() < 0.15:
             chosen = dice.choice(texts)
             if chosen.finish is None:
@@ -112,7 +120,8 @@ def test_trees_search_the_end_of_a_text(tiny):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_filters_are_hugging_faces(seed):
-    """Penalty, temperature, top-k, top-p and min-p of four different rows at once, and the processors one by one."""
+    """Penalty, temperature, top-k, top-p and min-p of four different rows at once, and the
+    processors one by one."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, 3, 50, generator=generator) * 3
     seen = torch.rand(4, 3, 50, generator=generator) < 0.3
@@ -142,7 +151,10 @@ def test_filters_are_hugging_faces(seed):
 def test_log_probabilities_are_the_targets(tiny, options):
     target, drafter = tiny
     prompt = prompts(1, seed=8)[0]
-    settings = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    settings = {
+        name: getattr(options, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    }
     answer = generate(target, drafter, prompt, logprobs=3, budget=9, **settings)
     logits = target.model(torch.tensor([prompt + answer.ids])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1)
@@ -159,9 +171,12 @@ def trees_of(chances: torch.Tensor, rows: int, nodes: int) -> DraftTree:
     return DraftTree(*[torch.zeros_like(log_probs).long()] * 3, log_probs, 7)
 
 
-def play_round(budget: AutoBudget, rows: int, most: int, chances: torch.Tensor, seconds, path) -> int:
-    """Let the budget choose in a round whose trees have nodes with these probabilities, that takes seconds(rows, nodes)
-    and accepts path(nodes) in a row; return how many nodes a row has verified on average."""
+def play_round(
+    budget: AutoBudget, rows: int, most: int, chances: torch.Tensor, seconds, path
+) -> int:
+    """Let the budget choose in a round whose trees have nodes with these probabilities, that takes
+    seconds(rows, nodes) and accepts path(nodes) in a row; return how many nodes a row has verified
+    on average."""
     nodes = budget.choose_nodes(rows, most)
     found = budget.nodes_to_find(rows, nodes)
     tree = trees_of(chances, rows, found)
@@ -178,8 +193,9 @@ def chain_chances(likely: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_budget_follows_the_load(ragged):
-    """A machine that computes 32 positions for the price of one: small trees at one row, none at 64, and back; always
-    within 5% of the best of all fixed budgets, plain decoding among them, wherever the calibration is wrong."""
+    """A machine that computes 32 positions for the price of one: small trees at one row, none at
+    64, and back; always within 5% of the best of all fixed budgets, plain decoding among them,
+    wherever the calibration is wrong."""
     dice = random.Random(0)
 
     def seconds(rows: int, nodes: int) -> float:
@@ -189,7 +205,11 @@ def test_the_budget_follows_the_load(ragged):
         return sum(0.7**i for i in range(min(nodes, 7) + 1))
 
     def path(nodes: int) -> list[int]:
-        return list(range(1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))))
+        return list(
+            range(
+                1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))
+            )
+        )
 
     calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), draft=2.0)
     budget = AutoBudget(calibration, 64, ragged)
@@ -206,8 +226,8 @@ def test_the_budget_follows_the_load(ragged):
 
 
 def test_an_unlucky_first_round_is_soon_forgotten():
-    """The first round waits for what is made once, and nothing of its unlikely tree is accepted: drafting, worth 1.4
-    times plain rounds, is not given up for it."""
+    """The first round waits for what is made once, and nothing of its unlikely tree is accepted:
+    drafting, worth 1.4 times plain rounds, is not given up for it."""
     dice = random.Random(0)
     calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), draft=0.4)
     budget = AutoBudget(calibration, 64)
@@ -233,12 +253,18 @@ def test_an_unlucky_first_round_is_soon_forgotten():
 
 @pytest.mark.parametrize("kept", [1.2, 0.4])
 def test_noise_hides_neither_the_best_size_nor_plain_decoding(kept):
-    """One row on a machine whose times scatter, with a drafter that is right `kept` times as often as it says and whose
-    trees differ from round to round, as measured on the embedded target: from the 50th round on at least 0.97 of what
-    the best fixed size or plain decoding would do."""
+    """One row on a machine whose times scatter, with a drafter that is right `kept` times as often
+    as it says and whose trees differ from round to round, as measured on the embedded target: from
+    the 50th round on at least 0.97 of what the best fixed size or plain decoding would do."""
     dice = random.Random(1)
     sizes = (0, *SIZES)
-    times = dict(zip(sizes, np.interp(sizes, (0, 1, 8, 16, 64, 255), (7.4, 10.3, 12.4, 14.6, 27, 90)), strict=True))
+    times = dict(
+        zip(
+            sizes,
+            np.interp(sizes, (0, 1, 8, 16, 64, 255), (7.4, 10.3, 12.4, 14.6, 27, 90)),
+            strict=True,
+        )
+    )
     chances = torch.tensor([1.0, *(0.5 / size for size in range(1, 256))])
     budget = AutoBudget(Calibration((1, 9, 17, 65), (7.0, 10.0, 11.7, 24.7), 2.4), 64)
     spent = tokens = 0.0
@@ -265,13 +291,18 @@ def test_noise_hides_neither_the_best_size_nor_plain_decoding(kept):
 
 
 def test_probabilities_are_calibrated_and_a_round_that_promises_more_has_more_nodes():
-    """A drafter that says too little of what is likely and too much of what is not: what is made of its probabilities
-    is within 0.05 of what is accepted, in every tenth of them, and rounds verify more the surer they are."""
+    """A drafter that says too little of what is likely and too much of what is not: what is made of
+    its probabilities is within 0.05 of what is accepted, in every tenth of them, and rounds verify
+    more the surer they are."""
     calibration = Calibration((1, 65), (1.0, 8.0), 0.5)
-    dice, expected, accepted = np.random.default_rng(0), [], []
-    budget, sizes = AutoBudget(calibration, 64), defaultdict(list)
+    dice = np.random.default_rng(0)
+    expected = []
+    accepted = []
+    budget = AutoBudget(calibration, 64)
+    sizes = defaultdict(list)
     for turn in range(1500):
-        sure, kept = dice.choice([0.3, 0.6, 0.9]), np.zeros(0, bool)
+        sure = dice.choice([0.3, 0.6, 0.9])
+        kept = np.zeros(0, bool)
         log_probs = torch.arange(256.0) * math.log(sure)
 
         def path(nodes: int, sure: float = sure) -> list[int]:
@@ -281,13 +312,19 @@ def test_probabilities_are_calibrated_and_a_round_that_promises_more_has_more_no
 
         before = budget.acceptance.calibrate(log_probs[1:].double().numpy())
         nodes = play_round(
-            budget, 1, 64, log_probs.exp(), lambda rows, nodes: calibration.cost(nodes + 1, nodes > 0), path
+            budget,
+            1,
+            64,
+            log_probs.exp(),
+            lambda rows, nodes: calibration.cost(nodes + 1, nodes > 0),
+            path,
         )
         if turn >= 200:
             expected.append(before[:nodes])
             accepted.append(kept[:nodes])
             sizes[sure].append(nodes)
-    expected, accepted = np.concatenate(expected), np.concatenate(accepted)
+    expected = np.concatenate(expected)
+    accepted = np.concatenate(accepted)
     tenths = (10 * expected).astype(int).clip(max=9)
     error = abs(np.bincount(tenths, expected, 10) - np.bincount(tenths, accepted, 10)).sum()
     assert error < 0.05 * len(expected)
@@ -295,8 +332,8 @@ def test_probabilities_are_calibrated_and_a_round_that_promises_more_has_more_no
 
 
 def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
-    """While nothing is drafted, or little, prompts have the room that trees leave: rows fill as fast as with a fixed
-    budget of that size."""
+    """While nothing is drafted, or little, prompts have the room that trees leave: rows fill as
+    fast as with a fixed budget of that size."""
     steps = {}
     for budget, nodes in ((2, 2), ("auto", 2), ("auto", 0)):
         engine = Engine(*tiny, EngineConfig("ddtree", budget, rows=8, positions=60), 200)
@@ -306,13 +343,15 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
         for i in range(8):
             engine.submit([2 + i] * 24, TextOptions(max_new_tokens=160, ignore_eos=True))
             engine.step() if not i else None  # the others join one that is being written
-        steps[budget, nodes] = next(step for step in range(50) if engine.step() and len(engine.scheduler.writing) == 8)
+        steps[budget, nodes] = next(
+            step for step in range(50) if engine.step() and len(engine.scheduler.writing) == 8
+        )
     assert steps["auto", 0] <= steps["auto", 2] == steps[2, 2]
 
 
 def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
-    """Where prompts enter beside many rows, a round has room for a node or two alone; plain rounds, of which nothing is
-    known yet, are soon tried."""
+    """Where prompts enter beside many rows, a round has room for a node or two alone; plain rounds,
+    of which nothing is known yet, are soon tried."""
     calibration = Calibration(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), draft=0.5)
     budget = AutoBudget(calibration, 64)
     budget.promised[1:5] = [0.1, 0.1, 0.6, 0.7]
@@ -324,16 +363,25 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch):
-    """Rows come and go while drafting stops and begins again: the drafter is given what it missed."""
+    """Rows come and go while drafting stops and begins again: the drafter is given what it
+    missed."""
     monkeypatch.setattr("infer.engine.memory.MAX_PENDING_ROUNDS", 5)
-    target, drafter = make_tiny(seed=11, block_size=6, **({"family": "dart", "layers": 1} if family == "dart" else {}))
+    target, drafter = make_tiny(
+        seed=11, block_size=6, **({"family": "dart", "layers": 1} if family == "dart" else {})
+    )
     texts = [TextOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]
-    contexts, dice = [], random.Random(2)
+    contexts = []
+    dice = random.Random(2)
     for auto in (False, True):
         engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
         if auto:
-            monkeypatch.setattr(engine.runner.budget, "choose_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
-        written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
+            monkeypatch.setattr(
+                engine.runner.budget, "choose_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9])
+            )
+        written = [
+            engine.submit(prompt, options)
+            for prompt, options in zip(prompts(4), texts, strict=True)
+        ]
         while engine.busy:
             engine.step()
             if len(written[0].ids) >= 20 and len(contexts) == auto:
@@ -350,7 +398,8 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
 
 def test_calibration_ends_where_passes_are_dear(tiny, monkeypatch):
     target, drafter = tiny
-    verify, now = target.verify, 0.0
+    verify = target.verify
+    now = 0.0
 
     def slow_verify(tree, *rest):
         nonlocal now
@@ -380,7 +429,9 @@ def test_auto_budget_measures_and_writes_the_same(tiny):
 def test_a_target_and_a_drafter_are_measured_once(make_tiny, monkeypatch):
     (target, drafter), measured = make_tiny(), []
     calibration = Calibration((1, 9), (1.0, 2.0), 1.0)
-    monkeypatch.setattr("infer.engine.budget.calibrate", lambda *asked: measured.append(asked) or calibration)
+    monkeypatch.setattr(
+        "infer.engine.budget.calibrate", lambda *asked: measured.append(asked) or calibration
+    )
     for rows in (1, 2):
         Engine(target, drafter, EngineConfig("ddtree", "auto", rows=rows), 80)
     assert len(measured) == 1
@@ -395,18 +446,23 @@ def test_blocks_of_two_have_fewer_trees_than_sizes(make_tiny, head):
     """Calibration measures no size twice."""
     target, drafter = make_tiny(block_size=2, head=HeadConfig(head))
     calibration = calibrate(target, drafter, lambda: 0.0, repeats=1)
-    assert list(calibration.positions) == sorted(set(calibration.positions)) and calibration.cost(500) == 0
+    assert (
+        list(calibration.positions) == sorted(set(calibration.positions))
+        and calibration.cost(500) == 0
+    )
 
 
 def test_drafters_without_a_network_have_a_budget_too(make_tiny):
-    target, prompt = make_tiny()[0], [5, 6, 7, 8] * 4
+    target = make_tiny()[0]
+    prompt = [5, 6, 7, 8] * 4
     plain = generate(target, None, prompt, method="plain", max_new_tokens=30).ids
     assert generate(target, Lookup(), prompt, budget="auto", max_new_tokens=30).ids == plain
 
 
 @pytest.mark.robustness
 def test_noise_that_steers_the_tree_is_worth_it(embedded):
-    """At temperature 1 a drafter that knows the noise accepts more than one that does not, and the text is the same."""
+    """At temperature 1 a drafter that knows the noise accepts more than one that does not, and the
+    text is the same."""
     from unittest.mock import patch
 
     from infer.config import DrafterConfig
@@ -426,8 +482,8 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
 
 
 def test_an_engine_that_is_given_up_frees_its_memory_at_once(make_tiny):
-    """Without the garbage collector, which comes late where objects are few and large: a cycle of references would
-    keep the caches of every call of `generate`."""
+    """Without the garbage collector, which comes late where objects are few and large: a cycle of
+    references would keep the caches of every call of `generate`."""
     target, drafter = make_tiny()
     gc.collect()
     gc.disable()

@@ -12,7 +12,9 @@ from infer.targets.lean import LeanDecoder
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="decoding on CUDA: there is no CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="decoding on CUDA: there is no CUDA device"
+    ),
 ]
 SIZES = {  # heads of 128, 32 for queries and 8 for keys, as in Qwen3-4B
     "vocab_size": 1000,
@@ -35,7 +37,11 @@ def pair():
     def make(dtype: torch.dtype, window: int | None = None):
         torch.manual_seed(0)
         kinds = ["sliding_attention" if window and i % 2 else "full_attention" for i in range(6)]
-        sliding = {"use_sliding_window": bool(window), "sliding_window": window, "layer_types": kinds}
+        sliding = {
+            "use_sliding_window": bool(window),
+            "sliding_window": window,
+            "layer_types": kinds,
+        }
         config = Qwen3Config(num_hidden_layers=6, **sliding, **SIZES)
         target = Target(Qwen3ForCausalLM(config).to("cuda", dtype))
         drafter = new_drafter(DrafterConfig(layers=2, block_size=8, mask_token_id=999), target)
@@ -51,9 +57,16 @@ def prompts() -> list[list[int]]:
 
 
 def written(target, drafter, method: str, rows: int, **options) -> list[list[int]]:
-    text = {key: options.pop(key) for key in ("temperature", "top_p", "top_k", "repetition_penalty") if key in options}
+    text = {
+        key: options.pop(key)
+        for key in ("temperature", "top_p", "top_k", "repetition_penalty")
+        if key in options
+    }
     engine = Engine(target, drafter, EngineConfig(method, 24, rows=rows, **options), 700)
-    texts = [engine.submit(prompt, TextOptions(max_new_tokens=40, seed=5, **text)) for prompt in prompts()]
+    texts = [
+        engine.submit(prompt, TextOptions(max_new_tokens=40, seed=5, **text))
+        for prompt in prompts()
+    ]
     while engine.busy:
         engine.step()
     if not text:
@@ -69,14 +82,28 @@ def test_fast_versions_equal_their_references():
 
 
 @pytest.mark.parametrize("window", [None, 32])
-@pytest.mark.parametrize("text", [{}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "text", [{}, {"temperature": 1.0, "top_p": 0.9}, {"repetition_penalty": 1.3}]
+)
 def test_all_ways_write_the_same_in_float32(pair, window, text):
     torch.backends.cuda.matmul.allow_tf32 = False
     target, drafter = pair(torch.float32, window)
-    assert isinstance(target.decoder_pass, LeanDecoder) and target.kernels.attend is not REFERENCE.attend
+    assert (
+        isinstance(target.decoder_pass, LeanDecoder)
+        and target.kernels.attend is not REFERENCE.attend
+    )
     expected = written(target, None, "plain", 1, compile=False, **text)
-    for method, rows, compile in (("plain", 4, True), ("chain", 1, True), ("ddtree", 1, False), ("ddtree", 4, True)):
-        assert written(target, drafter, method, rows, compile=compile, **text) == expected, (method, rows, compile)
+    for method, rows, compile in (
+        ("plain", 4, True),
+        ("chain", 1, True),
+        ("ddtree", 1, False),
+        ("ddtree", 4, True),
+    ):
+        assert written(target, drafter, method, rows, compile=compile, **text) == expected, (
+            method,
+            rows,
+            compile,
+        )
 
 
 def test_texts_in_bfloat16_differ_from_plain_ones_at_ties_only(pair):
@@ -85,12 +112,16 @@ def test_texts_in_bfloat16_differ_from_plain_ones_at_ties_only(pair):
     found = written(target, drafter, "ddtree", 4)
     exact = target.model.float()
     for prompt, ours, theirs in zip(prompts(), found, expected, strict=True):
-        first = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        first = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None
+        )
         assert first is None or first > 0  # the first token comes out of the same prefill
         if first is not None:
             ids = torch.tensor([prompt + ours[:first]], device=exact.device)
             logits = exact(ids).logits[0, -1]
-            assert (logits[ours[first]] - logits[theirs[first]]).abs() < 0.02 * (logits.max() - logits.mean()), first
+            assert (logits[ours[first]] - logits[theirs[first]]).abs() < 0.02 * (
+                logits.max() - logits.mean()
+            ), first
 
 
 def test_a_round_of_greedy_texts_waits_once(pair):
@@ -115,13 +146,19 @@ def test_a_training_step_lowers_the_loss(pair):
 
     target, drafter = pair(torch.bfloat16)
     drafter = drafter.float()
-    ids = torch.randint(900, (2, 256), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ids = torch.randint(
+        900, (2, 256), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
     places = torch.arange(256, device="cuda").expand_as(ids).contiguous()
     rows = {"ids": ids, "positions": places, "documents": torch.zeros_like(ids)}
     rows["loss"] = torch.ones_like(ids, dtype=torch.bool)
-    config = TrainConfig(anchors=16, drafter=DrafterConfig(layers=2, block_size=8), objective=ObjectiveConfig())
-    config.data.length, config.optim.batch = 256, 2
-    optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=1e-3), []
+    config = TrainConfig(
+        anchors=16, drafter=DrafterConfig(layers=2, block_size=8), objective=ObjectiveConfig()
+    )
+    config.data.length = 256
+    config.optim.batch = 2
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
+    losses = []
     for _ in range(8):
         blocks = draw_blocks(rows, config, 0)
         loss = block_loss(drafter, target, rows, blocks, config).loss

@@ -1,4 +1,5 @@
-"""Texts that follow a schema, an expression or a grammar: valid, and token for token constrained plain decoding's."""
+"""Texts that follow a schema, an expression or a grammar: valid, and token for token constrained
+plain decoding's."""
 
 import itertools
 import json
@@ -49,11 +50,23 @@ def valid(kind: str, text: str) -> bool:
     if kind == "json_schema":
         row = json.loads(text)
         kinds = [type(row[name]) for name in ("name", "age", "tags")]
-        return kinds == [str, int, list] and len(row) == 3 and 0 <= row["age"] <= 120 and len(row["tags"]) <= 2
-    return re.fullmatch(ASKED[kind] if kind == "regex" else r"x = [0-9]{1,3}( \+ [0-9]{1,3}){1,2}", text) is not None
+        return (
+            kinds == [str, int, list]
+            and len(row) == 3
+            and 0 <= row["age"] <= 120
+            and len(row["tags"]) <= 2
+        )
+    return (
+        re.fullmatch(
+            ASKED[kind] if kind == "regex" else r"x = [0-9]{1,3}( \+ [0-9]{1,3}){1,2}", text
+        )
+        is not None
+    )
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("json_schema", 1.0), ("regex", 0.0), ("grammar", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("json_schema", 1.0), ("regex", 0.0), ("grammar", 1.0)]
+)
 def test_trees_write_what_constrained_plain_decoding_writes(embedded, drafter, kind, temperature):
     options = {kind: ASKED[kind], "temperature": temperature, "max_new_tokens": TOKENS, "seed": 5}
     plain = generate(embedded, None, PROMPTS, method="plain", **options)
@@ -61,14 +74,19 @@ def test_trees_write_what_constrained_plain_decoding_writes(embedded, drafter, k
     for answer in plain:
         assert answer.finish_reason == "length" or valid(kind, answer.text), answer.text
     for rows, method, budget in ((1, "chain", 7), (2, "ddtree", 12)):
-        found = generate(embedded, drafter, PROMPTS, method=method, budget=budget, rows=rows, **options)
+        found = generate(
+            embedded, drafter, PROMPTS, method=method, budget=budget, rows=rows, **options
+        )
         assert [answer.ids for answer in found] == [answer.ids for answer in plain], (method, rows)
         # trees that did not follow the grammar would hardly ever draft what comes
-        assert sum(answer.stats.rounds for answer in found) < 0.8 * sum(len(answer.ids) for answer in plain)
+        assert sum(answer.stats.rounds for answer in found) < 0.8 * sum(
+            len(answer.ids) for answer in plain
+        )
 
 
 def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
-    free, bound = TextOptions(max_new_tokens=20), TextOptions(max_new_tokens=20, regex=ASKED["regex"])
+    free = TextOptions(max_new_tokens=20)
+    bound = TextOptions(max_new_tokens=20, regex=ASKED["regex"])
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, rows=2), 80)
     ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
     texts = [engine.submit(ids, options) for options in (free, bound)]
@@ -99,7 +117,8 @@ class Guided(LogitsProcessor):
     """llguidance inside transformers' generate: a matcher that is fed one token after the other."""
 
     def __init__(self, tokenizer, grammar: str, prompt: int) -> None:
-        self.matcher, self.done = llguidance.LLMatcher(from_tokenizer(tokenizer), grammar), prompt
+        self.matcher = llguidance.LLMatcher(from_tokenizer(tokenizer), grammar)
+        self.done = prompt
 
     def __call__(self, ids, scores):
         for token in ids[0, self.done :].tolist():
@@ -119,20 +138,35 @@ def test_greedy_texts_are_those_of_transformers_under_the_same_library(embedded,
     prompt = embedded.tokenizer(PROMPTS[1], return_tensors="pt")["input_ids"]
     guided = Guided(embedded.tokenizer, make(ASKED[kind]), prompt.shape[1])
     theirs = embedded.model.generate(
-        prompt, max_new_tokens=TOKENS, do_sample=False, logits_processor=LogitsProcessorList([guided])
+        prompt,
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([guided]),
     )
-    ours = generate(embedded, drafter, prompt[0].tolist(), max_new_tokens=TOKENS, budget=8, **{kind: ASKED[kind]})
+    ours = generate(
+        embedded,
+        drafter,
+        prompt[0].tolist(),
+        max_new_tokens=TOKENS,
+        budget=8,
+        **{kind: ASKED[kind]},
+    )
     assert ours.ids == theirs[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.robustness
 def test_sampled_texts_have_the_distribution_of_the_masked_target(embedded, random_qwen3):
     """Against the enumeration of all that a small grammar allows (chi-square, one seed)."""
-    own = {"vocab_size": 512, "initializer_range": 0.02, "eos_token_id": embedded.tokenizer.eos_token_id}
+    own = {
+        "vocab_size": 512,
+        "initializer_range": 0.02,
+        "eos_token_id": embedded.tokenizer.eos_token_id,
+    }
     target = Target(random_qwen3(num_hidden_layers=4, **own), embedded.tokenizer, "tiny")
     drafter = new_drafter(DrafterConfig(layers=1, block_size=6, target_layer_ids=[1]), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    prompt, count = [5, 6, 7], 800
+    prompt = [5, 6, 7]
+    count = 800
     options = DecodeOptions(regex="[ab]{1,3}", temperature=1.0, max_new_tokens=8, budget=8, rows=16)
     shares: dict[tuple[int, ...], float] = {}
 
@@ -148,9 +182,13 @@ def test_sampled_texts_have_the_distribution_of_the_masked_target(embedded, rand
 
     spread((), 1.0)
     assert math.isclose(sum(shares.values()), 1, abs_tol=1e-4) and len(shares) > 12
-    found = Counter(tuple(answer.ids) for answer in generate(target, drafter, [prompt] * count, options))
+    found = Counter(
+        tuple(answer.ids) for answer in generate(target, drafter, [prompt] * count, options)
+    )
     assert found.keys() <= shares.keys()
-    square = sum((found[ids] - count * share) ** 2 / (count * share) for ids, share in shares.items())
+    square = sum(
+        (found[ids] - count * share) ** 2 / (count * share) for ids, share in shares.items()
+    )
     freedom = len(shares) - 1
     assert square < freedom + 4 * math.sqrt(2 * freedom), (square, freedom)  # beyond p = 0.001
 
@@ -175,14 +213,22 @@ def test_the_tree_is_the_best_one_that_the_grammar_allows():
                 may = rules[path[:depth]]
                 if not may[token]:
                     return -float("inf")
-                total += float(marginals[0, depth].masked_fill(~may, -torch.inf).log_softmax(-1)[token])
+                total += float(
+                    marginals[0, depth].masked_fill(~may, -torch.inf).log_softmax(-1)[token]
+                )
             return total
 
         everything = [path for n in (1, 2, 3) for path in itertools.product(range(5), repeat=n)]
-        scores = sorted((score(path) for path in everything if score(path) > -float("inf")), reverse=True)
-        nodes = search(Proposal(torch.tensor([0]), marginals), 0, 9, Rule(allowed, []), branches=True)
+        scores = sorted(
+            (score(path) for path in everything if score(path) > -float("inf")), reverse=True
+        )
+        nodes = search(
+            Proposal(torch.tensor([0]), marginals), 0, 9, Rule(allowed, []), branches=True
+        )
         assert torch.allclose(nodes.log_probs, torch.tensor(scores[:9]), atol=1e-5), seed
-        chain = search(Proposal(torch.tensor([0]), marginals), 0, 3, Rule(allowed, []), branches=False)
+        chain = search(
+            Proposal(torch.tensor([0]), marginals), 0, 3, Rule(allowed, []), branches=False
+        )
         assert chain.parents.tolist() == list(range(len(chain.parents)))
 
 
@@ -195,7 +241,11 @@ def test_the_tree_is_the_best_one_that_the_grammar_allows():
         ({"grammar": "start: missing"}, "grammar"),
         ({"regex": "a" * (MOST_LETTERS + 1)}, f"{MOST_LETTERS} may be"),
         (
-            {"json_schema": json.dumps({"items": [{"properties": {f"{i}": {} for i in range(1001)}}]})},
+            {
+                "json_schema": json.dumps(
+                    {"items": [{"properties": {f"{i}": {} for i in range(1001)}}]}
+                )
+            },
             "1001 properties",
         ),
         ({"regex": "a", "grammar": 'start: "a"'}, "one of them"),
@@ -208,7 +258,9 @@ def test_what_cannot_be_followed_is_refused_in_a_sentence(embedded, options, sai
 
 
 def test_a_grammar_beyond_its_limits_is_refused(embedded):
-    wide = "start: " + " ".join("(" + " | ".join(f'"{i}{j}"' for j in range(40)) + ")" for i in range(200))
+    wide = "start: " + " ".join(
+        "(" + " | ".join(f'"{i}{j}"' for j in range(40)) + ")" for i in range(200)
+    )
     with pytest.raises(ValueError, match="grammar"):
         generate(embedded, None, "x", method="plain", grammar=wide * 3)
     assert LIMITS["max_grammar_size"] < 500_000
@@ -228,7 +280,8 @@ def test_a_slow_grammar_is_not_asked_for_drafts(embedded, drafter, monkeypatch):
     """It is asked once for each token that is written; the text stays the same."""
     options = {"regex": ASKED["regex"], "max_new_tokens": 20}
     plain = generate(embedded, None, PROMPTS[0], method="plain", **options)
-    asked, allowed = [], grammar.GrammarState.allowed
+    asked = []
+    allowed = grammar.GrammarState.allowed
     monkeypatch.setattr(grammar, "SLOW", -1.0)
     monkeypatch.setattr(grammar.GrammarState, "allowed", lambda *a: asked.append(1) or allowed(*a))
     found = generate(embedded, drafter, PROMPTS[0], method="ddtree", budget=8, **options)

@@ -34,12 +34,15 @@ def test_a_loop_is_a_period_that_has_come_four_times():
     texts = [[dice.randrange(2 + i % 3) for _ in range(60)] for i in range(60)]
     texts += [text[:9] + text[9 : 9 + i % 13] * 6 for i, text in enumerate(texts)]
     for longest in (1, 3, 12):
-        assert [find_loop(text, longest) for text in texts] == [looped(text, longest) for text in texts]
+        assert [find_loop(text, longest) for text in texts] == [
+            looped(text, longest) for text in texts
+        ]
 
 
 @pytest.mark.parametrize("method", ["plain", "chain", "ddtree"])
 def test_a_text_ends_in_its_loop_by_every_method(embedded, make_tiny, method):
-    """A greedy text of random weights runs into a loop; it then ends where the whole text first shows it."""
+    """A greedy text of random weights runs into a loop; it then ends where the whole text first
+    shows it."""
     target, drafter = make_tiny()
     options = DecodeOptions(method=method, budget=9, max_new_tokens=200)
     whole = generate(target, drafter, [3, 1, 4], options)

@@ -1,4 +1,5 @@
-"""Prompts that begin as earlier texts did: the same texts and drafts as without, and only the rest computed."""
+"""Prompts that begin as earlier texts did: the same texts and drafts as without, and only the rest
+computed."""
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ def drafter(target):
 @pytest.fixture(scope="module")
 def drafters(target, drafter):
     """One of every kind of memory."""
-    sliding = new_drafter(DrafterConfig(layers=2, block_size=6, window=20), target)  # forgets, unless prefixes are kept
+    sliding = new_drafter(
+        DrafterConfig(layers=2, block_size=6, window=20), target
+    )  # forgets, unless prefixes are kept
     sliding.load_state_dict(drafter.state_dict())
     drafters = {"dflash": drafter, "lookup": Lookup(6), "sliding": sliding}
     if "dart" in FAMILIES:
@@ -40,9 +43,13 @@ def drafters(target, drafter):
 
 
 def write(target, drafter, prompts, memory, rows=1, together=False):
-    """Decode prompts one after the other, or together; return the texts, and how many positions were computed."""
-    engine = Engine(target, drafter, EngineConfig("ddtree", 8, rows=rows, prefix_memory=memory), 420)
-    computed, run = [], engine.runner.prefill
+    """Decode prompts one after the other, or together; return the texts, and how many positions
+    were computed."""
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 8, rows=rows, prefix_memory=memory), 420
+    )
+    computed = []
+    run = engine.runner.prefill
     engine.runner.prefill = lambda *piece: computed.append(run(*piece)) or computed[-1]
     texts = []
     for prompt in prompts:
@@ -57,7 +64,9 @@ def write(target, drafter, prompts, memory, rows=1, together=False):
 @pytest.fixture(scope="module")
 def prompts(target):
     """A conversation of three turns; then one that leaves it, in the middle of a block."""
-    ids = target.tokenizer("import os\n\n\nclass Reader:\n    def read(self):\n        return\n" * 16)["input_ids"]
+    ids = target.tokenizer(
+        "import os\n\n\nclass Reader:\n    def read(self):\n        return\n" * 16
+    )["input_ids"]
     return [ids[:150], ids[:200], ids[:260], ids[:100] + ids[:50]]
 
 
@@ -66,10 +75,16 @@ def test_texts_and_drafts_are_the_same_and_less_is_computed(target, drafters, pr
         without, every = write(target, drafter, prompts, 0)
         found, computed = write(target, drafter, prompts, 64)
         assert [text.ids for text in found] == [text.ids for text in without], name
-        assert [text.commits for text in found] == [text.commits for text in without], name  # drafts, too
-        assert every == sum(map(len, prompts)) and [text.stats.reused for text in without] == [0] * 4
+        assert [text.commits for text in found] == [text.commits for text in without], (
+            name
+        )  # drafts, too
+        assert (
+            every == sum(map(len, prompts)) and [text.stats.reused for text in without] == [0] * 4
+        )
         reused = [0, 2 * BLOCK, 3 * BLOCK, BLOCK]  # whole blocks
-        assert [text.stats.reused for text in found] == reused and computed == every - sum(reused), name
+        assert [text.stats.reused for text in found] == reused and computed == every - sum(
+            reused
+        ), name
 
 
 def test_an_answer_is_taken_over_with_its_prompt(target, drafter, prompts):
@@ -113,4 +128,6 @@ def test_the_least_recently_used_leaves_first_and_an_end_before_its_beginning():
     assert [float(block.target[0][0, 0, 0]) for block in store.find(long)[0]] == [
         float(long[i * BLOCK]) for i in range(6)
     ]
-    assert store.find(long[: 2 * BLOCK])[0] == store.find(long)[0][:1]  # the token behind a block belongs to it
+    assert (
+        store.find(long[: 2 * BLOCK])[0] == store.find(long)[0][:1]
+    )  # the token behind a block belongs to it

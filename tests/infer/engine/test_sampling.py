@@ -1,4 +1,5 @@
-"""Filters and noise: what they are, whatever the way of computing them, and what memory they take."""
+"""Filters and noise: what they are, whatever the way of computing them, and what memory they
+take."""
 
 import math
 from pathlib import Path
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
 
 
 def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """The filter by its definition: tokens whose likelier ones together have less than p, and their equals."""
+    """The filter by its definition: tokens whose likelier ones together have less than p, and their
+    equals."""
     order = logits.sort(dim=-1, descending=True).values
     shares = order.double().softmax(-1)
     kept = (shares.cumsum(-1) - shares < p).sum(-1, keepdim=True).clamp(min=1)
@@ -32,16 +34,21 @@ def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.995])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16: hundreds of equal logits
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16]
+)  # bfloat16: hundreds of equal logits
 def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(spread, p, dtype):
     """Flat distributions need many tokens, peaked ones a few."""
     logits = spread * torch.randn(2, 3, 9000, generator=torch.Generator().manual_seed(0))
     logits[1] *= 3
     logits = logits.to(dtype)
     rows = Sampling.of([TextOptions(temperature=1.0, top_p=p)] * 2, 9000, CPU)
-    ours, expected = adjust(logits, rows), sorted_top_p(logits.float(), p)
+    ours = adjust(logits, rows)
+    expected = sorted_top_p(logits.float(), p)
     differ = ours.isinf() != expected.isinf()
-    assert differ.sum(-1).max() <= (1 if dtype == torch.float32 and spread < 1 else 0)  # rounding at the edge of 0.995
+    assert differ.sum(-1).max() <= (
+        1 if dtype == torch.float32 and spread < 1 else 0
+    )  # rounding at the edge of 0.995
     assert torch.equal(ours.isinf(), adjust(logits[..., torch.arange(9000)], rows).isinf())
     for b in range(2):
         for q in range(3):
@@ -52,7 +59,8 @@ def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(spread, p, dtype):
 def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
     """Rows of every kind beside each other, in parts of one node and in one part."""
     generator = torch.Generator().manual_seed(1)
-    logits, depths = 3 * torch.randn(5, 7, 60, generator=generator), torch.randint(4, (5, 7), generator=generator)
+    logits = 3 * torch.randn(5, 7, 60, generator=generator)
+    depths = torch.randint(4, (5, 7), generator=generator)
     seen = torch.rand(5, 7, 60, generator=generator) < 0.3
     rows = [
         TextOptions(),
@@ -61,7 +69,8 @@ def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
         TextOptions(temperature=1.3, top_k=4, repetition_penalty=1.2, seed=2),
         TextOptions(temperature=1.0, min_p=0.1, seed=3),
     ]
-    drawn, rows = [row.temperature > 0 for row in rows], Sampling.of(rows, 60, CPU)
+    drawn = [row.temperature > 0 for row in rows]
+    rows = Sampling.of(rows, 60, CPU)
     noise = round_noise(rows, torch.arange(5), 4, 60)
     assert noise.any(-1).all(-1).tolist() == drawn
     scores = adjust(logits, rows, seen)
@@ -75,9 +84,12 @@ def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
 
 
 def test_noise_is_the_same_in_parts(monkeypatch):
-    seeds, positions = torch.tensor([1, -2]), torch.arange(80).view(2, 40)
+    seeds = torch.tensor([1, -2])
+    positions = torch.arange(80).view(2, 40)
     whole = gumbel_noise(seeds, positions, 33)
-    rows = Sampling.of([TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)], 33, CPU)
+    rows = Sampling.of(
+        [TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)], 33, CPU
+    )
     noise = whole.view(2, 40, 33)
     marginals = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     judged = condition_on_noise(marginals, rows, noise, None)
@@ -126,7 +138,10 @@ for option in {}, nucleus, nucleus | {"top_k": 50, "min_p": 0.01}:
 
 
 @pytest.mark.robustness
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="reads the peak of resident memory from /proc",
+)
 def test_a_sampled_rounds_memory_is_little_more_than_a_greedy_ones(start_command, tmp_path):
     """One row, 64 nodes, 151,936 tokens: what a round adds to the process at its peak, in MiB."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -156,7 +171,10 @@ def test_a_processor_in_place_changes_what_is_chosen_and_no_log_probability(make
             return super().__call__(ids, scores.clone())
 
     options = {"method": method, "budget": 7, "max_new_tokens": 20, "logprobs": 2}
-    ours, theirs = (generate(target, drafter, [4, 5, 6], processors=[kind()], **options) for kind in (InPlace, Copying))
+    ours, theirs = (
+        generate(target, drafter, [4, 5, 6], processors=[kind()], **options)
+        for kind in (InPlace, Copying)
+    )
     assert ours.ids == theirs.ids and ours.logprobs == theirs.logprobs
 
 
@@ -169,7 +187,9 @@ def test_processors_see_no_prefix_behind_the_end(make_tiny, scripted_drafter, te
     for end in range(1, 96, 8):
         target.model.generation_config.eos_token_id = None
         prompt = [4, 5, end]
-        free = generate(target, None, prompt, method="plain", processors=[InPlace()], **settings).ids
+        free = generate(
+            target, None, prompt, method="plain", processors=[InPlace()], **settings
+        ).ids
         target.model.generation_config.eos_token_id = [free[end % 20]]
         drafter = scripted_drafter([prompt + free], 8, 97, skill=0.95)
         watch = InPlace()

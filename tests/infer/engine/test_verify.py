@@ -35,7 +35,9 @@ def test_walk_equals_a_plain_walk():
             marginals = torch.randn(3, 6, 4, generator=generator).log_softmax(-1)
             tree = ddtree(Proposal(torch.randint(4, (3,), generator=generator), marginals, budget))
             chosen = torch.randint(4, tree.tokens.shape, generator=generator)
-            likely = torch.rand(tree.tokens.shape, generator=generator) < 0.7  # often the first child's token
+            likely = (
+                torch.rand(tree.tokens.shape, generator=generator) < 0.7
+            )  # often the first child's token
             for row in range(3):
                 for node in range(tree.budget, 0, -1):
                     if likely[row, node]:
@@ -45,19 +47,24 @@ def test_walk_equals_a_plain_walk():
                 path, bonus = slow_walk(tree, chosen, row)
                 assert accepted.lengths[row] == len(path)
                 assert accepted.path[row, : len(path)].tolist() == path
-                assert accepted.path[row, len(path) :].tolist() == path[-1:] * (min(6, budget) + 1 - len(path))
+                assert accepted.path[row, len(path) :].tolist() == path[-1:] * (
+                    min(6, budget) + 1 - len(path)
+                )
                 assert accepted.bonus[row] == bonus
                 seen.add(len(path))
     assert seen == {1, 2, 3, 4, 5, 6, 7}
 
 
 def test_noise_is_a_function_of_seed_position_and_token_alone():
-    seeds, positions = torch.tensor([1, 2, -5]), torch.tensor([[4, 9], [9, 4], [0, 10**9]])
+    seeds = torch.tensor([1, 2, -5])
+    positions = torch.tensor([[4, 9], [9, 4], [0, 10**9]])
     noise = gumbel_noise(seeds, positions, 50)
     assert torch.isfinite(noise).all()
     for row in range(3):
         for column in range(2):
-            alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1, column : column + 1], 50)
+            alone = gumbel_noise(
+                seeds[row : row + 1], positions[row : row + 1, column : column + 1], 50
+            )
             assert torch.equal(alone[0, 0], noise[row, column])
     assert torch.equal(gumbel_noise(seeds, positions, 20), noise[..., :20])
     assert torch.equal(gumbel_noise(torch.tensor([1]), torch.tensor([[4]]), 50)[0, 0], noise[0, 0])
@@ -71,7 +78,11 @@ def test_noise_is_gumbel_and_uncorrelated():
     assert abs(noise.mean().item() - 0.5772157) < 5 * 1.2825 / count**0.5
     assert abs(noise.var().item() - 1.6449341) < 5 * 3.5 / count**0.5
     centred = (noise - noise.mean()) / noise.std()
-    for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]), (centred[..., 1:], centred[..., :-1])):
+    for a, b in (
+        (centred[1:], centred[:-1]),
+        (centred[:, 1:], centred[:, :-1]),
+        (centred[..., 1:], centred[..., :-1]),
+    ):
         assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5
 
 

@@ -1,5 +1,5 @@
-"""Weights that are changed under a target: an adapter is merged, a state dict loaded. What is written next is what a
-target of the new weights writes."""
+"""Weights that are changed under a target: an adapter is merged, a state dict loaded. What is
+written next is what a target of the new weights writes."""
 
 import json
 import urllib.request
@@ -18,18 +18,25 @@ TOKENS = 24
 
 
 def merge_adapter(model: torch.nn.Module) -> None:
-    """Add a product of low rank to some projections as peft merges one, by way of `.data`: versions stay."""
+    """Add a product of low rank to some projections as peft merges one, by way of `.data`: versions
+    stay."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         weight = layer.self_attn.v_proj.weight
-        low, high = (torch.randn(*shape, generator=generator) for shape in ((len(weight), 2), (2, weight.shape[1])))
+        low, high = (
+            torch.randn(*shape, generator=generator)
+            for shape in ((len(weight), 2), (2, weight.shape[1]))
+        )
         weight.data += 0.3 * low @ high
 
 
 def load_state(model: torch.nn.Module) -> None:
     """Load other weights."""
     generator = torch.Generator().manual_seed(2)
-    noise = {name: x + 0.1 * torch.randn(x.shape, generator=generator) for name, x in model.state_dict().items()}
+    noise = {
+        name: x + 0.1 * torch.randn(x.shape, generator=generator)
+        for name, x in model.state_dict().items()
+    }
     model.load_state_dict(noise)
 
 
@@ -43,7 +50,9 @@ def replace_weights(model: torch.nn.Module) -> None:
 
 def fresh_text(target: Target) -> list[int]:
     """Return what a target that was just made of the same weights writes."""
-    return generate(Target(deepcopy(target.model)), None, PROMPT, method="plain", max_new_tokens=TOKENS).ids
+    return generate(
+        Target(deepcopy(target.model)), None, PROMPT, method="plain", max_new_tokens=TOKENS
+    ).ids
 
 
 def by_generate(target, drafter):
@@ -63,9 +72,12 @@ def by_engine(target, drafter):
 
 
 def by_transformers(target, drafter):
-    loop, ids = speculative(target, drafter, budget=6), torch.tensor([PROMPT])
+    loop = speculative(target, drafter, budget=6)
+    ids = torch.tensor([PROMPT])
     options = {"max_new_tokens": TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    return lambda: target.model.generate(ids, custom_generate=loop, **options)[0, len(PROMPT) :].tolist()
+    return lambda: target.model.generate(ids, custom_generate=loop, **options)[
+        0, len(PROMPT) :
+    ].tolist()
 
 
 ROUTES = [(by_generate, replace_weights), (by_engine, merge_adapter), (by_engine, replace_weights)]
@@ -91,7 +103,9 @@ def test_a_server_answers_with_the_new_weights(shallow_target, running):
         def ask() -> list[int]:
             asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
             body = json.dumps(asked | {"return_token_ids": True}).encode()
-            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+            )
             return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["token_ids"]
 
         before = ask()
@@ -112,7 +126,13 @@ def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny, change):
     change(target.model)
     while engine.busy:
         engine.step()
-    rest = generate(Target(target.model), None, PROMPT + text.ids[:written], method="plain", max_new_tokens=TOKENS)
+    rest = generate(
+        Target(target.model),
+        None,
+        PROMPT + text.ids[:written],
+        method="plain",
+        max_new_tokens=TOKENS,
+    )
     assert text.ids[written:] == rest.ids[: TOKENS - written] and len(text.logprobs) == TOKENS
 
 

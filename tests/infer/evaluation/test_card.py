@@ -1,4 +1,5 @@
-"""The card of an exported drafter: what the hub reads, the measured numbers and no others, nothing private."""
+"""The card of an exported drafter: what the hub reads, the measured numbers and no others, nothing
+private."""
 
 import json
 import re
@@ -26,7 +27,8 @@ SECRET = "/home/secret/place"
 
 @pytest.fixture(scope="module")
 def checkpoint(make_tiny, tmp_path_factory):
-    """A run's best checkpoint, as training leaves it, in folders and under names that are nobody's business."""
+    """A run's best checkpoint, as training leaves it, in folders and under names that are nobody's
+    business."""
     target, drafter = make_tiny(block_size=4)
     target.name = f"{SECRET}/Qwen3-4B"
     run = tmp_path_factory.mktemp("secret-run")
@@ -40,8 +42,10 @@ def checkpoint(make_tiny, tmp_path_factory):
     result = replace(result, step=7, checkpoint=str(step), drafter="secret-run")
     write_result(step / "evaluation" / "evaluation.json", result)
     config = TrainConfig(name="secret-run", runs_dir=SECRET, features=f"{SECRET}/features")
-    config.target.path, config.target.chat_template_kwargs = f"{SECRET}/Qwen3-4B", {"enable_thinking": False}
-    config.data.source, config.data.path = "jsonl", f"{SECRET}/secret.jsonl"
+    config.target.path = f"{SECRET}/Qwen3-4B"
+    config.target.chat_template_kwargs = {"enable_thinking": False}
+    config.data.source = "jsonl"
+    config.data.path = f"{SECRET}/secret.jsonl"
     config.evaluation.continuity = f"{SECRET}/secret.ngrams"
     config.drafter.init = f"{SECRET}/drafter"
     (run / "config.json").write_text(json.dumps(asdict(config)))
@@ -55,7 +59,9 @@ def exported(checkpoint, folder):
 
 
 def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoint, tmp_path):
-    path = write_card(checkpoint, exported(checkpoint, tmp_path / "new"), "Apache-2.0", "Qwen/Qwen3-4B")
+    path = write_card(
+        checkpoint, exported(checkpoint, tmp_path / "new"), "Apache-2.0", "Qwen/Qwen3-4B"
+    )
     assert path == tmp_path / "new" / "README.md"
     assert ElementTree.parse(path.parent / PICTURE).getroot().tag.endswith("svg")
     card = ModelCard.load(path)
@@ -68,7 +74,9 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
     }
     evaluation = json.loads((checkpoint / "evaluation" / "evaluation.json").read_text())
     table = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in card.text.split("\n") if line.endswith("yes |")
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in card.text.split("\n")
+        if line.endswith("yes |")
     ]
     assert table == [
         [
@@ -79,19 +87,27 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
             "yes",
         ]
         for name, m in zip(
-            ("plain", "transformers", "chain", "DDTree 4", "DDTree 9"), evaluation["methods"][:-1], strict=True
+            ("plain", "transformers", "chain", "DDTree 4", "DDTree 9"),
+            evaluation["methods"][:-1],
+            strict=True,
         )
     ]
     assert evaluation["methods"][-1]["name"] == "n-grams alone"  # an exported folder has none
     assert f"({PICTURE})" in card.text
     assert "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
-    assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
+    assert (
+        "2 layers, block size 4, fed by the target's layers 1, 3" in card.text
+        and "step 7." in card.text
+    )
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
     assert "| steps taken | 7 |" in card.text and "optim.steps" not in card.text
     assert "| target.chat_template_kwargs | {'enable_thinking': False} |" in card.text
     served = re.search(r"vllm serve Qwen/Qwen3-4B --speculative-config '(.*)'", card.text)
     assert json.loads(served[1])["num_speculative_tokens"] == 3
-    assert "--speculative-algorithm DFLASH" in card.text and "--speculative-num-draft-tokens 4" in card.text
+    assert (
+        "--speculative-algorithm DFLASH" in card.text
+        and "--speculative-num-draft-tokens 4" in card.text
+    )
     assert "./launch.sh serve target.path=Qwen/Qwen3-4B" in card.text
 
 
@@ -124,10 +140,14 @@ def test_a_licence_is_what_the_publisher_says(checkpoint, tmp_path):
 def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
     """A drafter folder alone: no evaluation, no run."""
     alone = exported(checkpoint, tmp_path / "alone")
-    text = write_card(alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B").read_text()
+    text = write_card(
+        alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B"
+    ).read_text()
     assert "Nothing was measured with this checkpoint." in text
     assert "How it was trained is not recorded" in text
-    assert not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".svg" not in text
+    assert (
+        not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".svg" not in text
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no drafter"):
         write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")
@@ -143,12 +163,15 @@ def test_only_engines_that_would_load_it_are_named(checkpoint, tmp_path):
 
 
 def test_an_export_has_a_card(embedded, tmp_path, monkeypatch):
-    """`./launch.sh export`, with the licence and the name that the publisher gives to the target."""
+    """`./launch.sh export`, with the licence and the name that the publisher gives to the
+    target."""
     monkeypatch.setattr("infer.formats.export.load_config", lambda name: embedded.model.config)
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
-    command = ExportCommand(str(tmp_path), out=str(tmp_path / "out"), license="mit", base_model="someone/target")
+    command = ExportCommand(
+        str(tmp_path), out=str(tmp_path / "out"), license="mit", base_model="someone/target"
+    )
     command.check()
     run_export(command)
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -156,24 +179,34 @@ def test_an_export_has_a_card(embedded, tmp_path, monkeypatch):
     command = ExportCommand(str(tmp_path), "speculators", out=str(tmp_path / "other"))
     run_export(command)
     card = ModelCard.load(tmp_path / "other" / "README.md")
-    assert card.data.base_model is None and "vllm serve path/to/target" in card.text and "sglang" not in card.text
+    assert (
+        card.data.base_model is None
+        and "vllm serve path/to/target" in card.text
+        and "sglang" not in card.text
+    )
 
 
 def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
     run = checkpoint.resolve().parent.parent / "config.json"
     before = run.read_text()
     config = json.loads(before)
-    parts = [{"path": "someone/chats", "split": "train", "weight": 2.0}, {"path": "mine.jsonl", "weight": 1.0}]
+    parts = [
+        {"path": "someone/chats", "split": "train", "weight": 2.0},
+        {"path": "mine.jsonl", "weight": 1.0},
+    ]
     config["data"] |= {"source": "mixture", "parts": parts}
     config["drafter"]["init"] = "someone/first"
     try:
         run.write_text(json.dumps(config))
-        card = ModelCard.load(write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B"))
+        card = ModelCard.load(
+            write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B")
+        )
     finally:
         run.write_text(before)
     assert card.data.datasets == ["someone/chats"]
     assert (
-        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from someone/first." in card.text
+        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from someone/first."
+        in card.text
     )
 
 
@@ -181,5 +214,7 @@ def test_dart_is_served_by_those_who_read_it(make_tiny, tmp_path):
     _, drafter = make_tiny(family="dart")
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     card = ModelCard.load(write_card(tmp_path, tmp_path, None, "Qwen/Qwen3-4B"))
-    assert "vllm" not in card.text and "sglang" not in card.text and "./launch.sh serve" in card.text
+    assert (
+        "vllm" not in card.text and "sglang" not in card.text and "./launch.sh serve" in card.text
+    )
     assert "dart" in card.data.tags

@@ -23,11 +23,14 @@ OPTIONS = [
 def test_any_other_token_is_a_defect(make_tiny, options):
     target, drafter = make_tiny()
     dice = random.Random(0)
-    texts = decode(target, drafter, PROMPTS, DecodeOptions(20, method="ddtree", budget=8, **options))
+    texts = decode(
+        target, drafter, PROMPTS, DecodeOptions(20, method="ddtree", budget=8, **options)
+    )
     plain = decode(target, None, PROMPTS, DecodeOptions(20, method="plain", **options))
     for text, right in zip(texts, plain, strict=True):
         assert find_difference(target, text.prompt, text.ids, right.ids, text.options) is None
-        place, other = dice.randrange(len(text.ids)), list(text.ids)
+        place = dice.randrange(len(text.ids))
+        other = list(text.ids)
         other[place] = (other[place] + 1 + dice.randrange(95)) % 97
         assert find_difference(target, text.prompt, other, right.ids, text.options) == "defect"
 
@@ -40,7 +43,8 @@ def test_a_text_that_ends_elsewhere_is_a_defect(make_tiny):
 
 
 def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tiny):
-    """A copy of the chosen token's row in the head makes another token just as good; a little smaller, it is worse."""
+    """A copy of the chosen token's row in the head makes another token just as good; a little
+    smaller, it is worse."""
     target, _ = make_tiny(seed=1)
     (text,) = decode(target, None, [[5, 6]], DecodeOptions(1, method="plain"))
     twin = 90
@@ -49,19 +53,26 @@ def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tin
         target.head_weight[twin] = target.head_weight[text.ids[0]]
     assert find_difference(target, [5, 6], [twin], text.ids, text.options) == "tie"
     # the noise of the two is not the same: one of them is likelier to be drawn
-    assert find_difference(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8)) == "defect"
+    assert (
+        find_difference(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8))
+        == "defect"
+    )
     with torch.no_grad():
         target.head_weight[twin] *= 0.999
     assert find_difference(target, [5, 6], [twin], text.ids, text.options) == "defect"
 
 
 def test_a_token_at_the_edge_of_top_p_is_a_tie():
-    """Between probabilities of 0.6 and 0.4, top-p 0.6 lets the second one in only by how the first is rounded."""
+    """Between probabilities of 0.6 and 0.4, top-p 0.6 lets the second one in only by how the first
+    is rounded."""
     from infer.evaluation.lossless import TargetChoice
 
     logits = torch.tensor([0.6, 0.4]).log()[None, None]
     for top_p, possible in ((0.6, True), (0.59, False)):
-        choices = (TargetChoice(logits, 0, [], TextOptions(temperature=1.0, seed=seed)) for seed in range(99))
+        choices = (
+            TargetChoice(logits, 0, [], TextOptions(temperature=1.0, seed=seed))
+            for seed in range(99)
+        )
         seed = next(seed for seed, choice in enumerate(choices) if choice.token() == 1)
         chosen = TargetChoice(logits, 0, [], TextOptions(temperature=1.0, top_p=top_p, seed=seed))
         assert chosen.possible(0, 1e-4)
@@ -74,5 +85,8 @@ def test_differences_in_bfloat16_are_ties(make_tiny):
     prompts = [[i, 2 * i % 97, 3 * i % 97] for i in range(1, 33)]
     plain = decode(target, None, prompts, DecodeOptions(16, method="plain", rows=32))
     trees = decode(target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, rows=32))
-    found = [find_difference(target, a.prompt, a.ids, b.ids, a.options) for a, b in zip(trees, plain, strict=True)]
+    found = [
+        find_difference(target, a.prompt, a.ids, b.ids, a.options)
+        for a, b in zip(trees, plain, strict=True)
+    ]
     assert set(filter(None, found)) == {"tie"}

@@ -1,4 +1,5 @@
-"""Replays of greedy texts are what decoding does, round by round; what is counted in them adds up."""
+"""Replays of greedy texts are what decoding does, round by round; what is counted in them adds
+up."""
 
 from types import SimpleNamespace
 
@@ -27,7 +28,13 @@ TINY = {
 
 
 def decoded(target, drafter, prompts, order: Order, tokens: int) -> list:
-    asked = {"method": order.method, "budget": order.nodes, "continuity": "none", "rows": 1, "positions": None}
+    asked = {
+        "method": order.method,
+        "budget": order.nodes,
+        "continuity": "none",
+        "rows": 1,
+        "positions": None,
+    }
     return decode(target, drafter, prompts, DecodeOptions(max_new_tokens=tokens, **asked))
 
 
@@ -38,18 +45,29 @@ def test_any_drafter_is_replayed_as_it_decodes(make_tiny, name):
     prompts = [[7, 8, 9, 10], list(range(20, 41)), [3]]
     real = {order: decoded(target, drafter, prompts, order, 16) for order in orders}
     texts = [(text.prompt, text.ids) for text in real[orders[0]]]
-    found = replay(target, drafter, texts, orders, [features_of(target, drafter.layer_ids, text) for text in texts])
+    found = replay(
+        target,
+        drafter,
+        texts,
+        orders,
+        [features_of(target, drafter.layer_ids, text) for text in texts],
+    )
     for order in orders:
-        assert [text.commits[order] for text in found] == [text.commits for text in real[order]], order
+        assert [text.commits[order] for text in found] == [text.commits for text in real[order]], (
+            order
+        )
     assert max(map(max, (text.commits[orders[2]] for text in found))) > 1
 
 
 @pytest.mark.robustness
 def test_what_is_counted_is_what_decoding_accepted(embedded):
-    """Chains decoded for real say how often first choices are right; no order accepts more than the best one."""
+    """Chains decoded for real say how often first choices are right; no order accepts more than the
+    best one."""
     drafter = load_drafter("embedded")
     prompts = [prompt.ids for prompt in outside_prompts(embedded.tokenizer, 48, False)[:5]]
-    chain, tree, best = Order("chain", 7), Order("ddtree", 16), Order("ddtree", 16, "ideal")
+    chain = Order("chain", 7)
+    tree = Order("ddtree", 16)
+    best = Order("ddtree", 16, "ideal")
     real = decoded(embedded, drafter, prompts, chain, 32)
     texts = [(text.prompt, text.ids) for text in real]
     by_chain = replay(embedded, drafter, texts, [chain], reference=chain)
@@ -59,13 +77,19 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
         asked, right, *behind = found.choices[own]
         known = count_accepted(text.commits, 10**6, 7)  # of all rounds
         assert asked[0] == known.rounds and not np.any(behind)
-        assert (np.array(known.accepted) <= right).all() and (right - known.accepted).sum() <= 1  # cut at the end
+        assert (np.array(known.accepted) <= right).all() and (
+            right - known.accepted
+        ).sum() <= 1  # cut at the end
     found = replay(embedded, drafter, texts, [tree, best], reference=tree)
     own_rounds = [text.commits for text in decoded(embedded, drafter, prompts, tree, 32)]
     assert [text.commits[tree] for text in found] == own_rounds
     study = study_of(found)
     gained = {one.by: one.tau for one in study.orders}
-    assert gained["ideal"] > gained["drafter"] > acceptance_length(counted(text.commits[chain] for text in by_chain))[0]
+    assert (
+        gained["ideal"]
+        > gained["drafter"]
+        > acceptance_length(counted(text.commits[chain] for text in by_chain))[0]
+    )
     spine, behind = [one for one in study.choices if one.by == own]
     assert spine.asked[0] + behind.asked[0] == sum(len(rounds) - 1 for rounds in own_rounds)
     assert not behind.asked[0]
@@ -73,9 +97,14 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
 
 
 def test_places_behind_an_accepted_sibling():
-    """The second token was not the first choice, and was accepted: what follows it is behind a sibling."""
-    scores = one_hot(torch.tensor([[1, 8, 3, 4]]), 9)  # (1, 4, 9): the first choice of every position
-    drafts = Drafts(torch.zeros(1).long(), DraftedBlock(scores), torch.tensor([[1, 2, 3, -1, -1]]), None)
+    """The second token was not the first choice, and was accepted: what follows it is behind a
+    sibling."""
+    scores = one_hot(
+        torch.tensor([[1, 8, 3, 4]]), 9
+    )  # (1, 4, 9): the first choice of every position
+    drafts = Drafts(
+        torch.zeros(1).long(), DraftedBlock(scores), torch.tensor([[1, 2, 3, -1, -1]]), None
+    )
     drafter = SimpleNamespace(head_row=None, vocabulary=ALL)
     ((by, places),) = first_choices(None, drafter, drafts, torch.tensor([3]))
     assert by == "marginals"

@@ -1,4 +1,5 @@
-"""Evaluation and its report: numbers that add up, pictures that are pictures, a page that needs no network."""
+"""Evaluation and its report: numbers that add up, pictures that are pictures, a page that needs no
+network."""
 
 import json
 import re
@@ -43,7 +44,12 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
             histogram=[321] if name == "plain" else [100, 100, 121, 0, 0, 0, 0, 0],
             identical=identical or name != "ddtree",
         )
-        for name, budget, tau in (("plain", 0, 1.0), ("chain", 7, 1.8), ("ddtree", 16, 2.2), ("ddtree", 64, 2.7))
+        for name, budget, tau in (
+            ("plain", 0, 1.0),
+            ("chain", 7, 1.8),
+            ("ddtree", 16, 2.2),
+            ("ddtree", 64, 2.7),
+        )
     ]
     return Evaluation(
         step=step,
@@ -65,7 +71,13 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
             )
         ],
         example=ExampleRound(
-            "def f", [RoundNode("(", 0, 1.0, True), RoundNode("<x", 0, 0.6, False), RoundNode("a", 0, 0.3, True)], "&"
+            "def f",
+            [
+                RoundNode("(", 0, 1.0, True),
+                RoundNode("<x", 0, 0.6, False),
+                RoundNode("a", 0, 0.3, True),
+            ],
+            "&",
         ),
     )
 
@@ -73,7 +85,9 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open, self.sources, self.tags = [], [], set()
+        self.open = []
+        self.sources = []
+        self.tags = set()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -91,20 +105,38 @@ class Page(HTMLParser):
 
 def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
     run = RunFacts(
-        "./launch.sh drafter=dart", {"optim": {"lr": 0.004}}, "stdlib", [(i, 9 / i) for i in range(1, 400)], 251
+        "./launch.sh drafter=dart",
+        {"optim": {"lr": 0.004}},
+        "stdlib",
+        [(i, 9 / i) for i in range(1, 400)],
+        251,
     )
-    page = write_report(tmp_path, [made_up(300), made_up(100), made_up(200)], ["An <odd> note."], run)
+    page = write_report(
+        tmp_path, [made_up(300), made_up(100), made_up(200)], ["An <odd> note."], run
+    )
     text = page.read_text()
     parsed = Page(text)
     assert parsed.open == []
     assert parsed.sources == [] and not parsed.tags & {"script", "img", "iframe", "link"}
-    assert text.count("<svg") - text.count('aria-hidden="true"') == text.count('role="img" aria-label="') + text.count(
-        'role="img" class="tree"'
-    )
+    assert text.count("<svg") - text.count('aria-hidden="true"') == text.count(
+        'role="img" aria-label="'
+    ) + text.count('role="img" class="tree"')
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    for said in ("drafter=dart", "optim.lr", "0.004", "stdlib", ">4 min<", "CPU, 2 threads", "An &lt;odd&gt; note."):
+    for said in (
+        "drafter=dart",
+        "optim.lr",
+        "0.004",
+        "stdlib",
+        ">4 min<",
+        "CPU, 2 threads",
+        "An &lt;odd&gt; note.",
+    ):
         assert said in text
-    for title in ("τ during training", "Loss during training", "speed, plain decoding = 1, by node budget"):
+    for title in (
+        "τ during training",
+        "Loss during training",
+        "speed, plain decoding = 1, by node budget",
+    ):
         assert f"<figcaption>{title}" in text
     assert "http" not in text
     assert "&lt;script&gt;alert(1)" in text
@@ -113,21 +145,30 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
 
 
 def test_no_difference_is_in_colour_alone(tmp_path):
-    """Kinds of tokens have signs, underlines and strokes of their own, and so have the lines of the charts."""
+    """Kinds of tokens have signs, underlines and strokes of their own, and so have the lines of the
+    charts."""
     text = write_report(tmp_path, [made_up(1), made_up(2)]).read_text()
-    assert '<del class="rejected">&lt;c&gt;</del>' in text and '<span class="corrected">&amp;</span>' in text
+    assert (
+        '<del class="rejected">&lt;c&gt;</del>' in text
+        and '<span class="corrected">&amp;</span>' in text
+    )
     for kind, style in (("accepted", "underline"), ("corrected", "italic"), ("bonus", "700")):
         assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", PAGE), kind
     for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
         assert f'class="{kind} token">{sign}</text>' in text
     assert "A draft tree of 2 tokens behind &#39;(&#39;: accepted &#39;a&#39;; rejected 1" in text
     # a label is beside its line, which comes from the other side
-    assert re.findall(r'<text x="(\d+)"( text-anchor="end")? y="\d+" class="share">(\S+)<', text) == [
+    assert re.findall(
+        r'<text x="(\d+)"( text-anchor="end")? y="\d+" class="share">(\S+)<', text
+    ) == [
         ("37", ' text-anchor="end"', "60%"),
         ("119", "", "30%"),
     ]
     chart = re.search(r"<figure>.*?</figure>", text, re.DOTALL)[0]
-    dashes = [re.search('stroke-dasharray="([^"]*)"', line) for line in re.findall("<polyline[^>]*>", chart)]
+    dashes = [
+        re.search('stroke-dasharray="([^"]*)"', line)
+        for line in re.findall("<polyline[^>]*>", chart)
+    ]
     assert len({dash and dash[1] for dash in dashes}) == len(dashes) == 3
 
 
@@ -162,7 +203,10 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
     "known, title",
     [
         ({}, "A drafter for embedded, step 300"),
-        ({"drafter": "mine", "date": "2026-11-28"}, "Drafter mine for embedded, step 300, 2026-11-28"),
+        (
+            {"drafter": "mine", "date": "2026-11-28"},
+            "Drafter mine for embedded, step 300, 2026-11-28",
+        ),
         ({"drafter": "runs/mine", "step": None}, "Drafter runs/mine for embedded"),
     ],
 )
@@ -191,14 +235,27 @@ def test_evaluation_adds_up(shallow_target, temperature):
 
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    ids = [shallow_target.tokenizer(text)["input_ids"] for text in ("The path of ", "class Reader:\n    ")]
-    prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]
-    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, sampled=0.7)
+    ids = [
+        shallow_target.tokenizer(text)["input_ids"]
+        for text in ("The path of ", "class Reader:\n    ")
+    ]
+    prompts = [
+        Prompt(ids[0], "heads"),
+        Prompt(ids[1], "bodies"),
+        Prompt(ids[1], "prose", "outside"),
+    ]
+    config = EvaluationConfig(
+        max_new_tokens=9, budgets=[2, 30], temperature=temperature, sampled=0.7
+    )
     calls = []
-    result = evaluate(shallow_target, drafter, prompts, config, lambda done, total: calls.append((done, total)))
+    result = evaluate(
+        shallow_target, drafter, prompts, config, lambda done, total: calls.append((done, total))
+    )
     total = 3 if temperature else 4
     assert calls == [(done, total) for done in range(1, total + 1)]
-    assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][: 1 if temperature else 2]
+    assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][
+        : 1 if temperature else 2
+    ]
     assert result.same_output
     assert [(method.name, method.budget) for method in result.methods] == [
         ("plain", 0),
@@ -226,15 +283,20 @@ def test_evaluation_adds_up(shallow_target, temperature):
     assert any(kind == "rejected" for _, kind in sample.pieces)
     nodes = result.example.nodes
     assert nodes[0].parent == 0 and nodes[0].accepted and 1 < len(nodes) <= 9
-    assert all(node.parent < i and 0 < node.probability <= 1.0001 for i, node in enumerate(nodes[1:], 1))
+    assert all(
+        node.parent < i and 0 < node.probability <= 1.0001 for i, node in enumerate(nodes[1:], 1)
+    )
     assert all(nodes[node.parent].accepted for node in nodes if node.accepted)
-    children = [[node.parent for node in nodes[1:] if node.accepted].count(i) for i in range(len(nodes))]
+    children = [
+        [node.parent for node in nodes[1:] if node.accepted].count(i) for i in range(len(nodes))
+    ]
     assert max(children) <= 1 and "redacted" not in json.dumps(to_json(result))
     assert sum(sample.accepted) == 9
 
 
 def test_an_evaluation_is_read_as_it_was_written(tmp_path):
-    """Absent columns are left out, unknown ones ignored, and a file of something else is refused by name."""
+    """Absent columns are left out, unknown ones ignored, and a file of something else is refused by
+    name."""
     for evaluation in (made_up(3), replace(made_up(0), step=None)):
         write_result(tmp_path / "evaluation.json", evaluation)
         assert read_result(tmp_path / "evaluation.json", Evaluation) == evaluation
@@ -250,17 +312,56 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
 
 def test_an_evaluation_of_an_earlier_commit_is_read(tmp_path):
     """The keys of evaluation.json as commit 8ca1fa3 wrote them; ad9898d's more."""
-    method = {"name": "plain", "budget": 0, "tau": 1.0, "tau_prompt_mean": 1.0, "rounds": 3, "tokens": 4}
+    method = {
+        "name": "plain",
+        "budget": 0,
+        "tau": 1.0,
+        "tau_prompt_mean": 1.0,
+        "rounds": 3,
+        "tokens": 4,
+    }
     method |= {"seconds": 0.5, "tokens_per_second": 8.0, "speedup": 1.0, "histogram": [3]}
     method |= {"identical": True}
-    prompt = {"number": 0, "kind": "a", "batch": 0, "tokens": 4, "rounds": 3, "seconds": [0.9, 0.5], "looped": 0}
-    newer = {"limit": 2.0, "again": 1, "stage_seconds": {"prefill": 0.1}, "prompts": [prompt], "tau_interval": [1, 1]}
-    data = {"target": "embedded", "device": "CPU", "dtype": "float32", "prompts": 1, "rows": 1, "prompt_tokens": 96}
+    prompt = {
+        "number": 0,
+        "kind": "a",
+        "batch": 0,
+        "tokens": 4,
+        "rounds": 3,
+        "seconds": [0.9, 0.5],
+        "looped": 0,
+    }
+    newer = {
+        "limit": 2.0,
+        "again": 1,
+        "stage_seconds": {"prefill": 0.1},
+        "prompts": [prompt],
+        "tau_interval": [1, 1],
+    }
+    data = {
+        "target": "embedded",
+        "device": "CPU",
+        "dtype": "float32",
+        "prompts": 1,
+        "rows": 1,
+        "prompt_tokens": 96,
+    }
     data |= {"max_new_tokens": 128, "temperature": 0.0, "block_size": 8, "accuracy": [0.5, 0.25]}
-    data |= {"methods": [method, method | {"name": "ddtree", "budget": 4, "ties": 1, "defects": 0} | newer]}
-    data |= {"samples": [{"prompt": "a", "completion": "bc", "accepted": [1, 1], "pieces": [["b", "bonus"]]}]}
+    data |= {
+        "methods": [
+            method,
+            method | {"name": "ddtree", "budget": 4, "ties": 1, "defects": 0} | newer,
+        ]
+    }
+    data |= {
+        "samples": [
+            {"prompt": "a", "completion": "bc", "accepted": [1, 1], "pieces": [["b", "bonus"]]}
+        ]
+    }
     for step in (1275, None):
-        (tmp_path / "old.json").write_text(json.dumps(data | {"step": step, "checkpoint": "step-1", "drafter": "x"}))
+        (tmp_path / "old.json").write_text(
+            json.dumps(data | {"step": step, "checkpoint": "step-1", "drafter": "x"})
+        )
         evaluation = read_result(tmp_path / "old.json", Evaluation)
         assert (evaluation.step, evaluation.methods[1].label) == (step, "DDTree 4")
         assert evaluation.methods[1].prompts[0].seconds == [0.9, 0.5]

@@ -1,4 +1,5 @@
-"""Speedups that one can believe: medians over prompts, intervals, marks; what is the fastest, and what the best."""
+"""Speedups that one can believe: medians over prompts, intervals, marks; what is the fastest, and
+what the best."""
 
 from dataclasses import replace
 
@@ -28,7 +29,9 @@ def noisy(scale: float, spread: float, seed: int) -> list[list[float]]:
     return repeated(scale * np.exp(spread * np.random.default_rng(seed).standard_normal(COUNT)))
 
 
-def method(name: str, budget: int, own: list[PromptResult], plain: list[PromptResult]) -> MethodResult:
+def method(
+    name: str, budget: int, own: list[PromptResult], plain: list[PromptResult]
+) -> MethodResult:
     found = figures(own, plain)
     return MethodResult(
         name=name,
@@ -46,7 +49,13 @@ def method(name: str, budget: int, own: list[PromptResult], plain: list[PromptRe
 
 
 def evaluation(methods: list[MethodResult], step: int = 1, **more) -> Evaluation:
-    shared = {"target": "t", "device": "CPU", "dtype": "float32", "max_new_tokens": 100, "temperature": 0.0}
+    shared = {
+        "target": "t",
+        "device": "CPU",
+        "dtype": "float32",
+        "max_new_tokens": 100,
+        "temperature": 0.0,
+    }
     return Evaluation(prompts=COUNT, methods=methods, samples=[], step=step, **shared | more)
 
 
@@ -55,13 +64,16 @@ ROUNDS = [33] * COUNT  # τ = 3
 
 
 def test_a_speedup_is_the_median_of_the_prompts_own():
-    """Half of the prompts were decoded while the machine was three times as slow, for all methods alike: sums are led
-    by those; a single stall counts as one prompt."""
+    """Half of the prompts were decoded while the machine was three times as slow, for all methods
+    alike: sums are led by those; a single stall counts as one prompt."""
     slow = np.where(np.arange(COUNT) % 2, 3.0, 1.0)
-    plain, own = slow.copy(), slow / 1.5
+    plain = slow.copy()
+    own = slow / 1.5
     own[0] *= 50
     found = figures(prompts(ROUNDS, repeated(own)), prompts([99] * COUNT, repeated(plain)))
-    assert found.speedup == pytest.approx(1.5) and found.speedup_interval == pytest.approx([1.5, 1.5])
+    assert found.speedup == pytest.approx(1.5) and found.speedup_interval == pytest.approx(
+        [1.5, 1.5]
+    )
     assert found.tau == 3.0
 
 
@@ -72,7 +84,8 @@ def test_of_several_repeats_the_fastest_counts():
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     """300 evaluations of 32 prompts whose true median is known."""
-    dice, covered = np.random.default_rng(3), 0
+    dice = np.random.default_rng(3)
+    covered = 0
     for _ in range(300):
         values = np.exp(0.3 * dice.standard_normal(32))  # median 1
         low, high = interval(lambda drawn, values=values: np.median(values[drawn], axis=-1), 32)
@@ -100,7 +113,8 @@ def test_what_is_no_finding_is_marked(scale, spread, finding, sign):
 
 
 def test_too_few_prompts_show_nothing():
-    plain, own = PLAIN[:4], prompts(ROUNDS[:4], noisy(0.5, 0.01, 2)[:4])
+    plain = PLAIN[:4]
+    own = prompts(ROUNDS[:4], noisy(0.5, 0.01, 2)[:4])
     assert method("chain", 7, own, plain).finding == "undecided"
     old = replace(method("chain", 7, own, plain), prompts=None)
     assert (old.finding, mark(old)) == ("", "")  # a file of an earlier version
@@ -117,7 +131,9 @@ def test_the_fastest_is_surely_so():
 def test_speedups_are_over_the_fastest_plain_decoder():
     fast = prompts([99] * COUNT, noisy(0.8, 0.02, 4))
     rows = [method(name, 0, own, fast) for name, own in (("plain", PLAIN), ("generate", fast))]
-    result = evaluation([*rows, method("chain", 7, prompts(ROUNDS, noisy(0.6, 0.02, 6)), fast)], baseline="generate")
+    result = evaluation(
+        [*rows, method("chain", 7, prompts(ROUNDS, noisy(0.6, 0.02, 6)), fast)], baseline="generate"
+    )
     assert result.plain is result.methods[1] and result.plain.speedup == 1 and rows[0].speedup < 1
     assert result.drafting == result.methods[2:]
     assert "as fast as plain decoding by transformers" in headline(result)
@@ -126,7 +142,8 @@ def test_speedups_are_over_the_fastest_plain_decoder():
 def test_kinds_of_prompts_have_figures_of_their_own():
     kinds = ("heads", "bodies")
     rounds = [50 if i % 2 else 25 for i in range(COUNT)]
-    plain, own = prompts([99] * COUNT, [[1.0]] * COUNT, kinds=kinds), prompts(rounds, [[0.5]] * COUNT, kinds=kinds)
+    plain = prompts([99] * COUNT, [[1.0]] * COUNT, kinds=kinds)
+    own = prompts(rounds, [[0.5]] * COUNT, kinds=kinds)
     result = evaluation([method("plain", 0, plain, plain), method("chain", 7, own, plain)])
     assert of_kind(result.methods[1], result.plain, "heads").tau == pytest.approx(99 / 25)
     lines = table(replace(result, beside=[replace(result, what="elsewhere")])).splitlines()
@@ -148,7 +165,11 @@ def test_the_best_checkpoint_is_the_last_unless_another_is_surely_better():
     def at(step: int, rounds, every: int = 1) -> Evaluation:
         own = prompts(rounds, [[0.5]] * COUNT)[::every]
         return evaluation(
-            [method("plain", 0, PLAIN[::every], PLAIN[::every]), method("chain", 7, own, PLAIN[::every])], step
+            [
+                method("plain", 0, PLAIN[::every], PLAIN[::every]),
+                method("chain", 7, own, PLAIN[::every]),
+            ],
+            step,
         )
 
     dice = np.random.default_rng(0)
@@ -163,20 +184,29 @@ def test_the_best_checkpoint_is_the_last_unless_another_is_surely_better():
 
 @pytest.mark.parametrize("shared, chosen", [(0, 9), (7, 9), (8, 3)])
 def test_few_shared_prompts_choose_no_checkpoint(shared, chosen):
-    """An earlier checkpoint is far better on all that it shares with the last one; one prompt more is its own."""
+    """An earlier checkpoint is far better on all that it shares with the last one; one prompt more
+    is its own."""
     rounds = np.array([40] * 12)
     own = [prompts(rounds - 10, [[0.5]] * 12)[:shared], prompts(rounds, [[0.5]] * 12)]
     own[0].append(replace(own[1][0], number=99, rounds=11))
-    both = [evaluation([method("chain", 7, each, each)] * 2, step) for step, each in zip((3, 9), own, strict=True)]
+    both = [
+        evaluation([method("chain", 7, each, each)] * 2, step)
+        for step, each in zip((3, 9), own, strict=True)
+    ]
     assert best_of(both).step == chosen
     assert (too_few(both) or "").count(f"share {shared} of the 8 prompts") == (chosen == 9)
-    bare = [replace(one, methods=[replace(each, prompts=None) for each in one.methods]) for one in both]
+    bare = [
+        replace(one, methods=[replace(each, prompts=None) for each in one.methods]) for one in both
+    ]
     assert best_of(bare) is bare[1]  # files of an earlier version
 
 
 def test_ngrams_do_not_choose_a_checkpoint():
     """With n-grams the earlier one looks better; by itself the drafter is not."""
     chain = method("chain", 7, prompts([40] * COUNT, [[0.5]] * COUNT), PLAIN)
-    joined = [method("ddtree+ngrams", 8, prompts([rounds] * COUNT, [[0.5]] * COUNT), PLAIN) for rounds in (20, 35)]
+    joined = [
+        method("ddtree+ngrams", 8, prompts([rounds] * COUNT, [[0.5]] * COUNT), PLAIN)
+        for rounds in (20, 35)
+    ]
     both = [evaluation([chain, chain, one], step) for one, step in zip(joined, (3, 9), strict=True)]
     assert best_of(both) is both[1]

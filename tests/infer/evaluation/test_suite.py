@@ -1,4 +1,5 @@
-"""`./launch.sh eval suite=...` from end to end: local copies of the public sets, a tiny target, a complete table."""
+"""`./launch.sh eval suite=...` from end to end: local copies of the public sets, a tiny target, a
+complete table."""
 
 import json
 from dataclasses import replace
@@ -20,7 +21,8 @@ from infer.evaluation.suite import ask, evaluate_suite
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, shallow_target, random_qwen3):
-    """A folder with a random target called Qwen3-4B, a drafter for it, and a question of every set, two of Alpaca's."""
+    """A folder with a random target called Qwen3-4B, a drafter for it, and a question of every set,
+    two of Alpaca's."""
     from infer.targets.target import Target
 
     folder = tmp_path_factory.mktemp("suite")
@@ -56,11 +58,16 @@ def command(place, tmp_path):
 def tables(text: str) -> list[list[list[str]]]:
     """The Markdown tables of a text, as cells."""
     blocks = [block for block in text.split("\n\n") if block.startswith("|")]
-    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.split("\n")] for block in blocks]
+    return [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.split("\n")]
+        for block in blocks
+    ]
 
 
 @pytest.mark.robustness
-def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, capsys, monkeypatch):
+def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(
+    command, capsys, monkeypatch
+):
     command.check()
     run_eval(command)
     out = Path(command.out)
@@ -73,7 +80,9 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
     assert len(found) == 4 and "arXiv:2604.12989" in text  # two for each temperature
     for temperature, best, every in ((0.0, *found[:2]), (1.0, *found[2:])):
         assert len({len(row) for row in best}) == len({len(row) for row in every}) == 1
-        assert [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
+        assert (
+            [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
+        )
         assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6", "n-grams alone 6"]
         for one, row, methods in zip(SETS, best[2:], every[2:], strict=False):
             entry = measured[one.name, temperature]
@@ -83,7 +92,9 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
             lines = {(m["name"], m["budget"]): m for m in entry["result"]["methods"]}
             trees = {("ddtree", 3), ("ddtree", 6), ("n-grams alone", 6)}
             assert set(lines) == {("plain", 0), ("generate", 0), ("chain", 3)} | trees
-            assert all(m["same"] == answers for m in lines.values() if m["name"] != "generate")  # float32: sampled too
+            assert all(
+                m["same"] == answers for m in lines.values() if m["name"] != "generate"
+            )  # float32: sampled too
             assert row[1] == str(answers) and row[-1] == f"{answers}/{answers}"
             paper = published("Qwen3-4B", temperature, one.name)
             assert row[4] == f"{paper.chain_speedup:.2f}x" and row[6] == f"{paper.chain_tau:.2f}"
@@ -91,19 +102,33 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
             chain = lines["chain", 3]
             assert row[3] == f"{chain['decoding_speedup']:.2f}x"
             assert row[5] == f"{chain['tau_prompt_mean']:.2f}"
-            best_tree = max((m for m in lines.values() if m["name"] == "ddtree"), key=lambda m: m["decoding_speedup"])
+            best_tree = max(
+                (m for m in lines.values() if m["name"] == "ddtree"),
+                key=lambda m: m["decoding_speedup"],
+            )
             assert row[7:9] == [str(best_tree["budget"]), f"{best_tree['decoding_speedup']:.2f}x"]
             assert methods[1] == f"{chain['tau_prompt_mean']:.2f}, {chain['decoding_speedup']:.2f}x"
-        mean = sum(measured[one.name, temperature]["result"]["methods"][2]["tau_prompt_mean"] for one in SETS) / 10
+        mean = (
+            sum(
+                measured[one.name, temperature]["result"]["methods"][2]["tau_prompt_mean"]
+                for one in SETS
+            )
+            / 10
+        )
         assert best[-1][5] == f"{mean:.2f}"
     assert found[0][-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
 
     decoded = []
     decode = infer.evaluation.suite.measure
-    monkeypatch.setattr(infer.evaluation.suite, "measure", lambda *a: decoded.append(a[3]) or decode(*a))
+    monkeypatch.setattr(
+        infer.evaluation.suite, "measure", lambda *a: decoded.append(a[3]) or decode(*a)
+    )
     run_eval(command)
     assert not decoded and (out / "suite.md").read_text() == text
-    with pytest.raises(ValueError, match=r"gsm8k-0\.json was measured with another max_new_tokens: give another out="):
+    with pytest.raises(
+        ValueError,
+        match=r"gsm8k-0\.json was measured with another max_new_tokens: give another out=",
+    ):
         run_eval(
             replace(
                 command,
@@ -115,7 +140,8 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
 
 
 def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
-    """No question begins when the time is over, and the table says so; a set that was cut is no finished one."""
+    """No question begins when the time is over, and the table says so; a set that was cut is no
+    finished one."""
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
     command.evaluation = replace(command.evaluation, minutes=1e-6)
     run_eval(command)
@@ -125,19 +151,25 @@ def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
     monkeypatch.setattr(infer.evaluation.suite, "measure", None)
     run_eval(command)  # as it was
     command.evaluation = replace(command.evaluation, minutes=None)
-    with pytest.raises(ValueError, match=r"alpaca-0\.json was measured with another minutes: give another out="):
+    with pytest.raises(
+        ValueError, match=r"alpaca-0\.json was measured with another minutes: give another out="
+    ):
         run_eval(command)
 
 
 def test_prompts_of_the_embedded_target_are_for_it_alone(command):
-    command.suite, command.checkpoint = SuiteConfig(), "nowhere"
-    with pytest.raises(ValueError, match=r"data\.path=<your files>, .*suite=files with suite\.folder="):
+    command.suite = SuiteConfig()
+    command.checkpoint = "nowhere"
+    with pytest.raises(
+        ValueError, match=r"data\.path=<your files>, .*suite=files with suite\.folder="
+    ):
         run_eval(command)
 
 
 def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
-    decode, sizes = infer.evaluation.suite.measure, []
+    decode = infer.evaluation.suite.measure
+    sizes = []
 
     def stopped(*arguments):
         sizes.append(len(arguments[3]))
@@ -178,8 +210,11 @@ def test_turns_are_asked_with_the_models_own_answers(place):
     chats = [said(["One.", "Two.", "Three."]), said(["Four."]), said(["Five.", "Six."])]
     options = EvaluationConfig(max_new_tokens=7, budgets=[5])
     calls = []
-    questions, methods = Questions("", "", chats), variants(drafter, options)
-    results, left_out = ask(target, drafter, questions, False, methods, lambda *done: calls.append(done))
+    questions = Questions("", "", chats)
+    methods = variants(drafter, options)
+    results, left_out = ask(
+        target, drafter, questions, False, methods, lambda *done: calls.append(done)
+    )
     expected = []
     for chat in chats:
         messages = []
@@ -197,11 +232,18 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(place):
     target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
     drafter = load_drafter(place / "checkpoint")
     options = EvaluationConfig(max_new_tokens=6, budgets=[2])
-    chats = [said(["word " * 600]), said(["Short.", "word " * 600, "Never asked."]), said(["A.", "B.", "C."])]
-    questions, methods = Questions("", "", chats), variants(drafter, options)
+    chats = [
+        said(["word " * 600]),
+        said(["Short.", "word " * 600, "Never asked."]),
+        said(["A.", "B.", "C."]),
+    ]
+    questions = Questions("", "", chats)
+    methods = variants(drafter, options)
     results, left_out = ask(target, drafter, questions, False, methods, lambda done, total: None)
     assert left_out == 3 and len(results[0].texts) == 1 + 3
-    with pytest.raises(ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"):
+    with pytest.raises(
+        ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"
+    ):
         evaluate_suite(
             target,
             drafter,
@@ -217,7 +259,10 @@ def test_a_target_without_a_template_reads_plain_text(place):
     target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
     target.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
-    assert target.tokenizer.decode(infer.evaluation.suite.prompt_ids(target, messages, False)) == "One.\n\nTwo.\n\n"
+    assert (
+        target.tokenizer.decode(infer.evaluation.suite.prompt_ids(target, messages, False))
+        == "One.\n\nTwo.\n\n"
+    )
 
 
 def test_published_figures_are_whole_and_only_for_their_models():
@@ -243,13 +288,22 @@ def test_there_is_no_column_of_the_paper_where_it_has_nothing(command, tmp_path)
     (tmp_path / "own").mkdir()
     for name in ("a", "b"):
         (tmp_path / "own" / f"{name}.jsonl").write_text(json.dumps({"turns": ["Say."]}) + "\n")
-    command.suite, command.checkpoint = SuiteConfig("files", str(tmp_path / "own"), temperatures=[0.0]), "lookup"
+    command.suite = SuiteConfig("files", str(tmp_path / "own"), temperatures=[0.0])
+    command.checkpoint = "lookup"
     run_eval(command)
     text = Path(command.out, "suite.md").read_text()
     assert "arXiv" not in text
     best, _ = tables(text)
     assert [row[0] for row in best[2:]] == ["a", "b", "**mean**"]
-    heads = ["set", "answers", "plain tokens/s", "chain speedup", "chain τ", "DDTree nodes", "DDTree speedup"]
+    heads = [
+        "set",
+        "answers",
+        "plain tokens/s",
+        "chain speedup",
+        "chain τ",
+        "DDTree nodes",
+        "DDTree speedup",
+    ]
     assert best[0] == [*heads, "DDTree τ", "same"]
     assert all(len(row) == len(best[0]) and "-" not in row for row in best[2:])
 

@@ -1,4 +1,5 @@
-"""Drafter folders: what is written is read back bit for bit, and what is wrong with a folder is named."""
+"""Drafter folders: what is written is read back bit for bit, and what is wrong with a folder is
+named."""
 
 import shutil
 
@@ -40,10 +41,15 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
             max_position_embeddings=40960,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
-        tokenizer, end_ids = Tokens(), frozenset()
+        tokenizer = Tokens()
+        end_ids = frozenset()
 
     config = config_for(DrafterConfig(layers=5, block_size=16), Stub())
-    assert config.dflash_config == {"block_size": 16, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+    assert config.dflash_config == {
+        "block_size": 16,
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+    }
     assert (config.block_size, config.num_target_layers, config.num_hidden_layers) == (16, 36, 5)
     for options, word in (
         ({"target_layer_ids": [1, 36]}, "layers 0 to 35"),
@@ -63,14 +69,32 @@ SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
     [
         (["<s>"], {}, 3, [], "beyond"),  # Qwen, gpt-oss, LFM2, OLMo: the vocabulary is padded
         (["<mask>"], {"mask_token": "<mask>"}, 3, [], "<mask>"),
-        (["<|reserved_special_token_1|>", "<|reserved_special_token_0|>"], {}, 0, [], "<|reserved_special_token_1|>"),
+        (
+            ["<|reserved_special_token_1|>", "<|reserved_special_token_0|>"],
+            {},
+            0,
+            [],
+            "<|reserved_special_token_1|>",
+        ),
         (["<pad>", "<unused0>", "<unused1>"], {"pad_token": "<pad>"}, 0, [], "<unused0>"),  # Gemma
         (["<s>", "[INST]", "<SPECIAL_20>", "<SPECIAL_21>"], {}, 0, [], "<SPECIAL_20>"),  # Nemotron
-        (["[BOS]", "<|reserved_token_163601|>"], {"bos_token": "[BOS]"}, 0, [], "<|reserved_token_163601|>"),  # Kimi
+        (
+            ["[BOS]", "<|reserved_token_163601|>"],
+            {"bos_token": "[BOS]"},
+            0,
+            [],
+            "<|reserved_token_163601|>",
+        ),  # Kimi
         (["<pad>"], {"pad_token": "<pad>"}, 0, [], "<pad>"),  # which ends nothing
         (SPECIAL, {"pad_token": "<end>"}, 0, [], "<empty_output>"),  # SmolLM2
         (SPECIAL, {}, 0, ["<empty_output>"], "<file_sep>"),
-        (["<unk>", *SPECIAL[:1]], {"unk_token": "<unk>", "chat_template": "x <repo_name> y"}, 0, [], None),
+        (
+            ["<unk>", *SPECIAL[:1]],
+            {"unk_token": "<unk>", "chat_template": "x <repo_name> y"},
+            0,
+            [],
+            None,
+        ),
         ([], {}, 0, [], None),
         ([], {}, 0, ["d"], "c"),  # only the data say which one is free
         ([], {}, 0, list("abcd"), ValueError),
@@ -81,20 +105,23 @@ def test_the_mask_token_is_one_that_the_data_do_not_use(special, named, padded, 
     plain = Tokenizer(models.BPE(vocabulary, []))
     plain.add_special_tokens(["<end>", *special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", **named)
-    size, ends = len(tokenizer) + padded, {vocabulary["<end>"]}
+    size = len(tokenizer) + padded
+    ends = {vocabulary["<end>"]}
     taken = [tokenizer.convert_tokens_to_ids(token) for token in used]
     if expected in (None, ValueError):
         with pytest.raises(ValueError, match="mask_token_id=<id>"):
             default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
         return
     mask = default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
-    assert (tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond") == expected
+    assert (
+        tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond"
+    ) == expected
 
 
 @pytest.mark.parametrize("fusion", [None, True])
 def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
-    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token,
-    then is the target's last layer: its logits are the target's."""
+    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in
+    blocks of one token, then is the target's last layer: its logits are the target's."""
     target, drafter = make_tiny(depth=4, layers=1, target_layer_ids=[2], layer_fusion=fusion)
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
@@ -113,14 +140,19 @@ def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(make_tiny, 
     options = {"target_layer_ids": [1], "convolutions": 2, "sample_from_anchor": anchor}
     target, drafter = make_tiny(depth=4, layers=1, block_size=block_size, **options)
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
-    assert torch.equal(drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight)
+    assert torch.equal(
+        drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight
+    )
 
 
 def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
     from infer.utils.checkpoint_run import run_of
 
     (tmp_path / "config.json").write_text('{"target": 1}')
-    with pytest.raises(FileNotFoundError, match="safetensors is missing.*neither drafter nor checkpoints/best/drafter"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="safetensors is missing.*neither drafter nor checkpoints/best/drafter",
+    ):
         load_drafter(tmp_path)
     best, (_, drafter) = tmp_path / "checkpoints" / "best", make_tiny()
     save_drafter(drafter.config, drafter.state_dict(), best / "drafter")
@@ -133,7 +165,9 @@ def test_a_target_that_is_a_file_or_lacks_its_config_is_said_so(tmp_path):
         load_target(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(ValueError, match="model.safetensors is a file: give the model's folder, or a GGUF file"):
+    with pytest.raises(
+        ValueError, match="model.safetensors is a file: give the model's folder, or a GGUF file"
+    ):
         load_target(str(file))
 
 

@@ -1,5 +1,5 @@
-"""Drafters written for other engines: read back bit for bit, as the engines want them, and refused where they would be
-read in another way; and the check of which engine would load a folder."""
+"""Drafters written for other engines: read back bit for bit, as the engines want them, and refused
+where they would be read in another way; and the check of which engine would load a folder."""
 
 import json
 import shutil
@@ -26,7 +26,9 @@ VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, ANGELSLIM, OURS = range(7)
 def marginals(target, drafter) -> torch.Tensor:
     """(L, V) of a block behind twelve tokens."""
     ids = torch.arange(12)[None] * 5
-    features = target.packed_features(ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids).context
+    features = target.packed_features(
+        ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids
+    ).context
     state = drafter.state(1, 40)
     with state.add(1) as row:
         drafter.update_context(target, features.to(drafter.norm.weight), ids, [12], row)
@@ -42,8 +44,10 @@ def slide(drafter):
     """The same weights, with a first layer that slides over 6 positions."""
 
     config = drafter.config
-    config.layer_types, config.use_sliding_window = ["sliding_attention", "full_attention"], True
-    config.sliding_window, config.max_window_layers = 6, 2
+    config.layer_types = ["sliding_attention", "full_attention"]
+    config.use_sliding_window = True
+    config.sliding_window = 6
+    config.max_window_layers = 2
     again = DFlash(config)
     again.load_state_dict(drafter.state_dict())
     return again
@@ -64,7 +68,15 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
     # of sliding layers beside full ones, vLLM makes all causal
-    assert engines(tmp_path / "speculators") == [False, False, not sliding, False, False, False, True]
+    assert engines(tmp_path / "speculators") == [
+        False,
+        False,
+        not sliding,
+        False,
+        False,
+        False,
+        True,
+    ]
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(again, "dflash", None, tmp_path / "back")
     export_drafter(again, "dflash", target, tmp_path / "back")  # and back, without the copies
@@ -73,12 +85,21 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
 
 
 def test_a_target_that_scales_its_embeddings(repo, tmp_path):
-    """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as well."""
+    """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as
+    well."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "head_dim": 8,
+        "vocab_size": 512,
+    }
     torch.manual_seed(0)
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+    model = Gemma3ForCausalLM(
+        Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    )
     model.save_pretrained(tmp_path / "gemma")
     for file in (repo / "data" / "embedded").glob("*token*.json"):
         shutil.copy(file, tmp_path / "gemma")
@@ -92,13 +113,16 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     export_drafter(drafter, "speculators", ends, tmp_path / "out")
     again = load_drafter(tmp_path / "out")
     expected = marginals(target, drafter)
-    assert torch.allclose(marginals(target, again), expected, atol=1e-5)  # a head of its own, another order of sums
+    assert torch.allclose(
+        marginals(target, again), expected, atol=1e-5
+    )  # a head of its own, another order of sums
     export_drafter(again, "dflash", ends, tmp_path / "back")
     assert torch.allclose(marginals(target, load_drafter(tmp_path / "back")), expected, atol=1e-5)
 
 
 def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(make_tiny, tmp_path):
-    """speculators' layout stores the rows of the target's head; readers of the others take them all."""
+    """speculators' layout stores the rows of the target's head; readers of the others take them
+    all."""
     target, drafter = make_tiny(vocabulary=30)
     drafter.d2t.copy_(torch.arange(30) * 2)
     expected = marginals(target, drafter)
@@ -107,11 +131,16 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
     assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
     export_drafter(load_drafter(tmp_path / "ours"), "speculators", target, tmp_path / "out")
     assert engines(tmp_path / "out") == [False, False, True, False, False, False, True]
-    again, stored = load_drafter(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    again = load_drafter(tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(stored["lm_head.weight"], target.head_weight[stored["t2d"]])
     assert stored["t2d"].sum() == 30
-    assert stored["t2d"].nonzero()[:, 0].tolist() == [*range(0, 90, 3)] == again.vocabulary.tokens.tolist()
+    assert (
+        stored["t2d"].nonzero()[:, 0].tolist()
+        == [*range(0, 90, 3)]
+        == again.vocabulary.tokens.tolist()
+    )
     for format in ("dflash", "transformers", "gguf"):
         export_drafter(again, format, target, tmp_path / format)
         whole = load_drafter(tmp_path / format)
@@ -145,13 +174,15 @@ def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
     )  # vLLM has a word for it, SGLang has not
     verdicts = check_folder(tmp_path / "causal")
     assert verdicts[VLLM].problems == verdicts[AUTHORS].problems == []
-    assert "causal is True: SGLang (DFLASH) goes by layer_types alone" in verdicts[SGLANG].problems[0]
+    assert (
+        "causal is True: SGLang (DFLASH) goes by layer_types alone" in verdicts[SGLANG].problems[0]
+    )
 
 
 @pytest.fixture
 def exported(make_tiny, tmp_path):
-    """Folders of one drafter in both layouts, and a function that changes one of them: config keys (None: without it;
-    with dots into objects) and tensors."""
+    """Folders of one drafter in both layouts, and a function that changes one of them: config keys
+    (None: without it; with dots into objects) and tensors."""
     target, drafter = make_tiny()
     export_drafter(drafter, "dflash", None, tmp_path / "dflash")
     export_drafter(drafter, "speculators", target, tmp_path / "speculators")
@@ -160,8 +191,12 @@ def exported(make_tiny, tmp_path):
     def change(layout: str, keys: dict | None = None, tensors: dict | None = None):
         folder = tmp_path / layout
         if layout not in originals:
-            originals[layout] = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
-        config, weights = json.loads(originals[layout][0]), dict(originals[layout][1])
+            originals[layout] = (
+                (folder / "config.json").read_text(),
+                load_file(folder / "model.safetensors"),
+            )
+        config = json.loads(originals[layout][0])
+        weights = dict(originals[layout][1])
         for key, value in (keys or {}).items():
             *path, last = key.split(".")
             part = config
@@ -184,7 +219,9 @@ def exported(make_tiny, tmp_path):
 def test_check_names_every_key_at_fault(exported):
     assert exported("dflash")[:2] == ["", ""]
     found = exported("dflash", {"num_target_layers": None})
-    assert "num_target_layers is missing" in found[SGLANG] and "num_target_layers" not in found[VLLM]
+    assert (
+        "num_target_layers is missing" in found[SGLANG] and "num_target_layers" not in found[VLLM]
+    )
     found = exported("dflash", {"dflash_config.mask_token_id": None, "hidden_act": "gelu"})
     for word in ("mask_token_id is missing", "hidden_act is 'gelu'"):
         assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), found
@@ -193,21 +230,36 @@ def test_check_names_every_key_at_fault(exported):
     found = exported("dflash", {"dflash_config.block_size": None})
     assert found[VLLM] == found[SGLANG] == found[OURS] == ""
     found = exported("dflash", {"architectures": ["DFlashDraftModel", "Other"]})
-    assert all("expected exactly ['DFlashDraftModel']" in found[engine] for engine in (VLLM, SGLANG))
+    assert all(
+        "expected exactly ['DFlashDraftModel']" in found[engine] for engine in (VLLM, SGLANG)
+    )
     found = exported("dflash", {"model_type": "llama"})
     assert "model_type is 'llama'" in found[VLLM] and found[OURS] == ""
-    found = exported("dflash", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64})
+    found = exported(
+        "dflash", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    )
     assert "use_sliding_window is not true" in found[VLLM] and "use_sliding_window" in found[SGLANG]
     assert found[OURS] == ""
     found = exported("dflash", {"dflash_config.target_layer_ids": [1, 6]})
-    assert all("[1, 6]: the target has layers 0 to 5" in found[engine] for engine in (VLLM, SGLANG, OURS))
+    assert all(
+        "[1, 6]: the target has layers 0 to 5" in found[engine] for engine in (VLLM, SGLANG, OURS)
+    )
     found = exported("dflash", {"architectures": ["DFlash2DraftModel"]})
-    assert all("selector_rank is missing" in found[engine] for engine in (VLLM, SGLANG, AUTHORS, OURS))
+    assert all(
+        "selector_rank is missing" in found[engine] for engine in (VLLM, SGLANG, AUTHORS, OURS)
+    )
 
 
 def test_check_names_every_tensor_at_fault(exported):
-    found = exported("dflash", tensors={"norm.weight": None, "fc.weight": torch.zeros(2, 2), "extra": torch.zeros(1)})
-    for word in ("missing tensors: norm.weight", "fc.weight [2, 2], expected [32, 64]", "unknown tensors: extra"):
+    found = exported(
+        "dflash",
+        tensors={"norm.weight": None, "fc.weight": torch.zeros(2, 2), "extra": torch.zeros(1)},
+    )
+    for word in (
+        "missing tensors: norm.weight",
+        "fc.weight [2, 2], expected [32, 64]",
+        "unknown tensors: extra",
+    ):
         assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), (word, found)
     found = exported("dflash", tensors={"lm_head.weight": torch.zeros(97, 32)})
     assert "ignores lm_head.weight" in found[SGLANG] and found[VLLM] == found[OURS] == ""
@@ -217,12 +269,18 @@ def test_check_names_every_tensor_at_fault(exported):
     assert "lm_head.weight is missing" in found[VLLM] and "missing tensors: d2t" in found[VLLM]
     assert "missing" not in found[SGLANG]
     weights = {f"model.{name}": torch.zeros(1) for name in ("fc.weight", "norm.weight")}
-    assert "unknown tensors: model.fc.weight, model.norm.weight" in exported("dflash", tensors=weights)[VLLM]
+    assert (
+        "unknown tensors: model.fc.weight, model.norm.weight"
+        in exported("dflash", tensors=weights)[VLLM]
+    )
 
 
 def test_check_of_the_speculators_layout(exported):
     assert [exported("speculators")[i] for i in (SPECULATORS, OURS)] == ["", ""]
-    without = {"embed_tokens.weight": None, "lm_head.weight": None}  # newer ones leave the target's own away
+    without = {
+        "embed_tokens.weight": None,
+        "lm_head.weight": None,
+    }  # newer ones leave the target's own away
     assert [exported("speculators", tensors=without)[i] for i in (SPECULATORS, OURS)] == ["", ""]
     found = exported("speculators", {"speculators_config": None})
     assert "speculators_config is missing" in found[SPECULATORS] and found[OURS] == ""
@@ -239,11 +297,18 @@ def test_check_of_the_speculators_layout(exported):
     assert "sample_from_anchor is true" in found[SPECULATORS] and found[OURS] == ""
 
 
-def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exported, tmp_path, monkeypatch, capsys):
+def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(
+    exported, tmp_path, monkeypatch, capsys
+):
     exported("dflash", {"rope_theta": 5e5})
-    monkeypatch.setattr("infer.formats.folders.Folder.load", lambda *names: pytest.fail("tensors were read"))
+    monkeypatch.setattr(
+        "infer.formats.folders.Folder.load", lambda *names: pytest.fail("tensors were read")
+    )
     run_check(CheckCommand(str(tmp_path / "dflash")))  # ends as usual
-    assert "vLLM (method dflash): would load it\nSGLang (DFLASH): would load it\n" in capsys.readouterr().out
+    assert (
+        "vLLM (method dflash): would load it\nSGLang (DFLASH): would load it\n"
+        in capsys.readouterr().out
+    )
     (tmp_path / "dflash" / "config.json").unlink()
     with pytest.raises(SystemExit) as end:
         run_check(CheckCommand(str(tmp_path / "dflash")))
@@ -262,20 +327,31 @@ def checkpoint(embedded, tmp_path):
     return str(tmp_path / "run")
 
 
-def test_a_base_model_is_one_of_the_drafters_sizes(repo, checkpoint, make_tiny, tmp_path, monkeypatch):
+def test_a_base_model_is_one_of_the_drafters_sizes(
+    repo, checkpoint, make_tiny, tmp_path, monkeypatch
+):
     """The card presents figures of the target as those of `base_model`."""
     from transformers import AutoConfig, Qwen3Config
 
     from infer.formats.export import check_base_model
 
-    embedded, tiny = load_drafter(checkpoint), make_tiny()[1]
+    embedded = load_drafter(checkpoint)
+    tiny = make_tiny()[1]
     assert "was not compared" in check_base_model("Qwen/Qwen3-4B", tiny)
     published = Qwen3Config(hidden_size=2560, num_hidden_layers=36)
     monkeypatch.setattr("infer.formats.export.load_config", lambda name: published)
-    with pytest.raises(ValueError, match="hidden_size 2560, expected 32; layers 36, expected 6; vocab_size 151936"):
-        run_export(ExportCommand(save(tiny, tmp_path), out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"))
+    with pytest.raises(
+        ValueError, match="hidden_size 2560, expected 32; layers 36, expected 6; vocab_size 151936"
+    ):
+        run_export(
+            ExportCommand(
+                save(tiny, tmp_path), out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"
+            )
+        )
     assert not (tmp_path / "no").exists()
-    monkeypatch.setattr("infer.formats.export.load_config", lambda name: AutoConfig.from_pretrained(EMBEDDED))
+    monkeypatch.setattr(
+        "infer.formats.export.load_config", lambda name: AutoConfig.from_pretrained(EMBEDDED)
+    )
     assert check_base_model("they/theirs", embedded) is None
 
 
@@ -295,39 +371,63 @@ def test_speculators_flag_says_of_all_layers_what_vllm_makes_of_it(make_tiny, tm
     (tmp_path / "full" / "config.json").write_text(json.dumps(raw))
     found = check_folder(tmp_path / "full")[SPECULATORS].problems
     assert len(found) == 1 and "would run every layer with causal True" in found[0]
-    export_drafter(slide(drafter), "speculators", target, tmp_path / "mixed")  # no value is right there
+    export_drafter(
+        slide(drafter), "speculators", target, tmp_path / "mixed"
+    )  # no value is right there
     assert "causal" in check_folder(tmp_path / "mixed")[SPECULATORS].problems[0]
 
 
 def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("infer.formats.export.check_base_model", lambda name, drafter: None)
     run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
-    assert load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    )
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("export ") and printed[1].startswith("loads in ") and "SGLang" in printed[1]
-    assert printed[2].startswith("others ") and "transformers" in printed[2] and "would not" not in "".join(printed)
+    assert (
+        printed[0].startswith("export ")
+        and printed[1].startswith("loads in ")
+        and "SGLang" in printed[1]
+    )
+    assert (
+        printed[2].startswith("others ")
+        and "transformers" in printed[2]
+        and "would not" not in "".join(printed)
+    )
     assert printed[3].startswith("acceptance.json is not written") and len(printed) == 4
     out = tmp_path / "out"
     run_export(ExportCommand(checkpoint, "speculators", str(out)))
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
-    named = ExportCommand(checkpoint, "speculators", str(tmp_path / "named"), base_model="they/theirs")
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    named = ExportCommand(
+        checkpoint, "speculators", str(tmp_path / "named"), base_model="they/theirs"
+    )
     run_export(named)
     raw = (tmp_path / "named" / "config.json").read_text()
-    with safe_open(tmp_path / "named" / "model.safetensors", "pt") as written:  # what a later flip is found by
+    with safe_open(
+        tmp_path / "named" / "model.safetensors", "pt"
+    ) as written:  # what a later flip is found by
         assert {"sha256", "config_sha256"} <= written.metadata().keys()
     assert '"name_or_path": "they/theirs"' in raw and str(repo) not in raw
-    run_export(ExportCommand(str(out), "dflash", str(tmp_path / "back")))  # its ends are the target's, and left away
+    run_export(
+        ExportCommand(str(out), "dflash", str(tmp_path / "back"))
+    )  # its ends are the target's, and left away
     again = (tmp_path / "back" / "model.safetensors").read_bytes()
     assert again == (tmp_path / "dflash" / "model.safetensors").read_bytes()
     assert "\nloads in    speculators, and vLLM through it; blockdraft\n" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
-    assert config["speculators_config"]["verifier"]["name_or_path"] == str(repo / "data" / "embedded")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(
+        repo / "data" / "embedded"
+    )
     with pytest.raises(ValueError, match="is not empty"):
         ExportCommand(checkpoint, "dflash", str(out)).check()
     (out / "model.safetensors").unlink()
     with pytest.raises(SystemExit) as end:
         run_command("check", CheckCommand, run_check, [f"path={out}"])
-    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 7
+    assert (
+        end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 7
+    )
 
 
 def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
@@ -362,9 +462,16 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
-    converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
-    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}
-    with pytest.raises(ValueError, match="llama.cpp's own converter, and converter=.* no such file"):
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    out = tmp_path / "out"
+    options = {
+        "checkpoint": str(tmp_path / "drafter"),
+        "format": "gguf",
+        "converter": str(converter),
+    }
+    with pytest.raises(
+        ValueError, match="llama.cpp's own converter, and converter=.* no such file"
+    ):
         run_export(ExportCommand(**options, out=str(out)))
     converter.write_text(CONVERTER.replace("FAILS", "False"))
     run_export(ExportCommand(**options, out=str(out)))
@@ -374,7 +481,11 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
     converter.write_text(CONVERTER.replace("FAILS", "True"))
     with pytest.raises(ValueError, match="failed: NotImplementedError: BPE pre-tokenizer"):
         run_export(ExportCommand(**options, out=str(tmp_path / "again")))
-    assert {path.name for path in tmp_path.iterdir()} == {"drafter", "out", converter.name}  # and nothing of the failed
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "drafter",
+        "out",
+        converter.name,
+    }  # and nothing of the failed
 
 
 def test_a_format_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
@@ -397,11 +508,15 @@ def test_angelslim_reads_its_two_classes_and_nobody_else_dflares_mixes(make_tiny
         config["architectures"] = [name]
         config["dflash_config"].pop("layer_fusion", None)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-        assert torch.equal(marginals(target, load_drafter(tmp_path / name)), marginals(target, drafter))
+        assert torch.equal(
+            marginals(target, load_drafter(tmp_path / name)), marginals(target, drafter)
+        )
         assert [i for i, fits in enumerate(engines(tmp_path / name)) if fits] == [ANGELSLIM, OURS]
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
     assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
-    assert torch.equal(marginals(target, load_drafter(tmp_path / "ours")), marginals(target, drafter))
+    assert torch.equal(
+        marginals(target, load_drafter(tmp_path / "ours")), marginals(target, drafter)
+    )
     for format in ("dflash", "speculators", "transformers"):
         with pytest.raises(ValueError, match="each of its layers reads its own mix"):
             export_drafter(drafter, format, target, tmp_path / format)
@@ -415,7 +530,11 @@ def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
 def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(make_tiny, tmp_path):
     target, drafter = make_tiny(window=8)
     expected = marginals(target, drafter)
-    runners = {"dflash": [VLLM, AUTHORS, OURS], "speculators": [SPECULATORS, OURS], "transformers": [NATIVE, OURS]}
+    runners = {
+        "dflash": [VLLM, AUTHORS, OURS],
+        "speculators": [SPECULATORS, OURS],
+        "transformers": [NATIVE, OURS],
+    }
     for format, takers in runners.items():
         export_drafter(drafter, format, target, tmp_path / format)
         assert [i for i, fits in enumerate(engines(tmp_path / format)) if fits] == takers

@@ -15,19 +15,26 @@ from infer import load_drafter, save_drafter
 @pytest.fixture
 def folder(make_tiny, tmp_path):
     _, drafter = make_tiny()
-    save_drafter(drafter.config, {n: t.bfloat16() for n, t in drafter.state_dict().items()}, tmp_path / "drafter")
+    save_drafter(
+        drafter.config,
+        {n: t.bfloat16() for n, t in drafter.state_dict().items()},
+        tmp_path / "drafter",
+    )
     return tmp_path / "drafter"
 
 
 def test_every_flipped_bit_is_named_or_changes_nothing(folder):
     """Also those in a weight, which no reader of the format would notice."""
-    dice, expected = random.Random(0), load_drafter(folder)
+    dice = random.Random(0)
+    expected = load_drafter(folder)
     named = 0
     for number in range(120):
         file = folder / ("config.json" if number % 3 == 0 else "model.safetensors")
         whole = file.read_bytes()
         place = dice.randrange(1500 if number % 2 else len(whole)) % len(whole)
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :])
+        file.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :]
+        )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -37,7 +44,10 @@ def test_every_flipped_bit_is_named_or_changes_nothing(folder):
             named += 1
         else:  # a space in config.json, or a letter in the name of a digest
             assert found.config.to_dict() == expected.config.to_dict()
-            assert all(torch.equal(*pair) for pair in zip(found.parameters(), expected.parameters(), strict=True))
+            assert all(
+                torch.equal(*pair)
+                for pair in zip(found.parameters(), expected.parameters(), strict=True)
+            )
         file.write_bytes(whole)
     assert named > 100
 
@@ -51,13 +61,19 @@ def test_a_config_that_was_changed_is_named_and_a_folder_of_others_is_believed(f
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
     with pytest.warns(UserWarning, match=r"config\.json was changed after its weights were saved"):
         assert load_drafter(folder).config.rms_norm_eps == 1e-5
-    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        load_file(folder / "model.safetensors"),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     load_drafter(folder)  # without digests there is nothing to compare
     with safe_open(folder / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("key, value", [("num_hidden_layers", 10**9), ("block_size", 10**30), ("vocab_size", 2**62)])
+@pytest.mark.parametrize(
+    "key, value", [("num_hidden_layers", 10**9), ("block_size", 10**30), ("vocab_size", 2**62)]
+)
 def test_sizes_too_large_to_be_true_cost_nothing(folder, key, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))

@@ -1,5 +1,5 @@
-"""Folders of transformers' own DFlash class (5.23): read with its log-probabilities, written so that its `generate`
-decodes with them."""
+"""Folders of transformers' own DFlash class (5.23): read with its log-probabilities, written so
+that its `generate` decodes with them."""
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter
 
 if not hasattr(transformers, "MuseGlimmerAssistantModel"):
-    pytest.skip(f"transformers {transformers.__version__} has no DFlash drafter", allow_module_level=True)
+    pytest.skip(
+        f"transformers {transformers.__version__} has no DFlash drafter", allow_module_level=True
+    )
 
 IDS = torch.randint(90, (1, 30), generator=torch.Generator().manual_seed(5))
 LAYERS = 6  # of `make_tiny`'s targets
@@ -35,17 +37,21 @@ def native(folder, seed: int = 0, **changes):
         "layer_types": ["full_attention"] * 2,
     }
     torch.manual_seed(seed)
-    model = transformers.MuseGlimmerAssistantModel(transformers.MuseGlimmerAssistantConfig(**options | changes))
+    model = transformers.MuseGlimmerAssistantModel(
+        transformers.MuseGlimmerAssistantConfig(**options | changes)
+    )
     for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") or parameter.ndim == 1 else 0.0, 0.2)
+        torch.nn.init.normal_(
+            parameter, 1.0 if name.endswith("norm.weight") or parameter.ndim == 1 else 0.0, 0.2
+        )
     model.save_pretrained(folder)
     return model.eval()
 
 
 @torch.no_grad()
 def their_marginals(model, target, cut: int) -> torch.Tensor:
-    """(L, V) behind IDS by transformers' class, the context taken in in two pieces with a block drafted between, as its
-    generator does it."""
+    """(L, V) behind IDS by transformers' class, the context taken in in two pieces with a block
+    drafted between, as its generator does it."""
     from transformers.cache_utils import DFlashCache
 
     config, cache = model.config, DFlashCache(config=model.config)
@@ -73,7 +79,8 @@ def their_marginals(model, target, cut: int) -> torch.Tensor:
 def our_marginals(drafter, target, cut: int) -> torch.Tensor:
     """The same by ours."""
     length = IDS.shape[1] - 1
-    documents, positions = torch.zeros_like(IDS[:, :-1]), torch.arange(length)[None]
+    documents = torch.zeros_like(IDS[:, :-1])
+    positions = torch.arange(length)[None]
     features = target.packed_features(IDS[:, :-1], positions, documents, drafter.layer_ids).context
     state = drafter.state(1, 64)
     with state.add(1) as row:
@@ -86,10 +93,15 @@ def our_marginals(drafter, target, cut: int) -> torch.Tensor:
     "changes",
     [
         {},
-        {"target_layer_ids": [1, LAYERS - 1]},  # transformers taps the last layer behind the last norm
+        {
+            "target_layer_ids": [1, LAYERS - 1]
+        },  # transformers taps the last layer behind the last norm
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
         {"layer_types": None, "sliding_window": 9},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}, "rms_norm_eps": 1e-3},
+        {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+            "rms_norm_eps": 1e-3,
+        },
     ],
     ids=["full", "last tap", "mixed", "sliding", "rope"],
 )
@@ -99,7 +111,8 @@ def test_a_folder_of_transformers_own_has_its_log_probabilities(changes, make_ti
     drafter = load_drafter(tmp_path, target_layers=LAYERS)
     drafter.check_target(target)
     for cut in (3, 20):
-        theirs, ours = their_marginals(model, target, cut), our_marginals(drafter, target, cut)
+        theirs = their_marginals(model, target, cut)
+        ours = our_marginals(drafter, target, cut)
         assert (theirs.exp() - 1 / 97).abs().max() > 0.01  # weights that say something
         assert (theirs - ours).abs().max() < 1e-5
 
@@ -109,7 +122,8 @@ def test_what_is_exported_decodes_in_their_generate_and_is_read_back(kind, make_
     target, drafter = make_tiny()
     config = drafter.config
     if kind == "sliding":
-        config.layer_types, config.sliding_window = ["sliding_attention"] * 2, 7
+        config.layer_types = ["sliding_attention"] * 2
+        config.sliding_window = 7
         config.dflash_config["causal"] = False
     elif kind == "last tap":
         config.dflash_config |= {"target_layer_ids": [1, LAYERS - 1], "last_tap": "normed"}
@@ -121,28 +135,40 @@ def test_what_is_exported_decodes_in_their_generate_and_is_read_back(kind, make_
         "transformers (speculation_type=dflash)",
         "blockdraft",
     }
-    assert not {"fc.weight", "hidden_norm.weight"} & load_file(tmp_path / "model.safetensors").keys()
+    assert (
+        not {"fc.weight", "hidden_norm.weight"} & load_file(tmp_path / "model.safetensors").keys()
+    )
     model = transformers.AutoModel.from_pretrained(tmp_path)
     assert type(model).__name__ == "MuseGlimmerAssistantModel"
     ours = our_marginals(load_drafter(tmp_path), target, 11)
     assert torch.equal(ours, our_marginals(drafter, target, 11))
     assert (their_marginals(model, target, 11) - ours).abs().max() < 1e-5
     for prompt in (IDS[:, :4], IDS):
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+        options = {
+            "attention_mask": torch.ones_like(prompt),
+            "max_new_tokens": 20,
+            "do_sample": False,
+        }
         plain = target.model.generate(prompt, **options)
-        drafted = target.model.generate(prompt, assistant_model=model, speculation_type="dflash", **options)
+        drafted = target.model.generate(
+            prompt, assistant_model=model, speculation_type="dflash", **options
+        )
         assert torch.equal(plain, drafted)
 
 
 def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tmp_path):
-    """`raw` is what the layer puts out, `normed` what transformers' `hidden_states[N]` holds; in the folder, in packed
-    rows, in prefill and in verification."""
+    """`raw` is what the layer puts out, `normed` what transformers' `hidden_states[N]` holds; in
+    the folder, in packed rows, in prefill and in verification."""
     target = make_tiny()[0]
     positions = torch.arange(IDS.shape[1])[None]
     found = {}
     for kind in ("raw", "normed"):
         options = DrafterConfig(
-            layers=1, block_size=4, mask_token_id=96, target_layer_ids=[LAYERS - 1, 1], last_tap=kind
+            layers=1,
+            block_size=4,
+            mask_token_id=96,
+            target_layer_ids=[LAYERS - 1, 1],
+            last_tap=kind,
         )
         drafter = new_drafter(options, target)
         drafter.init_weights(torch.Generator().manual_seed(0))
@@ -152,15 +178,21 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
         cache = target.cache(1, 40)
         with cache.add(1) as row:
             prefilled = target.extend(IDS.tolist(), row, again.layer_ids).context
-        found[kind] = target.packed_features(IDS, positions, torch.zeros_like(IDS), again.layer_ids).context
-        assert torch.allclose(prefilled, found[kind], atol=1e-4)  # states of up to 15, sums of another order
+        found[kind] = target.packed_features(
+            IDS, positions, torch.zeros_like(IDS), again.layer_ids
+        ).context
+        assert torch.allclose(
+            prefilled, found[kind], atol=1e-4
+        )  # states of up to 15, sums of another order
     theirs = target.model(IDS, output_hidden_states=True).hidden_states
     assert torch.allclose(found["normed"], torch.cat([theirs[LAYERS], theirs[2]], -1), atol=1e-5)
     raw = found["raw"][..., :32]
     assert not torch.allclose(raw, theirs[LAYERS], atol=1e-2)
     assert torch.allclose(target.body.norm(raw), theirs[LAYERS], atol=1e-5)
     with pytest.raises(ValueError, match="last layer, 5, is not tapped"):
-        new_drafter(DrafterConfig(mask_token_id=96, target_layer_ids=[1, 4], last_tap="normed"), target)
+        new_drafter(
+            DrafterConfig(mask_token_id=96, target_layer_ids=[1, 4], last_tap="normed"), target
+        )
     with pytest.raises(ValueError, match="last_tap=both"):
         DrafterConfig(last_tap="both").check()
 
@@ -170,21 +202,33 @@ def test_check_says_what_each_engine_makes_of_a_tap_of_the_last_layer(make_tiny,
     wrong = {}
     for kind in ("raw", "normed"):
         options = DrafterConfig(
-            layers=1, block_size=4, mask_token_id=96, target_layer_ids=[1, LAYERS - 1], last_tap=kind
+            layers=1,
+            block_size=4,
+            mask_token_id=96,
+            target_layer_ids=[1, LAYERS - 1],
+            last_tap=kind,
         )
         drafter = new_drafter(options, target)
         export_drafter(drafter, "dflash", None, tmp_path / kind)
-        wrong[kind] = {v.engine.split()[0] for v in check_folder(tmp_path / kind) if "last" in " ".join(v.problems)}
+        wrong[kind] = {
+            v.engine.split()[0]
+            for v in check_folder(tmp_path / kind)
+            if "last" in " ".join(v.problems)
+        }
     assert wrong == {"raw": {"SGLang", "the"}, "normed": {"vLLM", "SGLang"}}
     with pytest.raises(ValueError, match="last_tap"):
         export_drafter(drafter, "speculators", target, tmp_path / "no")
 
 
-def test_a_folder_that_does_not_say_where_it_taps_the_last_layer_is_read_as_its_authors_code_does(make_tiny, tmp_path):
+def test_a_folder_that_does_not_say_where_it_taps_the_last_layer_is_read_as_its_authors_code_does(
+    make_tiny, tmp_path
+):
     import json
 
     target = make_tiny()[0]
-    options = DrafterConfig(layers=1, block_size=4, mask_token_id=96, target_layer_ids=[1, LAYERS - 1])
+    options = DrafterConfig(
+        layers=1, block_size=4, mask_token_id=96, target_layer_ids=[1, LAYERS - 1]
+    )
     export_drafter(new_drafter(options, target), "dflash", None, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dflash_config"]["last_tap"]

@@ -1,4 +1,5 @@
-"""Targets in 8-bit integers: against integer arithmetic, against float32, and to the last bit against themselves."""
+"""Targets in 8-bit integers: against integer arithmetic, against float32, and to the last bit
+against themselves."""
 
 from dataclasses import replace
 
@@ -33,7 +34,10 @@ FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen2": {},  # biases
-    "gemma3_text": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 
 
@@ -47,7 +51,8 @@ def whole(*shape: int) -> torch.Tensor:
 
 def chains(rows: list[list[int]], nodes: int) -> DraftTree:
     """Return trees of one branch over the first tokens of rows."""
-    tokens, steps = torch.tensor(rows)[:, :nodes], torch.arange(nodes).expand(len(rows), -1)
+    tokens = torch.tensor(rows)[:, :nodes]
+    steps = torch.arange(nodes).expand(len(rows), -1)
     return DraftTree(tokens, (steps - 1).clamp(min=0), steps, torch.zeros(tokens.shape), nodes - 1)
 
 
@@ -72,7 +77,9 @@ def states_of(target: Target, rows: list[list[int]], cuts: list[int]) -> torch.T
     with cache.add(len(rows)):
         pass
     pieces = zip([0, *cuts], cuts, strict=False)
-    return torch.cat([target.extend([row[a:b] for row in rows], cache, ()).last for a, b in pieces], 1)
+    return torch.cat(
+        [target.extend([row[a:b] for row in rows], cache, ()).last for a, b in pieces], 1
+    )
 
 
 @pytest.mark.parametrize("avx2_loop, amx", [(True, False), (False, False), (False, True)])
@@ -84,13 +91,23 @@ def test_matmuls_are_integer_arithmetic(avx2_loop, amx, monkeypatch):
     for name in ("swapped_rows", "uses_avx2_loop"):
         monkeypatch.setattr(matmul, name, getattr(matmul, name).__wrapped__)
     assert matmul.uses_avx2_loop(64) == avx2_loop and not matmul.uses_avx2_loop(33)
-    for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65), (64, 2051, 2), (64, 48, 300), (16, 1, 1)):
-        codes, states = whole(outputs, inputs), whole(rows, inputs)
+    for inputs, outputs, rows in (
+        (576, 96, 17),
+        (33, 5, 1),
+        (1536, 40, 65),
+        (64, 2051, 2),
+        (64, 48, 300),
+        (16, 1, 1),
+    ):
+        codes = whole(outputs, inputs)
+        states = whole(rows, inputs)
         codes[0], states[0] = 127, -127  # the greatest sums there are
         states[:, 0] = 127  # so that a row's step is 1
         weights = Int8Weights(codes.to(torch.int8), None, torch.ones(inputs), 1)
         sums, steps = kernels.code_sums(states.float(), weights)
-        assert torch.equal(sums, (states @ codes.t()).int()) and torch.equal(steps, torch.ones(rows))
+        assert torch.equal(sums, (states @ codes.t()).int()) and torch.equal(
+            steps, torch.ones(rows)
+        )
 
 
 @pytest.mark.parametrize("avx2_loop", [True, False])
@@ -101,7 +118,9 @@ def test_a_recording_computes_what_its_layers_do(pair, avx2_loop, monkeypatch):
     assert type(target.lean) is RecordedDecoder
     monkeypatch.setattr(matmul, "uses_avx2_loop", lambda inputs: avx2_loop)
     target.lean.recordings.clear()
-    rows, cuts, found = (whole(3, 24).abs() % V).tolist(), [7, 8, 9, 24], []
+    rows = (whole(3, 24).abs() % V).tolist()
+    cuts = [7, 8, 9, 24]
+    found = []
     with torch.inference_mode():  # a recording made here serves outside of it too
         states_of(target, rows, cuts)
     for run in (RecordedDecoder.run, LeanDecoder.run):
@@ -110,17 +129,24 @@ def test_a_recording_computes_what_its_layers_do(pair, avx2_loop, monkeypatch):
         with cache.add(3):
             pass
         pieces = zip([0, *cuts], cuts, strict=False)
-        found.append([target.extend([row[a:b] for row in rows], cache, (0, 2, 4)) for a, b in pieces])
+        found.append(
+            [target.extend([row[a:b] for row in rows], cache, (0, 2, 4)) for a, b in pieces]
+        )
         tree = replace(chains(rows, 5), real=torch.arange(5) < torch.tensor([[2], [5], [1]]))
         found[-1].append(target.verify(tree, tree.ancestors(), cache, (0, 2, 4)))
     for recorded, eager in zip(*found, strict=True):
-        assert torch.equal(recorded.context, eager.context) and torch.equal(recorded.last, eager.last)
+        assert torch.equal(recorded.context, eager.context) and torch.equal(
+            recorded.last, eager.last
+        )
 
 
 @pytest.mark.parametrize("digits", [1, 2])
 def test_the_greatest_output_is_that_of_the_floats(digits):
     head = Int8Linear(32, 2500, True, digits)
-    for part, numbers in (("codes", (whole(2500, 32) // 2).to(torch.int8)), ("scales", normal(2500).abs())):
+    for part, numbers in (
+        ("codes", (whole(2500, 32) // 2).to(torch.int8)),
+        ("scales", normal(2500).abs()),
+    ):
         getattr(head, part).data = numbers
     head.smooth.data, head.bias.data = normal(32).abs(), normal(2500)
     for states in (normal(2, 40, 32), torch.zeros(1, 3, 32)):
@@ -128,7 +154,9 @@ def test_the_greatest_output_is_that_of_the_floats(digits):
 
 
 def test_codes_of_weights_make_up_for_errors():
-    weight, inputs = normal(24, 32), normal(200, 8) @ normal(8, 32) + 0.1 * normal(200, 32)  # that go together
+    # that go together
+    weight = normal(24, 32)
+    inputs = normal(200, 8) @ normal(8, 32) + 0.1 * normal(200, 32)
     weight[3, 4:6] = 50.0
     codes, scales = calibration.round_weight(weight, inputs.t() @ inputs / 200)
     assert codes.min() >= -127 and codes[3, 4:6].eq(127).all()
@@ -138,11 +166,18 @@ def test_codes_of_weights_make_up_for_errors():
     assert ours < 0.8 * theirs, "inputs still to come do not make up for the error"
 
 
-@pytest.mark.parametrize(("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40), (2, 130, 300)])
+@pytest.mark.parametrize(
+    ("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40), (2, 130, 300)]
+)
 def test_attention_in_order_is_attention(rows, width, seen):
-    shared, groups, size, capacity = 2, 3, 24 if width == 40 else 16, seen + 10
+    shared = 2
+    groups = 3
+    size = 24 if width == 40 else 16
+    capacity = seen + 10
     planes = normal(2, rows * capacity, shared * size)
-    keys, values = (plane.view(rows, capacity, shared, size)[:, :seen].transpose(1, 2) for plane in planes)
+    keys, values = (
+        plane.view(rows, capacity, shared, size)[:, :seen].transpose(1, 2) for plane in planes
+    )
     ends = torch.tensor([seen - width] * rows)
     inside = torch.eye(width, dtype=torch.bool).logical_or(normal(width, width) < 0).tril()[None]
     mask = tree_mask(ends, ends[:, None] + inside[0].sum(0), inside, seen)
@@ -156,41 +191,57 @@ def test_attention_in_order_is_attention(rows, width, seen):
 
 
 def test_numbers_do_not_depend_on_what_is_beside_them(pair):
-    """Bit-equal: alone, in prompts cut anywhere, beside other texts, in a tree, on any number of threads."""
+    """Bit-equal: alone, in prompts cut anywhere, beside other texts, in a tree, on any number of
+    threads."""
     _, target = pair
     assert target.lean is not None and target.quantised
     rows = (whole(3, 24).abs() % V).tolist()
     alone = states_of(target, rows[:1], list(range(1, 25)))[0]
     for cuts in ([24], [7, 8, 24]):
         assert torch.equal(states_of(target, rows, cuts)[0], alone)
-    before, threads = target.head(alone), torch.get_num_threads()
+    before = target.head(alone)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1 + threads % 2)
     assert torch.equal(states_of(target, rows, [24])[0], alone)
     torch.set_num_threads(threads)
-    assert all(torch.equal(target.head(state), logits) for state, logits in zip(alone, before, strict=True))
+    assert all(
+        torch.equal(target.head(state), logits) for state, logits in zip(alone, before, strict=True)
+    )
     cache = target.cache(2, 60)
     with cache.add(2):
         pass
     target.extend([row[:18] for row in rows[:2]], cache, ())
     text = rows[0][18:]  # the tree's second, fourth .. nodes; beside each stands another token
-    nodes = [text[0]] + [token for kept in text[1:] for token in (kept + 1 if kept + 1 < V else 0, kept)]
+    nodes = [text[0]] + [
+        token for kept in text[1:] for token in (kept + 1 if kept + 1 < V else 0, kept)
+    ]
     parents = [0] + [parent for i in range(len(text) - 1) for parent in (2 * i, 2 * i)]
     depths = [0] + [depth for i in range(1, len(text)) for depth in (i, i)]
     table = [torch.tensor([row, row]) for row in (nodes, parents, depths)]
     tree = DraftTree(*table, torch.zeros(2, len(nodes)), len(text) - 1)
     found = target.verify(tree, tree.ancestors(), cache).last
     assert torch.equal(found[0, 0::2], alone[18:])
-    real = torch.arange(len(nodes)) < torch.tensor([[3], [len(nodes)]])  # rows that have numbers of their own
+    real = torch.arange(len(nodes)) < torch.tensor(
+        [[3], [len(nodes)]]
+    )  # rows that have numbers of their own
     uneven = target.verify(replace(tree, real=real), tree.ancestors(), cache).last
-    assert takes_uneven(target) and torch.equal(uneven[0, :3], found[0, :3]) and torch.equal(uneven[1], found[1])
+    assert (
+        takes_uneven(target)
+        and torch.equal(uneven[0, :3], found[0, :3])
+        and torch.equal(uneven[1], found[1])
+    )
 
 
 def test_distributions_are_nearly_those_of_float32(pair):
     exact, target = pair
     rows = (whole(4, 30).abs() % V).tolist()
-    ours, theirs = (model.head(states_of(model, rows, [30])).log_softmax(-1) for model in (target, exact))
+    ours, theirs = (
+        model.head(states_of(model, rows, [30])).log_softmax(-1) for model in (target, exact)
+    )
     assert (theirs.exp() * (theirs - ours)).sum(-1).mean() < 0.01
-    features = target.packed_features(*(torch.tensor(rows), *torch.arange(30).repeat(2, 4, 1).unbind()), (1, 3))
+    features = target.packed_features(
+        *(torch.tensor(rows), *torch.arange(30).repeat(2, 4, 1).unbind()), (1, 3)
+    )
     assert features.context.shape == (4, 30, 64)
 
 
@@ -198,18 +249,27 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter, monkeypatch):
     _, target = pair
     prompts = (whole(3, 9).abs() % V).tolist()
     for temperature, penalty in ((0.0, 1.0), (1.0, 1.0), (0.0, 1.2)):
-        settings = {"temperature": temperature, "repetition_penalty": penalty, "seed": 1, "ignore_eos": True}
+        settings = {
+            "temperature": temperature,
+            "repetition_penalty": penalty,
+            "seed": 1,
+            "ignore_eos": True,
+        }
         plain = DecodeOptions(20, method="plain", **settings)
         texts = [text.ids for text in decode(target, None, prompts, plain)]
         drafter = scripted_drafter([p + t for p, t in zip(prompts, texts, strict=True)], 4, V)
         options = DecodeOptions(20, method="ddtree", budget=6, **settings)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
-        monkeypatch.setattr("infer.engine.budget.calibration_of", lambda *_: Calibration((1, 9), (1.0, 2.0), 1.0))
+        monkeypatch.setattr(
+            "infer.engine.budget.calibration_of", lambda *_: Calibration((1, 9), (1.0, 2.0), 1.0)
+        )
         monkeypatch.setattr(AutoBudget, "choose_nodes", lambda budget, rows, most: 2)
         monkeypatch.setattr(AutoBudget, "_paying_nodes", lambda budget, rows, most: 2)
         found = decode(target, drafter, prompts, replace(options, budget="auto"))
         assert [text.ids for text in found] == texts
-        assert len({nodes for text in found for nodes in text.drafted}) > 1, "all rows have as many nodes"
+        assert len({nodes for text in found for nodes in text.drafted}) > 1, (
+            "all rows have as many nodes"
+        )
 
 
 def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):
@@ -221,14 +281,20 @@ def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsy
     said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("in integers, once" in line for line in said) == 1
     ids = [list(range(9))]
-    assert torch.equal(states_of(first, ids, [9]), states_of(again, ids, [9])) and again.name == str(shallow)
+    assert torch.equal(
+        states_of(first, ids, [9]), states_of(again, ids, [9])
+    ) and again.name == str(shallow)
     assert again.vocabulary == len(again.head_weight) == len(again.embedding.weight)
     parts = again.body.layers[0].self_attn.q_proj.codes, again.body.layers[0].self_attn.v_proj.codes
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1  # joined: not the file's
-    assert load_target(str(shallow), quantization="int8", only_layers=(0,)).head_weight.is_floating_point()
+    assert load_target(
+        str(shallow), quantization="int8", only_layers=(0,)
+    ).head_weight.is_floating_point()
 
 
-def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(load_program, tmp_path, monkeypatch, capsys):
+def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(
+    load_program, tmp_path, monkeypatch, capsys
+):
     load_program("damaged_targets").make_targets(tmp_path)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "LENGTH", 8)
@@ -243,8 +309,12 @@ def test_a_damaged_folder_of_codes_is_made_again_and_is_the_same(load_program, t
     capsys.readouterr()
     again = weights()
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("writing ")]
-    assert len(said) == 1 and said[0].endswith("again: model.safetensors of the one that was there was damaged")
-    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    assert len(said) == 1 and said[0].endswith(
+        "again: model.safetensors of the one that was there was damaged"
+    )
+    assert first.keys() == again.keys() and all(
+        torch.equal(first[name], again[name]) for name in first
+    )
 
 
 def test_layers_of_other_digits_are_not_joined():
@@ -254,7 +324,9 @@ def test_layers_of_other_digits_are_not_joined():
         join_linears(layers)
 
 
-@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"shard": True}, {"quantization": "int4"}])
+@pytest.mark.parametrize(
+    "other", [{"dtype": "bfloat16"}, {"shard": True}, {"quantization": "int4"}]
+)
 def test_what_does_not_go_together_is_refused(other):
     with pytest.raises(ValueError, match="quantization"):
         TargetConfig(**{"quantization": "int8"} | other).check()

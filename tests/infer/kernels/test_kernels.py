@@ -21,7 +21,9 @@ def test_norms(shape):
     states = 0.01 * normal(*shape)
     found = cpu.rms_norm(states, norm)
     torch.testing.assert_close(found, reference.rms_norm(states, norm))
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(states, shape[-1:], norm.weight, 1e-5))
+    torch.testing.assert_close(
+        found, torch.nn.functional.rms_norm(states, shape[-1:], norm.weight, 1e-5)
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
@@ -37,7 +39,9 @@ def test_added_norms(scale):
 def test_gated_activations():
     both = 30 * normal(3, 128)
     silu = Activation(torch.nn.functional.silu, SILU_COEFFICIENTS)
-    torch.testing.assert_close(cpu.gated_activation(both, silu), reference.gated_activation(both, silu))
+    torch.testing.assert_close(
+        cpu.gated_activation(both, silu), reference.gated_activation(both, silu)
+    )
 
     def tanh_gelu(states: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(states, approximate="tanh")
@@ -49,10 +53,18 @@ def test_gated_activations():
 
 @pytest.mark.parametrize(
     ("heads", "key_heads", "layers", "normed", "rotated"),
-    [(6, 2, 1, True, 8), (4, 4, 1, False, 4), (6, 1, 1, True, 0), (3, 3, 1, False, 0), (0, 2, 3, True, 8)],
+    [
+        (6, 2, 1, True, 8),
+        (4, 4, 1, False, 4),
+        (6, 1, 1, True, 0),
+        (3, 3, 1, False, 0),
+        (0, 2, 3, True, 8),
+    ],
 )
 def test_heads_on_their_way_into_attention(heads, key_heads, layers, normed, rotated):
-    rows, width, size = 2, 3, 8
+    rows = 2
+    width = 3
+    size = 8
     norm = Norm(normal(layers, heads + key_heads, size), 1e-5) if normed else None
     rotation = None
     if rotated:
@@ -90,7 +102,9 @@ def fail(*_):
     raise AssertionError  # without a word
 
 
-@pytest.mark.parametrize("operation", [lambda states, norm: 1.1 * reference.rms_norm(states, norm), fail])
+@pytest.mark.parametrize(
+    "operation", [lambda states, norm: 1.1 * reference.rms_norm(states, norm), fail]
+)
 def test_a_fast_version_that_differs_or_fails_is_not_used(operation, monkeypatch):
     monkeypatch.setattr(cpu, "OPERATIONS", cpu.OPERATIONS | {"rms_norm": operation})
     monkeypatch.setattr(table, "VALIDATED", {})

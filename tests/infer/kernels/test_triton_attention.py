@@ -1,4 +1,5 @@
-"""Attention over a tree in Triton equals SDPA under the dense mask: on a GPU, elsewhere in Triton's interpreter."""
+"""Attention over a tree in Triton equals SDPA under the dense mask: on a GPU, elsewhere in Triton's
+interpreter."""
 
 import os
 
@@ -44,7 +45,11 @@ def test_trees_over_rows_of_all_lengths(rows, heads, groups, nodes, size, dtype)
             depths[row, node] = depths[row, parents[row, node]] + 1
     ends = torch.tensor([0, 300, 63][:rows])
     for window in (None, 40):
-        mask = tree_mask(*(part.to(DEVICE) for part in (ends, ends[:, None] + depths, inside)), 400, window)
+        mask = tree_mask(
+            *(part.to(DEVICE) for part in (ends, ends[:, None] + depths, inside)), 400, window
+        )
         found = tree_attention(queries, *both, mask, size**-0.5)
-        expected = F.scaled_dot_product_attention(queries, *both, attn_mask=mask.dense.repeat(1, 1, groups, 1))
+        expected = F.scaled_dot_product_attention(
+            queries, *both, attn_mask=mask.dense.repeat(1, 1, groups, 1)
+        )
         assert (found - expected).abs().max() < (2e-5 if dtype == torch.float32 else 2e-2)

@@ -1,4 +1,5 @@
-"""The best-first search in Triton finds what the tensor version finds: on a GPU, elsewhere in Triton's interpreter."""
+"""The best-first search in Triton finds what the tensor version finds: on a GPU, elsewhere in
+Triton's interpreter."""
 
 import os
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ KINDS = ["random", "ties", "forbidden"]
 
 
 def same(found, expected) -> bool:
-    return all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
+    return all(
+        torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True)
+    )
 
 
 def drawn(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
@@ -34,13 +37,16 @@ def drawn(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("length", "ranks", "budget"), [(1, 5, 4), (5, 9, 9), (15, 32, 32)])
 def test_marginals(length, ranks, budget, kind):
     top, tokens = drawn((2, length, ranks), kind, budget).sort(dim=-1, descending=True, stable=True)
-    check(SimpleNamespace(recurrent=False, tokens=tokens, table=(top[:, 0], top[:, 1:, None])), budget)
+    check(
+        SimpleNamespace(recurrent=False, tokens=tokens, table=(top[:, 0], top[:, 1:, None])), budget
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "count", "budget"), [(1, 6, 6), (4, 3, 40), (6, 8, 20)])
 def test_tables_of_a_conditional_head(length, count, budget, kind):
-    first, steps = drawn((2, count), kind, count), drawn((2, length - 1, count, count), kind, 1)
+    first = drawn((2, count), kind, count)
+    steps = drawn((2, length - 1, count, count), kind, 1)
     tokens = torch.randint(1000, (2, length, count), generator=torch.Generator().manual_seed(count))
     check(SimpleNamespace(recurrent=False, tokens=tokens, table=(first, steps)), budget)
 

@@ -1,4 +1,5 @@
-"""Masked diffusion decoding: every way of drafting writes what a plain step-by-step loop writes, write for write."""
+"""Masked diffusion decoding: every way of drafting writes what a plain step-by-step loop writes,
+write for write."""
 
 import math
 from dataclasses import replace
@@ -56,10 +57,12 @@ def fill(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> Maske
 
 
 class Kept:
-    """Keys and values of the last full pass; a block's pass sees its own in place of the kept ones of the block."""
+    """Keys and values of the last full pass; a block's pass sees its own in place of the kept ones
+    of the block."""
 
     def __init__(self) -> None:
-        self.layers, self.block = {}, None
+        self.layers = {}
+        self.block = None
 
     def update(self, keys, values, layer):
         if self.block is None:
@@ -76,10 +79,15 @@ class Kept:
 
 
 @torch.no_grad()
-def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> list[tuple[int, int]]:
+def reference(
+    model: MaskedModel, prompt: list[int], options: MaskedOptions
+) -> list[tuple[int, int]]:
     """One token a pass, with nothing of ours but the noise."""
     ids = torch.tensor([prompt + [MASK] * options.max_new_tokens])
-    width, kept, writes, shift = ids.shape[1], Kept(), [], int(model.shifted)
+    width = ids.shape[1]
+    kept = Kept()
+    writes = []
+    shift = int(model.shifted)
 
     def run(begin: int, end: int) -> torch.Tensor:
         out = model.model.model(
@@ -108,7 +116,9 @@ def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> 
                 logits[MASK] = -torch.inf
                 scores = logits
                 if options.temperature:
-                    noise = gumbel_noise(torch.tensor([options.seed]), torch.tensor([[position]]), len(logits))
+                    noise = gumbel_noise(
+                        torch.tensor([options.seed]), torch.tensor([[position]]), len(logits)
+                    )
                     scores = logits / options.temperature + noise[0, 0]
                 token = int(scores.argmax())
                 confidence = float(logits.softmax(-1)[token])
@@ -124,9 +134,12 @@ WAYS = [("greedy", 1), ("greedy", 8), ("mixed", 5), ("guided", 4), ("guided", 8)
 
 
 @pytest.mark.parametrize(
-    "kind, block_length, temperature", [("model", 4, 0.8), ("model", 8, 0.0), ("model", 16, 0.0), ("shifted", 8, 0.8)]
+    "kind, block_length, temperature",
+    [("model", 4, 0.8), ("model", 8, 0.0), ("model", 16, 0.0), ("shifted", 8, 0.8)],
 )
-def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_length, temperature, request):
+def test_every_way_of_drafting_writes_what_a_plain_loop_writes(
+    kind, block_length, temperature, request
+):
     model = request.getfixturevalue(kind)
     accepted = [0] * 9
     for prompt, cache in zip(PROMPTS, ("dual", "none", "dual"), strict=True):
@@ -141,41 +154,62 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
             done = fill(model, prompt, way)
             assert done.writes == expected, way
             accepted = [sum(counts) for counts in zip(accepted, done.stats.histogram, strict=True)]
-    assert sum(accepted[1:]) > sum(accepted) / 20 and sum(accepted[2:]) > 0  # drafts were accepted, several at once
+    assert (
+        sum(accepted[1:]) > sum(accepted) / 20 and sum(accepted[2:]) > 0
+    )  # drafts were accepted, several at once
 
 
 def test_chain_and_swapped_drafts_are_the_papers():
     guesses = {
-        position: Guess([position, 0], [-0.1, -3.0], odds) for position, odds in zip(range(4, 12), ODDS, strict=True)
+        position: Guess([position, 0], [-0.1, -3.0], odds)
+        for position, odds in zip(range(4, 12), ODDS, strict=True)
     }
     plan = Plan(range(4, 12), start=0, block_length=8, longest=8)
     writes = drafts(guesses, plan, 5)
-    assert [position for position, _ in writes] == [5, 7, 4, 6, 9]  # the first block by confidence, then the next one
+    assert [position for position, _ in writes] == [
+        5,
+        7,
+        4,
+        6,
+        9,
+    ]  # the first block by confidence, then the next one
     assert [len(state) for state in chain_states(writes)] == [0, 1, 2, 3, 4, 5]
     within = Plan(range(4, 12), start=4, block_length=8, longest=8)
     for length in range(1, 6):
         states = mixed_states(drafts(guesses, within, length), within)
-        assert len(states) == len(set(states)) == 2 * length  # 6, 8 and 10 for draft lengths 3, 4, 5 (table 3)
+        assert (
+            len(states) == len(set(states)) == 2 * length
+        )  # 6, 8 and 10 for draft lengths 3, 4, 5 (table 3)
     a, b, c, d, e = drafts(guesses, plan, 5)
     swapped = mixed_states([a, b, c, d, e], plan)[6:]
-    assert swapped == [frozenset(x) for x in ([b], [a, c], [a, b, d])]  # d and e are in different blocks
+    assert swapped == [
+        frozenset(x) for x in ([b], [a, c], [a, b, d])
+    ]  # d and e are in different blocks
     mixed = MaskedOptions(method="mixed")
-    assert pick_states({}, plan, mixed, TextHabits({})) == [frozenset()]  # nothing is known yet: the text alone
+    assert pick_states({}, plan, mixed, TextHabits({})) == [
+        frozenset()
+    ]  # nothing is known yet: the text alone
 
 
 ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]
 
 
 def test_a_walk_goes_on_where_two_orders_meet():
-    """Drafted "a, b"; the model takes b first, then a: the state after both is the chain's, and was computed."""
-    a, b, c = (5, 50), (6, 51), (7, 52)
+    """Drafted "a, b"; the model takes b first, then a: the state after both is the chain's, and was
+    computed."""
+    a = (5, 50)
+    b = (6, 51)
+    c = (7, 52)
     plan = Plan([5, 6, 7], start=5, block_length=4, longest=2)
 
     def sure_of(write) -> dict[int, Guess]:
         return {x: Guess([token], [0.0], 9.0 if x == write[0] else 1.0) for x, token in (a, b, c)}
 
     states = mixed_states([a, b], plan)
-    found = [{frozenset(): sure_of(b), frozenset([b]): sure_of(a)}.get(state, sure_of(c)) for state in states]
+    found = [
+        {frozenset(): sure_of(b), frozenset([b]): sure_of(a)}.get(state, sure_of(c))
+        for state in states
+    ]
     writes, last = follow_steps(states, found, plan)
     assert writes == [b, a, c] and states[last] == {a, b}
 
@@ -191,14 +225,19 @@ def test_a_tree_has_the_likeliest_states():
     for count in range(4):
         for order in permutations(guesses, count):
             for ranks in product((0, 1), repeat=count):
-                state, worth = frozenset(), 0.0
+                state = frozenset()
+                worth = 0.0
                 for position, rank in zip(order, ranks, strict=True):
                     open_ = plan.open(state)
                     if position not in open_:
                         worth = -math.inf
                         break
                     total = sum(math.exp(guesses[other].confidence) for other in open_)
-                    worth += guesses[position].confidence - math.log(total) + guesses[position].log_shares[rank]
+                    worth += (
+                        guesses[position].confidence
+                        - math.log(total)
+                        + guesses[position].log_shares[rank]
+                    )
                     state = state | {(position, rank + 1)}
                 if worth > -math.inf:
                     best[state] = max(worth, best.get(state, -math.inf))
@@ -215,11 +254,20 @@ def test_habits_are_what_the_text_has_shown():
     habits = TextHabits(dict(enumerate([1, 2, 3, 9, 2, 3])))
     assert habits.expects(6, {}) == (2, 9)  # "2 3" was followed by 9
     assert habits.expects(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
-    assert habits.expects(8, {6: 1}) == (0, 0) and habits.expects(7, {6: 50}) == (0, 0)  # a mask, a new token before it
+    assert habits.expects(8, {6: 1}) == (0, 0) and habits.expects(7, {6: 50}) == (
+        0,
+        0,
+    )  # a mask, a new token before it
     habits.wrote([(6, 9), (7, 4), (9, 5)])  # expected; not expected (2); behind a mask
     assert habits.last == 9
-    assert habits.right[2].value == 2 / 3 and habits.right[3].value == 1 / 3 and habits.right[1].value == 1 / 2
-    assert habits.follows_last.value == 2 / 4  # once in advance; 7 stood behind 6; 9 did not stand behind 7
+    assert (
+        habits.right[2].value == 2 / 3
+        and habits.right[3].value == 1 / 3
+        and habits.right[1].value == 1 / 2
+    )
+    assert (
+        habits.follows_last.value == 2 / 4
+    )  # once in advance; 7 stood behind 6; 9 did not stand behind 7
     assert habits.expects(8, {}) == (0, 0)  # nothing ever followed a 4
     habits.wrote([(8, 7)])
     assert habits.expects(20, {19: 4}) == (1, 7) and habits.expects(20, {19: 7}) == (1, 5)

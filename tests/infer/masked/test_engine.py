@@ -1,4 +1,5 @@
-"""Masked diffusion models in the engine, the API, the server and the commands; and those with code of their own."""
+"""Masked diffusion models in the engine, the API, the server and the commands; and those with code
+of their own."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ LENGTHS = [5, 16, 11, 24]  # not whole blocks
 
 def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: MaskedConfig) -> list:
     """Texts that come one after the other, a round apart."""
-    engine, done = MaskedEngine(model, engine, 64), []
+    engine = MaskedEngine(model, engine, 64)
+    done = []
     for prompt, options in zip(prompts, texts, strict=True):
         done.append(engine.submit(prompt, options))
         engine.step()
@@ -41,7 +43,9 @@ def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: Maske
     return done
 
 
-@pytest.mark.parametrize("cache, shifted", [("none", False), ("none", True), ("dual", False), ("dual", True)])
+@pytest.mark.parametrize(
+    "cache, shifted", [("none", False), ("none", True), ("dual", False), ("dual", True)]
+)
 def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shifted):
     """Greedy and sampled rows of many lengths come and go; alone and step by step is the truth."""
     model = make_masked(shifted)
@@ -52,15 +56,23 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
     ]
     how = MaskedConfig(rows=3, block_length=8, cache=cache)
     steps = replace(how, method="steps", rows=1)
-    alone = [written(model, [prompt], [text], steps)[0] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    alone = [
+        written(model, [prompt], [text], steps)[0]
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     for method, length in (("guided", 4), ("mixed", 3)):
         together = written(model, PROMPTS, texts, replace(how, method=method, draft_length=length))
         for one, text, most in zip(alone, together, LENGTHS, strict=True):
             assert (text.ids, text.finish) == (one.ids, one.finish) and len(text.ids) <= most
             assert text.stats.rounds == len(text.drafted) == len(text.commits) <= one.stats.rounds
-            assert sum(text.commits) == len(text.ids) and sum(text.stats.histogram) == text.stats.rounds
+            assert (
+                sum(text.commits) == len(text.ids)
+                and sum(text.stats.histogram) == text.stats.rounds
+            )
             assert text.row is None
-        assert sum(text.stats.rounds for text in together) < sum(text.stats.rounds for text in alone)
+        assert sum(text.stats.rounds for text in together) < sum(
+            text.stats.rounds for text in alone
+        )
     assert [text.finish for text in alone].count("length") >= 2
     assert [text.stats.tau for text in alone] == [1.0] * 4
 
@@ -88,7 +100,9 @@ def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
     pieces = list(stream(model, None, "import os", options))
     assert "".join(pieces) == whole.text and len(pieces) > 2
     both = generate(model, None, ["import os", "def f("], options)
-    assert both[0].text == whole.text and both[1].text == generate(model, None, "def f(", options).text
+    assert (
+        both[0].text == whole.text and both[1].text == generate(model, None, "def f(", options).text
+    )
     stop = whole.text[3:5]
     stopped = generate(model, None, "import os", replace(options, stop=[stop]))
     assert stopped.text == whole.text[: whole.text.index(stop)] and stopped.finish_reason == "stop"
@@ -97,14 +111,19 @@ def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
 def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
     model = make_masked()
     engine = MaskedEngine(model, MaskedConfig(rows=1, cache="dual"), 64)
-    first, second, third = (engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in PROMPTS[:3])
+    first, second, third = (
+        engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in PROMPTS[:3]
+    )
     engine.step()
     first.cancelled = third.cancelled = True
     changed = engine.step()
     assert {first, third} <= set(changed) and first.finish == third.finish == "cancelled"
     while engine.busy:
         engine.step()
-    assert second.ids == generate(model, None, PROMPTS[1], method="steps", max_new_tokens=24, cache="dual").ids
+    assert (
+        second.ids
+        == generate(model, None, PROMPTS[1], method="steps", max_new_tokens=24, cache="dual").ids
+    )
     engine.submit(PROMPTS[0], TextOptions(max_new_tokens=24))
     engine.step()
     engine.reset()
@@ -115,21 +134,33 @@ def test_answers_are_regenerated_with_a_masked_model(folder):
     model = load_masked(str(folder), "float32", "cpu")
     options = MaskedOptions(max_new_tokens=12, rows=2, method="greedy")
     prompts = ["import os", "def f(", "x = "]
-    answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
-    steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
+    answers = list(
+        by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)])
+    )
+    steps = [
+        generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts
+    ]
     assert [answer["response"] for answer in answers] == steps
     assert options_of(options) == options_of(replace(options, nodes=3, method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
     assert "block_length" not in options_of(DecodeOptions(method="plain"))
 
 
-WRONG_TEXTS = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"logprobs": 0}]
+WRONG_TEXTS = [
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.2},
+    {"logprobs": 0},
+]
 
 
 @pytest.mark.parametrize("changes", WRONG_TEXTS)
 def test_options_of_other_models_are_refused(make_masked, changes):
     name, value = next(iter(changes.items()))
-    with pytest.raises(ValueError, match=f"^{name}={value}: masked diffusion decoding cannot follow it"):
+    with pytest.raises(
+        ValueError, match=f"^{name}={value}: masked diffusion decoding cannot follow it"
+    ):
         MaskedOptions(**changes).check()
     DecodeOptions(**changes).check()
     with pytest.raises(ValueError, match=f"^{name}={value}"):
@@ -166,11 +197,17 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [64], max_new_tokens=8)
     with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # whole blocks: 16
-    assert is_masked(str(folder)) and not is_masked("embedded") and set(FOREIGN) == set(MASKED.model_types)
+    assert (
+        is_masked(str(folder))
+        and not is_masked("embedded")
+        and set(FOREIGN) == set(MASKED.model_types)
+    )
     (folder / "model.safetensors").unlink()  # both before weights are looked at
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
         load_all(TargetConfig(str(folder)), ["no/such/drafter"])
-    with pytest.raises(ValueError, match="^target.path=embedded: a qwen3 model that was not trained to fill masks"):
+    with pytest.raises(
+        ValueError, match="^target.path=embedded: a qwen3 model that was not trained to fill masks"
+    ):
         load_masked("embedded")
 
 
@@ -178,7 +215,9 @@ def test_the_server_answers_with_a_masked_model(running, folder):
     model = load_masked(str(folder), "float32", "cpu")
 
     def own(prompt: str, length: int, **more) -> str:
-        return generate(model, None, prompt, method="steps", max_new_tokens=length, cache="dual", **more).text
+        return generate(
+            model, None, prompt, method="steps", max_new_tokens=length, cache="dual", **more
+        ).text
 
     engine = open_engine(model, None, MaskedConfig(rows=3, block_length=8, cache="dual"), 60)
     with (
@@ -188,18 +227,35 @@ def test_the_server_answers_with_a_masked_model(running, folder):
         done = client.completions.create(
             model="embedded", prompt=["import os", "class A"], max_tokens=20, temperature=0
         )
-        assert [choice.text for choice in done.choices] == [own(p, 20) for p in ("import os", "class A")]
-        settings = {"prompt": "def walk(", "max_tokens": 17, "temperature": 0.8, "seed": 5, "model": "embedded"}
-        chunks = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        assert [choice.text for choice in done.choices] == [
+            own(p, 20) for p in ("import os", "class A")
+        ]
+        settings = {
+            "prompt": "def walk(",
+            "max_tokens": 17,
+            "temperature": 0.8,
+            "seed": 5,
+            "model": "embedded",
+        }
+        chunks = list(
+            client.completions.create(
+                **settings, stream=True, stream_options={"include_usage": True}
+            )
+        )
         expected = own("def walk(", 17, temperature=0.8, seed=5)
         assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
-        assert sum(bool(chunk.choices) for chunk in chunks) > 2 and chunks[-1].usage.completion_tokens <= 17
-        with pytest.raises(openai.BadRequestError, match="top_p=0.5: masked diffusion decoding cannot follow it"):
+        assert (
+            sum(bool(chunk.choices) for chunk in chunks) > 2
+            and chunks[-1].usage.completion_tokens <= 17
+        )
+        with pytest.raises(
+            openai.BadRequestError, match="top_p=0.5: masked diffusion decoding cannot follow it"
+        ):
             client.completions.create(**settings, top_p=0.5)
 
 
-# As LLaDA's and Dream's code: no post_init, ties for itself, embeddings deep inside, a loader of its own, a buffer that
-# is not stored.
+# As LLaDA's and Dream's code: no post_init, ties for itself, embeddings deep inside, a loader of
+# its own, a buffer that is not stored.
 CODE = """
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -250,14 +306,23 @@ NAMES = ("model.transformer.wte.weight", "model.transformer.ff_out.weight")
 
 
 def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
-    """A folder that loads as LLaDA and Dream do: a model with code of its own in the shape of theirs, far smaller."""
+    """A folder that loads as LLaDA and Dream do: a model with code of its own in the shape of
+    theirs, far smaller."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded / name, folder)
     (folder / "modeling_fake.py").write_text(CODE.replace("{kind}", kind))
-    config = {"model_type": kind, "mask_token_id": MASK, "vocab_size": 512, "architectures": ["FakeModel"]}
+    config = {
+        "model_type": kind,
+        "mask_token_id": MASK,
+        "vocab_size": 512,
+        "architectures": ["FakeModel"],
+    }
     config |= {"weight_tying": False, "tie_word_embeddings": False}
-    config["auto_map"] = {"AutoConfig": "modeling_fake.FakeConfig", "AutoModel": "modeling_fake.FakeModel"}
+    config["auto_map"] = {
+        "AutoConfig": "modeling_fake.FakeConfig",
+        "AutoModel": "modeling_fake.FakeModel",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
     weights = {name: torch.randn(512, 16, generator=generator) for name in NAMES}
@@ -267,14 +332,18 @@ def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind, shifted", [("llada", False), ("Dream", True)])
 def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch, kind, shifted):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = foreign_folder(tmp_path / f"tiny-{kind.lower()}", repo / "data" / "embedded", kind)
     with pytest.raises(ValueError, match="run code that comes with them.*trust_remote_code=true"):
         load_masked(str(folder), "float32", "cpu")
     model = load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
     assert is_masked(str(folder)) and model.shifted is shifted and model.mask_token_id == MASK
     stored = load_file(folder / "model.safetensors")
-    assert all(torch.equal(model.model.state_dict()[name], weight) for name, weight in stored.items())
+    assert all(
+        torch.equal(model.model.state_dict()[name], weight) for name, weight in stored.items()
+    )
     assert [float(value) for name, value in model.model.named_buffers()] == [0.5]
     ids = torch.tensor([[5, 6, MASK, 8]])
     theirs = model.model(input_ids=ids).logits
@@ -282,21 +351,32 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
     prompts = [[5, 6], [7, 8, 9], [9, 4]]
     for temperature in (0.0, 0.8):
         settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
-        expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
+        expected = [
+            answer.ids
+            for answer in generate(model, None, prompts, method="steps", rows=1, **settings)
+        ]
         for way in ("greedy", "mixed", "guided"):
-            done = generate(model, None, prompts, method=way, **settings)  # of two lengths: two passes
+            done = generate(
+                model, None, prompts, method=way, **settings
+            )  # of two lengths: two passes
             assert [answer.ids for answer in done] == expected
     with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
         generate(model, None, prompts, cache="dual")
 
 
-def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(tmp_path, repo, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(
+    tmp_path, repo, monkeypatch
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = foreign_folder(tmp_path / "lacking", repo / "data" / "embedded", "llada")
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("model.transformer.ff_out.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="do not agree on weights, such as model.transformer.ff_out.weight"):
+    with pytest.raises(
+        ValueError, match="do not agree on weights, such as model.transformer.ff_out.weight"
+    ):
         load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
     save_file(weights | {"head": head}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="do not agree on weights, such as head"):
@@ -306,17 +386,26 @@ def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(tmp_p
     (folder / "modeling_fake.py").write_text(
         code.replace("        parts = {", "        config.gone()\n        parts = {")
     )
-    with pytest.raises(ValueError, match="code that comes with it does not run with transformers .*AttributeError"):
+    with pytest.raises(
+        ValueError, match="code that comes with it does not run with transformers .*AttributeError"
+    ):
         load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
 
 
 def masked_folder(repo: Path, copy: Path) -> Path:
-    """Two layers of the embedded causal model, said to be a masked one: of no use but for loading."""
-    shutil.copytree(repo / "data" / "embedded", copy, ignore=shutil.ignore_patterns("answers.jsonl"))
+    """Two layers of the embedded causal model, said to be a masked one: of no use but for
+    loading."""
+    shutil.copytree(
+        repo / "data" / "embedded", copy, ignore=shutil.ignore_patterns("answers.jsonl")
+    )
     edit(copy, mask_token_id=1, masked_diffusion={"shifted": True}, num_hidden_layers=2)
     edit(copy, layer_types=["full_attention"] * 2)
     tensors = load_file(copy / "model.safetensors")
-    kept = {name: it for name, it in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < 2}
+    kept = {
+        name: it
+        for name, it in tensors.items()
+        if ".layers." not in name or int(name.split(".")[2]) < 2
+    }
     save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
 
@@ -341,12 +430,21 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     config.check()
     run_generate(config)
     said = capsys.readouterr()
-    answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
+    answer = generate(
+        load_masked(str(folder), "float32", "cpu"),
+        None,
+        "import os",
+        max_new_tokens=8,
+        cache="dual",
+    )
     assert said.out == f"import os{answer.text}\n"
     assert f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
     evaluation = EvaluationConfig(prompts=1, prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
-        target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")
+        target=place,
+        out=str(tmp_path / "out"),
+        evaluation=evaluation,
+        masked=MaskedConfig(cache="dual"),
     )
     config.check()
     run_eval(config)
@@ -356,13 +454,20 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     assert ways[-1] == "guided 5, 16 states"
     assert len(ways) == 1 + 5 * 3 + 1  # and none differs from step by step
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 8 and len(result["methods"]) == 17
+    assert (
+        result["max_new_tokens"] == 8
+        and result["methods"][0]["rounds"] == 8
+        and len(result["methods"]) == 17
+    )
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"mask_token_id": None}, "this model has no mask token: its config.json needs mask_token_id"),
+        (
+            {"mask_token_id": None},
+            "this model has no mask token: its config.json needs mask_token_id",
+        ),
         ({"masked_diffusion": None}, "was not trained to fill masks"),
         ({"model_type": "llama"}, "a llama model that was not trained to fill masks"),
     ],

@@ -1,4 +1,5 @@
-"""N-gram files: they count as a plain dictionary does, refuse what is not theirs, and survive damage."""
+"""N-gram files: they count as a plain dictionary does, refuse what is not theirs, and survive
+damage."""
 
 import random
 from collections import Counter
@@ -16,7 +17,9 @@ def skewed(tokens: int, vocabulary: int, seed: int, longest: int = 60) -> list[l
     """Documents of 0 .. longest tokens, some of them far more frequent than others."""
     generator = np.random.default_rng(seed)
     weights = 1 / np.arange(1, vocabulary + 1) ** 1.3
-    ids = generator.permutation(vocabulary)[generator.choice(vocabulary, tokens, p=weights / weights.sum())].tolist()
+    ids = generator.permutation(vocabulary)[
+        generator.choice(vocabulary, tokens, p=weights / weights.sum())
+    ].tolist()
     documents = []
     while ids:
         length = int(generator.integers(longest + 1))
@@ -41,11 +44,15 @@ def continuations(model: NGram, context) -> list[tuple[int, int]]:
     if len(ids):
         first, last = children(arrays, find(arrays, ids, 0, len(ids)))
     codes = arrays.entries[first:last] & ((1 << arrays.count_bits) - 1)
-    return [(int(token_of(arrays, node)), int(count_of(arrays, node))) for node in first + np.flatnonzero(codes)]
+    return [
+        (int(token_of(arrays, node)), int(count_of(arrays, node)))
+        for node in first + np.flatnonzero(codes)
+    ]
 
 
 def assert_equal(model: NGram, documents, contexts: int = 100) -> None:
-    """A model says what a dictionary of the documents says: all counts, levels, and lookups after some contexts."""
+    """A model says what a dictionary of the documents says: all counts, levels, and lookups after
+    some contexts."""
     assert_is(model, plain_counts(documents, model.order), contexts)
     assert model.tokens == sum(map(len, documents))
 
@@ -54,7 +61,10 @@ def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
     """A model says what these counts say."""
     by_length = Counter(map(len, counts))
     assert model.tokens == counts[()]
-    assert model.nodes == (model.vocabulary, *(by_length[level] for level in range(2, model.order + 1)))
+    assert model.nodes == (
+        model.vocabulary,
+        *(by_length[level] for level in range(2, model.order + 1)),
+    )
     known = {}
     for gram, seen in counts.items():
         if gram:
@@ -62,24 +72,40 @@ def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
     generator = random.Random(0)
     shorter = [gram for gram in counts if len(gram) < model.order]
     some = generator.sample(shorter, min(contexts, len(shorter)))
-    some += [tuple(generator.randrange(model.vocabulary) for _ in range(n)) for n in range(model.order) for _ in "1234"]
+    some += [
+        tuple(generator.randrange(model.vocabulary) for _ in range(n))
+        for n in range(model.order)
+        for _ in "1234"
+    ]
     for context in (*some, ()):
         assert continuations(model, context) == sorted(known.get(context, []))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-@pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)])
+@pytest.mark.parametrize(
+    "vocabulary, tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)]
+)
 def test_counts_are_a_dictionarys(tmp_path, order, vocabulary, tokens):
-    documents, told = skewed(tokens, vocabulary, seed=vocabulary + order), []
+    documents = skewed(tokens, vocabulary, seed=vocabulary + order)
+    told = []
     out = tmp_path / "deeper" / "x.ngram"
-    assert_equal(count_ngrams(iter(documents), vocabulary, order, out, DIGEST, told.append), documents, contexts=10)
+    assert_equal(
+        count_ngrams(iter(documents), vocabulary, order, out, DIGEST, told.append),
+        documents,
+        contexts=10,
+    )
     assert told[-1] == tokens and [path.name for path in out.parent.iterdir()] == ["x.ngram"]
 
 
 def test_large_counts_overflow_into_a_table(tmp_path):
     """A vocabulary of a million leaves 12 bits for a count."""
     vocabulary = 1_000_000
-    documents = [[7, 999_999] * 2047, [7, 999_999] * 5000 + [7, 3], np.array([3] * 4095, np.uint32), [5] * 4094]
+    documents = [
+        [7, 999_999] * 2047,
+        [7, 999_999] * 5000 + [7, 3],
+        np.array([3] * 4095, np.uint32),
+        [5] * 4094,
+    ]
     model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST)
     assert model.arrays.count_bits == 12
     assert_equal(model, [list(map(int, document)) for document in documents], contexts=10)
@@ -90,26 +116,34 @@ def test_large_counts_overflow_into_a_table(tmp_path):
 
 
 def test_searches_among_many_children(tmp_path, probabilities):
-    """A thousand children against few tokens and against many: both ways of gathering; more than one group of nodes."""
+    """A thousand children against few tokens and against many: both ways of gathering; more than
+    one group of nodes."""
     documents = [[1, 70_000 - 3 * child] for child in range(20_000)] + [[1, 70_000]] * 5
     model = count_ngrams(documents, 70_001, 2, tmp_path / "x", DIGEST)
     assert len(model.arrays.base) == 2
     counts = plain_counts(documents, 2)
     for tokens in ([], [70_000], [0, 10_001, 10_002, 10_003, 70_000, 70_000], range(9_000, 13_000)):
-        wanted = [(counts[1, token] or counts[token,] * 20_005 / 40_010) / 20_005 for token in tokens]
+        wanted = [
+            (counts[1, token] or counts[token,] * 20_005 / 40_010) / 20_005 for token in tokens
+        ]
         assert probabilities(model, [1], tokens) == pytest.approx(wanted)
     assert continuations(model, [70_000]) == continuations(model, [2]) == []
 
 
 @pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (5, 900), (60, 1200), (1000, 600)])
 def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
-    """All lookups are those of a dictionary from which what was seen too rarely is taken; the rest keeps its counts."""
+    """All lookups are those of a dictionary from which what was seen too rarely is taken; the rest
+    keeps its counts."""
     documents = skewed(tokens, vocabulary, seed=vocabulary)
     for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
         out = tmp_path / "x.ngram"
         model = count_ngrams(documents, vocabulary, order, out, DIGEST, threshold=threshold)
         counts = plain_counts(documents, order)
-        assert_is(model, Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}), 10)
+        assert_is(
+            model,
+            Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}),
+            10,
+        )
         assert model.tokens == sum(map(len, documents))
         assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
 
@@ -172,7 +206,8 @@ def test_every_altered_byte_of_the_header_is_noticed(small):
 
 @pytest.mark.robustness
 def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
-    """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there is an overflow."""
+    """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there
+    is an overflow."""
     documents = [[5, 6] * 3000, *skewed(300, 40, seed=8)]
     path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", DIGEST).path
     whole = bytearray(path.read_bytes())
@@ -195,7 +230,8 @@ def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
 
 
 def test_two_may_read_one_file(small):
-    one, two = NGram.open(small), NGram.open(small)
+    one = NGram.open(small)
+    two = NGram.open(small)
     assert not any(array.flags.writeable for array in one.arrays[:5])
     assert all(type(array) is np.ndarray for array in one.arrays[:5])
     small.unlink()

@@ -32,21 +32,28 @@ def chats(count: int = 90) -> list[Row]:
 
 
 def reply(body: dict) -> dict:
-    """What the model says: a function of the request alone. Now and then an answer is cut, or calls a tool."""
+    """What the model says: a function of the request alone. Now and then an answer is cut, or calls
+    a tool."""
     said = json.dumps([body["messages"], body["seed"], body.get("chat_template_kwargs")]).encode()
     number = int.from_bytes(hashlib.sha256(said).digest()[:4], "big")
     finish = "length" if number % 11 == 0 else "stop"
-    message = {"content": f"answer {number}"} | ({"reasoning": f"hm {number}"} if number % 3 == 0 else {})
-    return {"choices": [{"message": message, "finish_reason": finish, "token_ids": [number % 97, 5]}]}
+    message = {"content": f"answer {number}"} | (
+        {"reasoning": f"hm {number}"} if number % 3 == 0 else {}
+    )
+    return {
+        "choices": [{"message": message, "finish_reason": finish, "token_ids": [number % 97, 5]}]
+    }
 
 
 @pytest.fixture(scope="module")
 def server(answering):
-    """(...) -> a server of that model: one that dies, or one where one of `fails` requests fails at first."""
+    """(...) -> a server of that model: one that dies, or one where one of `fails` requests fails at
+    first."""
 
     @contextmanager
     def run(dies_after: int | None = None, fails: int = 0):
-        asked, failed = [], set()
+        asked = []
+        failed = set()
 
         def say(request, body: dict | None):
             if body is None:
@@ -71,7 +78,10 @@ def expected(tmp_path_factory, server):
     """What one server that nothing happens to writes."""
     out = tmp_path_factory.mktemp("once") / "a.jsonl"
     with server() as url:
-        assert regenerate(chats(), Client(url, OPTIONS, 4).answers, out, {}, 0) == {"answers": 90, "failed": 0}
+        assert regenerate(chats(), Client(url, OPTIONS, 4).answers, out, {}, 0) == {
+            "answers": 90,
+            "failed": 0,
+        }
     return out
 
 
@@ -86,7 +96,9 @@ def test_every_answer_follows_those_written_before_it(expected):
         assert asked == questions[: len(asked)]
         assert not any(turn["content"] == "old" for turn in answers)
         assert all(turn["token_ids"] for turn in answers)
-        assert all(turn["finish"] == "stop" for turn in answers[:-1])  # a chat ends with an answer that was cut
+        assert all(
+            turn["finish"] == "stop" for turn in answers[:-1]
+        )  # a chat ends with an answer that was cut
         assert answers[-1]["finish"] == "length" or len(line["messages"]) == len(row.prompt) + 1
         whole += answers[-1]["finish"] == "stop"
         thoughts += sum("reasoning_content" in turn for turn in answers)
@@ -95,7 +107,8 @@ def test_every_answer_follows_those_written_before_it(expected):
 
 @pytest.mark.robustness
 def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
-    """Stopped twice, the second time within a line: the same file. A folder of shards holds the same lines."""
+    """Stopped twice, the second time within a line: the same file. A folder of shards holds the
+    same lines."""
     out = tmp_path / "a.jsonl"
     with server(fails=13) as url:
         answers = Client(url, OPTIONS, 4).answers
@@ -113,7 +126,11 @@ def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
         assert out.read_text() == expected.read_text()
         for part in range(3):
             regenerate(chats()[part::3], answers, tmp_path / "parts" / f"{part}.jsonl", {}, 0)
-    lines = [line for file in (tmp_path / "parts").glob("*.jsonl") for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in (tmp_path / "parts").glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     assert sorted(lines) == sorted(expected.read_text().splitlines())
 
 
@@ -129,7 +146,8 @@ def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
 
 
 def test_recorded_results_of_tools_must_fit():
-    """The chat goes on where the target makes the call that the result is of, and ends where it makes another."""
+    """The chat goes on where the target makes the call that the result is of, and ends where it
+    makes another."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
     recorded = [
         {"role": "user", "content": "1+2?"},
@@ -142,14 +160,19 @@ def test_recorded_results_of_tools_must_fit():
         dialogue = Dialogue(Row(0, recorded))
         dialogue.take(turn)
         assert dialogue.answer is None and dialogue.prompt[-1] == recorded[-1]
-    for turn in (Turn(text % 2, "stop"), Turn("It is 3.", "stop"), Turn("<tool_call>{x</tool_call>", "stop")):
+    for turn in (
+        Turn(text % 2, "stop"),
+        Turn("It is 3.", "stop"),
+        Turn("<tool_call>{x</tool_call>", "stop"),
+    ):
         dialogue = Dialogue(Row(0, recorded))
         dialogue.take(turn)
         assert [message["role"] for message in dialogue.answer["messages"]] == ["user", "assistant"]
 
 
 def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeypatch):
-    """Each answer is what `generate` writes after the answers before it; a chat that grows too long ends early."""
+    """Each answer is what `generate` writes after the answers before it; a chat that grows too long
+    ends early."""
     monkeypatch.setattr("infer.serving.dialogue.WHOLE", ("length",))  # nothing else ends them here
     rows = [Row(row.index, row.prompt) for row in chats(7)]
     options = DecodeOptions(max_new_tokens=6, method="plain", rows=3, ignore_eos=True)
@@ -157,7 +180,10 @@ def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeyp
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     for row, line in zip(rows, lines, strict=True):
         turns = line["messages"]
-        assert turns[1 if row.index % 5 == 0 else 0]["role"] == "user" and turns[-1]["role"] == "assistant"
+        assert (
+            turns[1 if row.index % 5 == 0 else 0]["role"] == "user"
+            and turns[-1]["role"] == "assistant"
+        )
         for i, turn in enumerate(turns):
             if turn["role"] == "assistant":
                 before = [{key: said[key] for key in ("role", "content")} for said in turns[:i]]
@@ -167,4 +193,6 @@ def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeyp
     regenerate(rows[5:6], by_engine(shallow_target, None, options, 60), tmp_path / "b.jsonl", {}, 0)
     [line] = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     count = len(line["messages"])
-    assert 1 < count < 11 and line["messages"] == lines[5]["messages"][:count]  # six turns have no room
+    assert (
+        1 < count < 11 and line["messages"] == lines[5]["messages"][:count]
+    )  # six turns have no room

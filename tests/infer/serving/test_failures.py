@@ -1,4 +1,5 @@
-"""What fails in the engine costs the texts that it concerns, and no more; an engine that is lost ends the process."""
+"""What fails in the engine costs the texts that it concerns, and no more; an engine that is lost
+ends the process."""
 
 import json
 import signal
@@ -63,9 +64,14 @@ def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
     patch.setattr(place, name, failing(getattr(place, name), times))
 
 
-@pytest.mark.parametrize("step", ["take", "admit", "enter", "draft", "verify", "commit", "free", "tell"])
-def test_an_error_in_any_step_costs_its_text_and_nothing_else(running, idle, engine, right, step, monkeypatch):
-    """Of twelve texts on three rows one that cannot be taken in or told gets 500, those of a failed round are written
+@pytest.mark.parametrize(
+    "step", ["take", "admit", "enter", "draft", "verify", "commit", "free", "tell"]
+)
+def test_an_error_in_any_step_costs_its_text_and_nothing_else(
+    running, idle, engine, right, step, monkeypatch
+):
+    """Of twelve texts on three rows one that cannot be taken in or told gets 500, those of a failed
+    round are written
     on: all others are their own text."""
     with running(engine) as (url, service), httpx.Client(base_url=url, timeout=60) as client:
 
@@ -103,7 +109,8 @@ def test_a_stream_goes_on_after_a_round_that_failed(running, engine, monkeypatch
 
         text, tokens, logprobs = told()
         assert len(tokens) == len(logprobs) == 40
-        calls, to_host = [], engine.runner._to_host
+        calls = []
+        to_host = engine.runner._to_host
 
         def fails(*args):
             both = len(engine.scheduler.writing) == 2  # one that fails alone would be given up
@@ -114,7 +121,9 @@ def test_a_stream_goes_on_after_a_round_that_failed(running, engine, monkeypatch
 
         monkeypatch.setattr(engine.runner, "_to_host", fails)
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(client.post, "/v1/completions", json=BODY | {"prompt": "x", "max_tokens": 50})
+            other = pool.submit(
+                client.post, "/v1/completions", json=BODY | {"prompt": "x", "max_tokens": 50}
+            )
             again = told()
             assert other.result().status_code == 200
         assert calls.count(True) >= 3
@@ -134,10 +143,15 @@ def test_the_old_caches_go_before_the_new_ones_come(engine, monkeypatch):
     assert engine.runner.memory is not None
 
 
-def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair, monkeypatch, free_port):
-    """Those in work and those that wait get 500, later ones no connection; `serve` ends with a sentence."""
-    engine, ended = Engine(*pair, EngineConfig("ddtree", 6, rows=1), 64), []
-    options, bound = ServerConfig(port=free_port), threading.Event()
+def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(
+    pair, monkeypatch, free_port
+):
+    """Those in work and those that wait get 500, later ones no connection; `serve` ends with a
+    sentence."""
+    engine = Engine(*pair, EngineConfig("ddtree", 6, rows=1), 64)
+    ended = []
+    options = ServerConfig(port=free_port)
+    bound = threading.Event()
 
     def serving() -> None:
         try:
@@ -152,7 +166,11 @@ def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair,
     monkeypatch.setattr(engine.runner, "round", failing(engine.runner.round, 99))
     monkeypatch.setattr(engine.target, "cache", failing(engine.target.cache, 99))
     with ThreadPoolExecutor(5) as pool:
-        answers = list(pool.map(lambda i: httpx.post(url, json=BODY | {"prompt": f"x{i}"}, timeout=60), range(5)))
+        answers = list(
+            pool.map(
+                lambda i: httpx.post(url, json=BODY | {"prompt": f"x{i}"}, timeout=60), range(5)
+            )
+        )
     assert {answer.status_code for answer in answers} <= {500, 503}
     thread.join(60)
     assert ended == [server_module.ENDED]
@@ -173,7 +191,9 @@ def test_a_request_that_comes_after_the_end_is_told(running, engine):
 @pytest.mark.parametrize("what", ["prompt", "grammar"])
 def test_others_are_answered_while_a_request_is_read(running, engine, monkeypatch, what):
     """A long prompt is tokenised, and a grammar compiled, beside the event loop."""
-    begun, answered, encode = threading.Event(), threading.Event(), server_module.encode
+    begun = threading.Event()
+    answered = threading.Event()
+    encode = server_module.encode
 
     def waits(*arguments):
         begun.set()
@@ -186,11 +206,15 @@ def test_others_are_answered_while_a_request_is_read(running, engine, monkeypatc
         else:
             monkeypatch.setattr(service.trial, "check", waits)
         shape = {"guided_regex": "[ab]+"} if what == "grammar" else {}
-        slow = other.submit(httpx.post, f"{url}/v1/completions", json=BODY | {"prompt": "x"} | shape, timeout=60)
+        slow = other.submit(
+            httpx.post, f"{url}/v1/completions", json=BODY | {"prompt": "x"} | shape, timeout=60
+        )
         assert begun.wait(60)
         assert httpx.get(f"{url}/health", timeout=20).status_code == 200
         answered.set()
-        assert slow.result().status_code == (200 if what == "prompt" else 400)  # this target has no end token
+        assert slow.result().status_code == (
+            200 if what == "prompt" else 400
+        )  # this target has no end token
 
 
 def test_a_request_that_finds_no_memory_is_told_so(running, engine, monkeypatch):
@@ -198,7 +222,9 @@ def test_a_request_that_finds_no_memory_is_told_so(running, engine, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(server_module, "encode", Mock(side_effect=MemoryError))
             answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"})
-            assert answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+            )
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
 
 
@@ -208,12 +234,15 @@ def test_a_round_that_finds_no_memory_is_told_so(running, engine, monkeypatch, k
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner, "round", Mock(side_effect=kind))
             answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}, timeout=60)
-            assert answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+            )
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
 
 
 def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_command, free_port):
-    """Plain decoding asks for no checkpoint. Ctrl-C shows no trace, and ends a stream with a sentence."""
+    """Plain decoding asks for no checkpoint. Ctrl-C shows no trace, and ends a stream with a
+    sentence."""
     options = ["decoding=plain", f"server.port={free_port}", "server.max_length=200"]
     server = start_command("infer/main.py", ["serve", *options])
     while "talk to it" not in server.output.read_text():
@@ -222,7 +251,9 @@ def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_comma
     assert f"http://127.0.0.1:{free_port}/v1: plain" in server.output.read_text()
     assert httpx.get(f"http://127.0.0.1:{free_port}/health").status_code == 200
     body = {"prompt": "import", "n": 16, "max_tokens": 190, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{free_port}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"http://127.0.0.1:{free_port}/v1/completions", json=body, timeout=60
+    ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
         server.send_signal(signal.SIGINT)
@@ -234,8 +265,13 @@ def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_comma
 
 def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):
     taken = socket.create_server(("127.0.0.1", free_port))
-    with taken, pytest.raises(Stopped, match=f"127.0.0.1:{free_port}: .* already in use; choose another"):
-        server_module.serve(engine, ServerConfig(port=free_port), lambda: pytest.fail("it is not bound"))
+    with (
+        taken,
+        pytest.raises(Stopped, match=f"127.0.0.1:{free_port}: .* already in use; choose another"),
+    ):
+        server_module.serve(
+            engine, ServerConfig(port=free_port), lambda: pytest.fail("it is not bound")
+        )
 
 
 def test_a_stop_in_the_chat_is_a_sentence(start_command, free_port):

@@ -22,7 +22,10 @@ def bounded_server(pair, running):
     """The port of a server whose requests may have 20,000 bytes, and pause for a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.serving.guard.MAX_PAUSE_SECONDS", 1)
-        with running(Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64), max_body=20_000) as (url, _):
+        with running(Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64), max_body=20_000) as (
+            url,
+            _,
+        ):
             yield int(url.rpartition(":")[2])
 
 
@@ -31,9 +34,20 @@ def test_the_key_opens_and_nothing_else_does(running, engine, monkeypatch):
     with running(engine) as (url, service):
         with httpx.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "x", "max_tokens": 2}
-            for wrong in ("", KEY, f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", f"bearer {KEY}", "Bearer", "Basic x"):
+            for wrong in (
+                "",
+                KEY,
+                f"Bearer {KEY[:-1]}",
+                f"Bearer {KEY}x",
+                f"bearer {KEY}",
+                "Bearer",
+                "Basic x",
+            ):
                 answer = client.post("/v1/completions", json=body, headers={"authorization": wrong})
-                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+                assert (
+                    answer.status_code == 401
+                    and answer.json()["error"]["type"] == "authentication_error"
+                )
                 assert KEY not in answer.text and answer.headers["www-authenticate"] == "Bearer"
             for path in ("/v1/models", "/metrics", "/nothing"):
                 assert client.get(path).status_code == 401
@@ -48,7 +62,9 @@ def test_other_machines_are_let_in_with_a_key_or_a_word(monkeypatch):
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         ServerConfig(host=host).check()
     for host in ("0.0.0.0", "::", "192.168.1.2", "example", "localhost.example"):
-        with pytest.raises(ValueError, match="other machines can reach that; set BLOCKDRAFT_API_KEY"):
+        with pytest.raises(
+            ValueError, match="other machines can reach that; set BLOCKDRAFT_API_KEY"
+        ):
             ServerConfig(host=host).check()
         ServerConfig(host=host, open=True).check()
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", KEY)
@@ -62,23 +78,50 @@ def test_other_machines_are_let_in_with_a_key_or_a_word(monkeypatch):
 
 
 def test_what_is_no_text_is_told_so(running, engine):
-    """Half of a surrogate pair is valid JSON and no text: in every place where it is quoted or read."""
+    """Half of a surrogate pair is valid JSON and no text: in every place where it is quoted or
+    read."""
     with running(engine) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
-        for fields in ('"model": "\\ud800"', '"prompt": "\\ud800"', '"prompt": ["\\ud800"]', '"\\ud800": 1'):
-            content = '{"max_tokens": 1, ' + fields + ("}" if "prompt" in fields else ', "prompt": "x"}')
-            answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        for fields in (
+            '"model": "\\ud800"',
+            '"prompt": "\\ud800"',
+            '"prompt": ["\\ud800"]',
+            '"\\ud800": 1',
+        ):
+            content = (
+                '{"max_tokens": 1, ' + fields + ("}" if "prompt" in fields else ', "prompt": "x"}')
+            )
+            answer = client.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
             assert answer.status_code in (400, 404) and answer.json()["error"]["message"], fields
 
 
 def test_a_server_for_this_machine_answers_to_its_names_only(running, engine, monkeypatch):
-    """Else a page in a browser here, whose name resolves to 127.0.0.1, would read answers (DNS rebinding)."""
-    theirs = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::2]", "localhost.evil.example", "[")
+    """Else a page in a browser here, whose name resolves to 127.0.0.1, would read answers (DNS
+    rebinding)."""
+    theirs = (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "[::2]",
+        "localhost.evil.example",
+        "[",
+    )
     with running(engine) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
-        for host in ("localhost", f"LOCALHOST:{url[-5:]}", "127.0.0.1:1", "127.0.0.9", "[::1]:8000"):
+        for host in (
+            "localhost",
+            f"LOCALHOST:{url[-5:]}",
+            "127.0.0.1:1",
+            "127.0.0.9",
+            "[::1]:8000",
+        ):
             assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
         for host in theirs:
             answer = client.get("/v1/models", headers={"host": host})
-            assert answer.status_code == 403 and "answers to localhost" in answer.json()["error"]["message"], host
+            assert (
+                answer.status_code == 403
+                and "answers to localhost" in answer.json()["error"]["message"]
+            ), host
     for key in ("", KEY):  # a proxy's name, as it may be
         monkeypatch.setenv("BLOCKDRAFT_API_KEY", key)
         with running(engine, open=not key) as (url, _):
@@ -96,8 +139,15 @@ CHUNKED = HEAD + "transfer-encoding: chunked\r\n\r\n"
         (HEAD + "content-length: 99999999999999999999\r\n\r\n", 413),
         (HEAD + "content-length: 20001\r\n\r\n", 413),
         (HEAD + "expect: 100-continue\r\ncontent-length: 99999999999999999999\r\n\r\n", 413),
-        (HEAD.replace("completions", "nothing") + "content-length: 99999999999999999999\r\n\r\n", 413),
-        (HEAD.replace("127.0.0.1", "evil.example") + "content-length: 99999999999999999999\r\n\r\n", 413),
+        (
+            HEAD.replace("completions", "nothing") + "content-length: 99999999999999999999\r\n\r\n",
+            413,
+        ),
+        (
+            HEAD.replace("127.0.0.1", "evil.example")
+            + "content-length: 99999999999999999999\r\n\r\n",
+            413,
+        ),
         (HEAD + f"content-length: {'9' * 30}\r\n\r\n", 400),
         (CHUNKED + "FFFFFFFFFFFFFFFF\r\n", 413),
         (CHUNKED + "4e21\r\n", 413),
@@ -106,7 +156,10 @@ CHUNKED = HEAD + "transfer-encoding: chunked\r\n\r\n"
         (CHUNKED + "1;a\r\n \r\n" * 19_000, 413),  # more around the body than in it
         (CHUNKED + f"1;{'a' * 9000}\r\n \r\n" * 20, 413),
         (CHUNKED + f"2\r\n{{}}\r\n0\r\n{'a: b' * 5000}", 400),
-        ("GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n", 200),
+        (
+            "GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n",
+            200,
+        ),
         (HEAD + "content-length: 9\r\n\r\n{", 408),
     ],
 )

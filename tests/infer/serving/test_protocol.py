@@ -1,4 +1,5 @@
-"""OpenAI's formats, with OpenAI's client: neutral fields pass, fields without effect are named, counts and bytes."""
+"""OpenAI's formats, with OpenAI's client: neutral fields pass, fields without effect are named,
+counts and bytes."""
 
 import asyncio
 import json
@@ -43,12 +44,31 @@ def client(served):
 
 
 def write(client, messages=SAID, **options):
-    return client.chat.completions.create(model="embedded", messages=messages, **{"max_tokens": 4, **options})
+    return client.chat.completions.create(
+        model="embedded", messages=messages, **{"max_tokens": 4, **options}
+    )
 
 
 NEUTRAL = {
-    **dict.fromkeys(("temperature", "top_p", "n", "stream", "logprobs", "stop", "seed", "stream_options", "user")),
-    **{"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+    **dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "n",
+            "stream",
+            "logprobs",
+            "stop",
+            "seed",
+            "stream_options",
+            "user",
+        )
+    ),
+    **{
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+    },
     **{"store": False, "metadata": {"who": "me"}, "audio": None},
     **{"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "functions": []},
 }
@@ -56,7 +76,10 @@ NEUTRAL = {
 
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_neutral_fields_pass(client, name):
-    assert write(client, extra_body={name: NEUTRAL[name]}).choices[0].finish_reason in ("length", "stop")
+    assert write(client, extra_body={name: NEUTRAL[name]}).choices[0].finish_reason in (
+        "length",
+        "stop",
+    )
 
 
 def test_an_answer_can_be_fed_back_as_the_client_has_it(client):
@@ -68,14 +91,22 @@ def test_an_answer_can_be_fed_back_as_the_client_has_it(client):
 
 
 ANSWER = {"role": "assistant", "content": "on "}
-CITED = {"type": "url_citation", "url_citation": {"start_index": 0, "end_index": 2, "title": "a", "url": "b"}}
+CITED = {
+    "type": "url_citation",
+    "url_citation": {"start_index": 0, "end_index": 2, "title": "a", "url": "b"},
+}
 CALLED = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        (dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "annotations", "reasoning")), "on "),
+        (
+            dict.fromkeys(
+                ("refusal", "audio", "function_call", "tool_calls", "annotations", "reasoning")
+            ),
+            "on ",
+        ),
         ({"annotations": [CITED], "provider_specific_fields": {"a": 1}, "tool_calls": []}, "on "),
         ({"reasoning_content": "why"}, "(why) on "),
         ({"reasoning": "why"}, "(why) on "),
@@ -89,7 +120,8 @@ CALLED = {"id": "1", "type": "function", "function": {"name": "look", "arguments
     ],
 )
 def test_an_answer_of_any_server_can_be_fed_back(served, client, fields, shown):
-    """As OpenAI's client gives it, with what vLLM, OpenAI and others add; the template is told what it knows."""
+    """As OpenAI's client gives it, with what vLLM, OpenAI and others add; the template is told what
+    it knows."""
     message = ChatCompletionMessage.model_construct(**ANSWER | fields).model_dump(warnings=False)
     tokens = write(client, [*SAID, message]).usage.prompt_tokens
     assert tokens == len(served[1].target.tokenizer("def read(path):" + shown)["input_ids"])
@@ -98,7 +130,10 @@ def test_an_answer_of_any_server_can_be_fed_back(served, client, fields, shown):
 @pytest.mark.parametrize(
     ("template", "placed"),
     [
-        ("{{ m.reasoning_content }}{{ m['thinking'] }}", {"content": "on", "reasoning_content": "why"}),
+        (
+            "{{ m.reasoning_content }}{{ m['thinking'] }}",
+            {"content": "on", "reasoning_content": "why"},
+        ),
         ("{{ m['reasoning'] }}", {"content": "on", "reasoning": "why"}),
         ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>\nwhy\n</think>\n\non"}),
         ("{{ m.content }}", {"content": "on"}),
@@ -113,7 +148,9 @@ def test_tools_are_refused_where_nothing_reads_calls(client, monkeypatch):
     """`infer.serving.calls` is an optional package."""
     monkeypatch.setattr("infer.serving.server.ANSWER_READING", "infer.serving.gone:reading_of")
     tools = [{"type": "function", "function": {"name": "now"}}]
-    sentence = "tools: what reads tool calls is not in this installation: infer/serving/gone.py is missing"
+    sentence = (
+        "tools: what reads tool calls is not in this installation: infer/serving/gone.py is missing"
+    )
     with pytest.raises(openai.BadRequestError, match=sentence):
         write(client, tools=tools)
     assert write(client, tools=tools, tool_choice="none").choices[0].message.content is not None
@@ -132,17 +169,35 @@ STREAMED = {"stream": True}
         ({"max_completion_tokens": 9}, "max_tokens: is the old name of max_completion_tokens"),
         ({"messages": [{"role": "user", "contents": "x"}]}, "messages.0: it has no content"),
         ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages.0.name"),
-        ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "1"}}]}, "messages.0.audio"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
-        *(({name: True}, name) for name in ("temperature", "top_p", "n", "seed", "max_tokens", "presence_penalty")),
+        (
+            {"messages": [{"role": "assistant", "content": None, "audio": {"id": "1"}}]},
+            "messages.0.audio",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+        ),
+        *(
+            ({name: True}, name)
+            for name in ("temperature", "top_p", "n", "seed", "max_tokens", "presence_penalty")
+        ),
         ({"temprature": 1}, "temprature"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template_kwargs.chat_template"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
+            "chat_template_kwargs.chat_template",
+        ),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ],
@@ -153,9 +208,9 @@ def test_fields_that_would_have_no_effect_are_named(client, fields, says):
 
 
 def test_the_template_is_told_its_options(served, client):
-    assert write(client, extra_body={"chat_template_kwargs": {"shout": True}}).usage.prompt_tokens == len(
-        served[1].target.tokenizer("LOUD def read(path):")["input_ids"]
-    )
+    assert write(
+        client, extra_body={"chat_template_kwargs": {"shout": True}}
+    ).usage.prompt_tokens == len(served[1].target.tokenizer("LOUD def read(path):")["input_ids"])
 
 
 def test_a_prompt_counts_once_however_many_answers(served, client):
@@ -164,7 +219,9 @@ def test_a_prompt_counts_once_however_many_answers(served, client):
     assert write(client, n=3).usage.total_tokens == tokens + 12
     *_, last = write(client, n=3, stream=True, stream_options={"include_usage": True})
     assert last.usage.prompt_tokens == tokens
-    two = client.completions.create(model="embedded", prompt=["def read(path):", "x"], n=2, max_tokens=2)
+    two = client.completions.create(
+        model="embedded", prompt=["def read(path):", "x"], n=2, max_tokens=2
+    )
     assert two.usage.prompt_tokens == tokens + len(served[1].target.tokenizer("x")["input_ids"])
 
 
@@ -185,7 +242,9 @@ def test_what_curl_sends_without_a_content_type_is_told_so(served):
 
 @pytest.fixture(scope="module")
 def embedded_server(running, embedded):
-    with running(Engine(embedded, load_drafter("embedded"), EngineConfig("ddtree", 8, rows=4), 96)) as (url, _):
+    with running(
+        Engine(embedded, load_drafter("embedded"), EngineConfig("ddtree", 8, rows=4), 96)
+    ) as (url, _):
         yield url
 
 
@@ -204,11 +263,19 @@ def test_answers_follow_the_shape_that_is_asked_for(embedded_server):
         for stream in (False, True):
             found = write(client, extra_body=shape, max_tokens=20, stream=stream)
             parts = [chunk.choices[0].delta.content or "" for chunk in found] if stream else None
-            assert ("".join(parts) if stream else found.choices[0].message.content) in ("red", 'b"l ue')
-    anything = write(client, extra_body={"guided_json": {}}, max_tokens=20, temperature=0).choices[0]
+            assert ("".join(parts) if stream else found.choices[0].message.content) in (
+                "red",
+                'b"l ue',
+            )
+    anything = write(client, extra_body={"guided_json": {}}, max_tokens=20, temperature=0).choices[
+        0
+    ]
     assert anything.finish_reason == "length" or json.loads(anything.message.content) != ""
     body = {"model": "embedded", "prompt": "x", "guided_grammar": 'start: "a" "b"', "max_tokens": 9}
-    assert httpx.post(f"{embedded_server}/v1/completions", json=body).json()["choices"][0]["text"] == "ab"
+    assert (
+        httpx.post(f"{embedded_server}/v1/completions", json=body).json()["choices"][0]["text"]
+        == "ab"
+    )
 
 
 def test_the_tokenizer_of_grammars_is_made_before_the_first_request(running, embedded, monkeypatch):
@@ -221,22 +288,35 @@ def test_the_tokenizer_of_grammars_is_made_before_the_first_request(running, emb
 def test_every_malformed_field_is_refused_with_a_sentence(load_program):
     """A value of every type of JSON at every field of both requests, and of their parts."""
     program = load_program("fuzz_http")
-    app = create_app(Engine(program.small()[0], None, EngineConfig("plain", rows=2), 64), ServerConfig())
-    service, refused = app.state.service, set()
+    app = create_app(
+        Engine(program.small()[0], None, EngineConfig("plain", rows=2), 64), ServerConfig()
+    )
+    service = app.state.service
+    refused = set()
 
     async def ask_all() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             for path, place, value, body in program.with_wrong_values():
                 content = program.dumps(body, random.Random(0))
-                answer = await client.post(path, content=content, headers={"content-type": "application/json"})
-                assert answer.status_code in ((200, 400, 404) if place == ("model",) else (200, 400)), (
+                answer = await client.post(
+                    path, content=content, headers={"content-type": "application/json"}
+                )
+                assert answer.status_code in (
+                    (200, 400, 404) if place == ("model",) else (200, 400)
+                ), (
                     place,
                     value,
                     answer.text,
                 )
                 if answer.status_code != 200:
                     refused.add(place[-1])
-                    assert len(answer.json()["error"]["message"].split()) > 1, (place, value, answer.text)
+                    assert len(answer.json()["error"]["message"].split()) > 1, (
+                        place,
+                        value,
+                        answer.text,
+                    )
 
     service.start()
     asyncio.run(ask_all())
@@ -253,7 +333,10 @@ def test_every_malformed_field_is_refused_with_a_sentence(load_program):
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema go together"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a{3000000}"}, "forces more than 2048 bytes"),
-        ({"guided_regex": "(x|y)(((((a{100}){100}){100}){100}){100})"}, "forces more than 2048 bytes"),
+        (
+            {"guided_regex": "(x|y)(((((a{100}){100}){100}){100}){100})"},
+            "forces more than 2048 bytes",
+        ),
         ({"guided_json": {"const": "a" * 5000}}, "forces more than 2048 bytes"),
         ({"guided_regex": "(" + "a?" * 20_000 + "a" * 20_000 + ")*"}, "takes more than 1 s"),
     ],
@@ -265,7 +348,10 @@ def test_shapes_that_cannot_be_followed_are_refused(embedded_server, shape, said
 
 
 def named_schema(properties: int) -> dict:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string"} for i in range(properties)},
+    }
 
 
 @pytest.mark.parametrize(
@@ -273,11 +359,21 @@ def named_schema(properties: int) -> dict:
     [
         ({"guided_json": named_schema(10_000)}, "letters, 65536 may be"),
         ({"guided_json": named_schema(2_000)}, "2000 properties, 1000 may be"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": named_schema(2_000)}}}, "1000 may be"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": named_schema(2_000)},
+                }
+            },
+            "1000 may be",
+        ),
         ({"guided_regex": "a" * 70_000}, "letters, 65536 may be"),
     ],
 )
-def test_large_shapes_are_refused_before_they_are_compiled(served, client, monkeypatch, shape, said):
+def test_large_shapes_are_refused_before_they_are_compiled(
+    served, client, monkeypatch, shape, said
+):
     """Compiling one takes a second, in which others wait."""
     monkeypatch.setattr(served[1].trial, "check", None)
     with pytest.raises(openai.BadRequestError, match=said):

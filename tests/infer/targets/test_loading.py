@@ -16,7 +16,9 @@ def no_cuda(monkeypatch, tmp_path):
 
 
 def test_gpus_that_torch_cannot_use_are_not_left_idle_in_silence(no_cuda, monkeypatch):
-    with pytest.raises(ValueError, match=r"is a GPU that torch .*can use: install .*target\.device=cpu"):
+    with pytest.raises(
+        ValueError, match=r"is a GPU that torch .*can use: install .*target\.device=cpu"
+    ):
         resolve_device("auto")
     assert resolve_device("cpu") == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -27,7 +29,8 @@ def test_gpus_that_torch_cannot_use_are_not_left_idle_in_silence(no_cuda, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("cuda:1", "no GPU that torch"), ("gpu", "no such device"), ("mps", "no Metal here")]
+    ("name", "says"),
+    [("cuda:1", "no GPU that torch"), ("gpu", "no such device"), ("mps", "no Metal here")],
 )
 def test_a_device_that_cannot_be_used_is_a_sentence(no_cuda, monkeypatch, name, says):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -1,5 +1,6 @@
-"""Weights whose memory moves: what stores addresses holds the memory, and is made anew once it has moved. The larger
-version, with random sequences of operations, is tests/robustness/moved_weights.py."""
+"""Weights whose memory moves: what stores addresses holds the memory, and is made anew once it has
+moved. The larger version, with random sequences of operations, is
+tests/robustness/moved_weights.py."""
 
 import gc
 import weakref
@@ -25,7 +26,9 @@ def random_model(family: str, quantised: bool) -> torch.nn.Module:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES)).eval()
     for parameter in model.parameters():
-        parameter.data = torch.rand(parameter.shape) + 0.5 if parameter.ndim == 1 else 3 * parameter.data
+        parameter.data = (
+            torch.rand(parameter.shape) + 0.5 if parameter.ndim == 1 else 3 * parameter.data
+        )
     if quantised:
         calibration.quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
     return model
@@ -45,7 +48,9 @@ def clone_data(model: torch.nn.Module) -> None:
 
 
 def assign_state(model: torch.nn.Module) -> None:
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
+    )
 
 
 def convert_and_back(model: torch.nn.Module) -> None:
@@ -53,7 +58,8 @@ def convert_and_back(model: torch.nn.Module) -> None:
 
 
 def overwrite_freed_memory(model: torch.nn.Module) -> None:
-    """Fill memory of the sizes of all weights, as a later allocation may, so that reading freed memory shows."""
+    """Fill memory of the sizes of all weights, as a later allocation may, so that reading freed
+    memory shows."""
     gc.collect()
     for _ in range(4):
         [torch.full(parameter.shape, 77, dtype=parameter.dtype) for parameter in model.parameters()]
@@ -61,7 +67,9 @@ def overwrite_freed_memory(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("midway", [False, True], ids=["between sequences", "midway"])
 @pytest.mark.parametrize("move", [share_memory, clone_data, assign_state, convert_and_back])
-@pytest.mark.parametrize(("family", "quantised"), [("llama", True), ("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("family", "quantised"), [("llama", True), ("llama", False), ("qwen3", True)]
+)
 def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     target = Target(random_model(family, quantised))
     assert type(target.lean) is RecordedDecoder or not quantised
@@ -82,8 +90,8 @@ def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     "name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj", "q_norm", "v"]
 )
 def test_a_partial_write_is_seen_by_every_target_of_the_model(quantised, name):
-    """It misses the values that `Watch` compares of a matrix. Matrices are read where they are; of vectors there are
-    copies, all of whose values are compared."""
+    """It misses the values that `Watch` compares of a matrix. Matrices are read where they are; of
+    vectors there are copies, all of whose values are compared."""
     family = "qwen2" if name == "v" else "qwen3"  # with biases, or with norms of queries and keys
     model = random_model(family, quantised)
     targets = [Target(model), Target(model)]
@@ -151,7 +159,9 @@ def test_targets_of_one_model_share_its_memory():
 
 def test_a_table_of_angles_serves_all_shorter_caches():
     target = Target(random_model("llama", False))
-    longest = [generate(target, None, PROMPT, method="plain", max_new_tokens=n).ids for n in (30, 3, 17)][0]
+    longest = [
+        generate(target, None, PROMPT, method="plain", max_new_tokens=n).ids for n in (30, 3, 17)
+    ][0]
     assert {kind: len(cos) for kind, (cos, _) in target.lean.angles.items()} == {"all": 51}
     generate(target, None, PROMPT, method="plain", max_new_tokens=200)
     assert len(target.lean.angles) == 1
@@ -167,7 +177,11 @@ def test_recordings_hold_what_they_address():
     codes = target.model.model.layers[2].mlp.down_proj.codes
     old_memory = codes.data_ptr()
     clone_data(target.model)
-    assert old_memory in held and codes.data_ptr() != old_memory and not any(found.moved() for found in recorded)
+    assert (
+        old_memory in held
+        and codes.data_ptr() != old_memory
+        and not any(found.moved() for found in recorded)
+    )
     alive = [weakref.ref(found) for found in recorded]
     del recorded
     target.lean.recordings.clear()

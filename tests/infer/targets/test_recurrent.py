@@ -1,4 +1,5 @@
-"""Recurrent layers: long chains in pieces, packed documents, sampled texts, and other caches than ours."""
+"""Recurrent layers: long chains in pieces, packed documents, sampled texts, and other caches than
+ours."""
 
 import copy
 from dataclasses import replace
@@ -22,16 +23,34 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-SMALL |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
+SMALL |= {
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "max_position_embeddings": 512,
+}
 TWO = ["linear_attention", "full_attention"]
 KINDS = {
-    "gated delta rule": ("qwen3_5_text", {"layer_types": TWO, "head_dim": 8, "linear_num_key_heads": 1}),
-    "kda": ("kimi_linear", {"layer_types": TWO, "linear_num_heads": 2, "linear_head_dim": 6, "num_experts": 2}),
-    "mamba 2": ("granitemoehybrid", {"layer_types": TWO, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 5}),
+    "gated delta rule": (
+        "qwen3_5_text",
+        {"layer_types": TWO, "head_dim": 8, "linear_num_key_heads": 1},
+    ),
+    "kda": (
+        "kimi_linear",
+        {"layer_types": TWO, "linear_num_heads": 2, "linear_head_dim": 6, "num_experts": 2},
+    ),
+    "mamba 2": (
+        "granitemoehybrid",
+        {"layer_types": TWO, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 5},
+    ),
     "short convolution": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 }
-KINDS["gated delta rule"][1].update(linear_num_value_heads=2, linear_key_head_dim=6, linear_value_head_dim=8)
-KINDS["kda"][1].update(kv_lora_rank=12, q_lora_rank=None, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6)
+KINDS["gated delta rule"][1].update(
+    linear_num_value_heads=2, linear_key_head_dim=6, linear_value_head_dim=8
+)
+KINDS["kda"][1].update(
+    kv_lora_rank=12, q_lora_rank=None, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6
+)
 KINDS["kda"][1].update(num_experts_per_token=1, moe_intermediate_size=16, num_shared_experts=1)
 KINDS["mamba 2"][1].update(mamba_n_groups=1, num_local_experts=0, shared_intermediate_size=16)
 
@@ -40,7 +59,11 @@ KINDS["mamba 2"][1].update(mamba_n_groups=1, num_local_experts=0, shared_interme
 def target(random_target, request) -> Target:
     kind, options = KINDS[request.param]
     known = type(AutoConfig.for_model(kind))
-    sizes = {key: value for key, value in (SMALL | {"num_hidden_layers": 2}).items() if hasattr(known, key)}
+    sizes = {
+        key: value
+        for key, value in (SMALL | {"num_hidden_layers": 2}).items()
+        if hasattr(known, key)
+    }
     return random_target(known(**sizes | options))
 
 
@@ -61,7 +84,8 @@ def near(ours: torch.Tensor, own: torch.Tensor) -> bool:
 
 
 def test_the_triangular_system_is_the_recurrence():
-    """Against one node after the other, with a state for each, in float64; decays of a head and of every entry."""
+    """Against one node after the other, with a state for each, in float64; decays of a head and of
+    every entry."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -73,21 +97,31 @@ def test_the_triangular_system_is_the_recurrence():
         ancestors[node] |= ancestors[parents[node]]
     segment = Segment(slice(None), ancestors[None, None], None)
     for decays, delta in ((1, True), (5, True), (1, False)):
-        queries, keys, values, state = draw(1, 2, 30, 5), draw(1, 2, 30, 5), draw(1, 2, 30, 4), draw(1, 2, 5, 4)
-        decay, beta = -draw(1, 2, 30, decays).abs(), draw(1, 2, 30, 1).sigmoid()
-        done, states = recur(queries, keys, values, decay, beta if delta else None, state, segment), []
+        queries = draw(1, 2, 30, 5)
+        keys = draw(1, 2, 30, 5)
+        values = draw(1, 2, 30, 4)
+        state = draw(1, 2, 5, 4)
+        decay = -draw(1, 2, 30, decays).abs()
+        beta = draw(1, 2, 30, 1).sigmoid()
+        done = recur(queries, keys, values, decay, beta if delta else None, state, segment)
+        states = []
         for t in range(30):
             before = (states[parents[t]] if t else state) * decay[:, :, t, :, None].exp()
-            key, value = keys[:, :, t, :, None], values[:, :, t, None]
+            key = keys[:, :, t, :, None]
+            value = values[:, :, t, None]
             write = beta[:, :, t, None] * (value - key.mT @ before) if delta else value
             states.append(before + key @ write)
-            assert torch.allclose(done.outputs[:, :, t], (queries[:, :, t, None] @ states[t])[:, :, 0])
+            assert torch.allclose(
+                done.outputs[:, :, t], (queries[:, :, t, None] @ states[t])[:, :, 0]
+            )
             assert torch.allclose(done.state_after(state, torch.tensor([t]), segment), states[t])
 
 
 def test_long_prompts_of_unlike_lengths_in_pieces(target):
-    """Prompts that end in different pieces, the second half behind the first, and a token after each."""
-    texts, ends = prompts(2 * SEGMENT + 21, 9, SEGMENT + 1), (SEGMENT + 30, 4, SEGMENT)
+    """Prompts that end in different pieces, the second half behind the first, and a token after
+    each."""
+    texts = prompts(2 * SEGMENT + 21, 9, SEGMENT + 1)
+    ends = (SEGMENT + 30, 4, SEGMENT)
     cache = target.cache(4, 200)
     with torch.no_grad(), cache.add(3) as part:
         first = target.extend([text[:end] for text, end in zip(texts, ends, strict=True)], part, ())
@@ -104,7 +138,8 @@ def test_long_prompts_of_unlike_lengths_in_pieces(target):
 
 
 def test_packed_documents_do_not_see_each_others_states(target):
-    """Documents end inside a piece, at its end, and cover several. A state that ran on over a border would be seen."""
+    """Documents end inside a piece, at its end, and cover several. A state that ran on over a
+    border would be seen."""
     lengths = (SEGMENT + 7, SEGMENT - 7, 5, 2 * SEGMENT + 1)
     ids = torch.tensor([sum(prompts(*lengths), [])])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -114,11 +149,15 @@ def test_packed_documents_do_not_see_each_others_states(target):
         assert near(part, own_logits(target, part_ids.tolist()))
 
 
-@pytest.mark.parametrize(("temperature", "methods"), [(0.8, ("chain", "ddtree")), (0.0, ("chain", "static"))])
+@pytest.mark.parametrize(
+    ("temperature", "methods"), [(0.8, ("chain", "ddtree")), (0.0, ("chain", "static"))]
+)
 def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, monkeypatch):
     monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 20)  # prompts enter over several passes
     texts = prompts(47, 12, 30)
-    options = DecodeOptions(20, temperature=temperature, seed=3, method="plain", rows=2, ignore_eos=True)
+    options = DecodeOptions(
+        20, temperature=temperature, seed=3, method="plain", rows=2, ignore_eos=True
+    )
     plain = [text.ids for text in decode(target, None, texts, options)]
     whole = [[*text, *ids] for text, ids in zip(texts, plain, strict=True)]
     for method in methods:
@@ -130,7 +169,8 @@ def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, mo
 
 def test_with_other_caches_layers_do_what_they_did(target):
     """A copy too, which computes with its own weights."""
-    text, other = prompts(12)[0], copy.deepcopy(target.model)
+    text = prompts(12)[0]
+    other = copy.deepcopy(target.model)
     expected = own_logits(target, text)
     for parameter in other.parameters():
         parameter.data *= 1.1

@@ -1,4 +1,5 @@
-"""What a chat template is told: one setting, in the tokenizer's template, the drafter's folder and the card."""
+"""What a chat template is told: one setting, in the tokenizer's template, the drafter's folder and
+the card."""
 
 import json
 
@@ -28,24 +29,32 @@ def test_a_setting_holds_unless_a_row_or_request_says_otherwise():
     tell_template(tokenizer, {"enable_thinking": False, "style": "loud"})
     assert text() == "Hi\n!#"
     assert text(enable_thinking=True) == "Hi\n!" and text(style=None) == "Hi\n#"
-    with pytest.raises(ValueError, match=r"target\.chat_template_kwargs\.enable_thinkin: this model's chat template"):
+    with pytest.raises(
+        ValueError,
+        match=r"target\.chat_template_kwargs\.enable_thinkin: this model's chat template",
+    ):
         tell_template(tokenizer, {"enable_thinkin": False})
 
 
 def test_a_drafter_brings_its_setting_along(repo, tmp_path, monkeypatch):
-    """Written into its folder, read back, and told to the target that it is loaded with, unless that says otherwise."""
+    """Written into its folder, read back, and told to the target that it is loaded with, unless
+    that says otherwise."""
     import infer.targets.loading as loading
 
     monkeypatch.setattr(
         loading.AutoTokenizer,
         "from_pretrained",
-        lambda path, plain=loading.AutoTokenizer.from_pretrained, **options: with_template(plain(path, **options)),
+        lambda path, plain=loading.AutoTokenizer.from_pretrained, **options: with_template(
+            plain(path, **options)
+        ),
     )
     drafter = load_drafter(repo / "data" / "embedded" / "drafter")
     drafter.config.chat_template_kwargs = {"enable_thinking": False}
     assert config_dict(drafter.config)["chat_template_kwargs"] == {"enable_thinking": False}
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["chat_template_kwargs"] == {"enable_thinking": False}
+    assert json.loads((tmp_path / "config.json").read_text())["chat_template_kwargs"] == {
+        "enable_thinking": False
+    }
     for told, end in (({}, "#"), ({"enable_thinking": True}, "\n")):
         place = TargetConfig(path=resolve_path("embedded"), device="cpu", chat_template_kwargs=told)
         target, loaded = load(place, str(tmp_path))

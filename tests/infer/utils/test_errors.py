@@ -36,7 +36,8 @@ def test_ctrl_c_is_one_sentence_and_waits_for_nothing(start_command, tmp_path):
 
 
 def test_a_silent_hub_is_asked_once_and_only_for_names(monkeypatch, tmp_path):
-    """What is not on this machine is then said at once, instead of after half a minute of retries."""
+    """What is not on this machine is then said at once, instead of after half a minute of
+    retries."""
     from huggingface_hub import constants
 
     from infer.utils import hub
@@ -56,7 +57,10 @@ def test_a_silent_hub_is_asked_once_and_only_for_names(monkeypatch, tmp_path):
 
 
 FULL = [
-    (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "[Errno 28] No space left on device: 'runs/a'"),
+    (
+        OSError(errno.ENOSPC, "No space left on device", "runs/a"),
+        "[Errno 28] No space left on device: 'runs/a'",
+    ),
     (SafetensorError("I/O error: No space left on device"), "I/O error: No space left on device"),
 ]
 
@@ -144,7 +148,9 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_that_does_not_fit_is_named_and_nothing_is_left_of_it(file_size_limit, tmp_path, name):
+def test_a_file_that_does_not_fit_is_named_and_nothing_is_left_of_it(
+    file_size_limit, tmp_path, name
+):
     out = tmp_path / "file"
     with file_size_limit(1000), pytest.raises(OSError, match=re.escape(str(out))):
         WRITERS[name](out)

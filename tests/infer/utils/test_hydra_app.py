@@ -34,7 +34,9 @@ PROMPTS = [
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_prompt_is_taken_as_it_is_typed(prompt):
     taken = []
-    run_command("generate", GenerateCommand, taken.append, ["--prompt", prompt, "decoding.budget=7"])
+    run_command(
+        "generate", GenerateCommand, taken.append, ["--prompt", prompt, "decoding.budget=7"]
+    )
     assert (taken[0].prompt, taken[0].decoding.budget) == (prompt, 7)
 
 
@@ -56,14 +58,25 @@ def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run_command("generate", GenerateCommand, taken.append, ["--prompt", "-"])
     run_command("generate", GenerateCommand, taken.append, ["--prompt", "@@property"])
-    assert [options.prompt for options in taken] == ["def f():\n    '''ä'''\n", "import os\n", "@property"]
+    assert [options.prompt for options in taken] == [
+        "def f():\n    '''ä'''\n",
+        "import os\n",
+        "@property",
+    ]
     options = GenerateCommand()
     options.decoding.stop = [f"@{file}", "x", "-"]
     options.decoding.regex = f"@{file}"
     read_text_files(options)
-    assert options.decoding.stop == [options.decoding.regex, "x", "-"] == ["def f():\n    '''ä'''\n", "x", "-"]
+    assert (
+        options.decoding.stop
+        == [options.decoding.regex, "x", "-"]
+        == ["def f():\n    '''ä'''\n", "x", "-"]
+    )
     (tmp_path / "system.txt").write_text("Be brief.")
-    assert compose_options("chat", ChatCommand, [f"system=@{tmp_path}/system.txt"]).system == "Be brief."
+    assert (
+        compose_options("chat", ChatCommand, [f"system=@{tmp_path}/system.txt"]).system
+        == "Be brief."
+    )
 
 
 @pytest.mark.parametrize("wrong", ["@/nowhere/to be found", "@property"])
@@ -105,12 +118,18 @@ WRONG = [  # command, arguments, what the message says: Hydra's where it refuses
     ("eval", ["optim=laptop"], "Could not override 'optim'"),
     ("generate", ["def f(x):"], "See https://hydra.cc"),
     ("generate", ["target.device=gpu0!"], "See https://hydra.cc"),
-    ("generate", ["decoding.method=static", "decoding.budget=auto"], "give method=static a number of nodes"),
+    (
+        "generate",
+        ["decoding.method=static", "decoding.budget=auto"],
+        "give method=static a number of nodes",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "arguments", "says"), WRONG)
-def test_what_is_wrong_is_said_without_a_traceback(name, arguments, says, capsys, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said_without_a_traceback(
+    name, arguments, says, capsys, tmp_path, monkeypatch
+):
     """By Hydra's message or our sentence, before anything runs; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
@@ -126,7 +145,10 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(capsys):
     with pytest.raises(SystemExit) as end:
         run_command("train", TrainConfig, None, ["runs_dir=/dev/null"])
     assert end.value.code == 3
-    assert capsys.readouterr().err == "error: [Errno 20] Not a directory: '/dev/null/embedded-dflash'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: [Errno 20] Not a directory: '/dev/null/embedded-dflash'\n"
+    )
 
 
 def test_hydras_own_traceback_is_there_for_who_asks(repo):
@@ -179,12 +201,18 @@ def test_what_only_prints_makes_no_folder(arguments, tmp_path, repo):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["train", "features", "data", "regenerate", "ngram", "eval", "compare"])
+@pytest.mark.parametrize(
+    "name", ["train", "features", "data", "regenerate", "ngram", "eval", "compare"]
+)
 def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
-    """By data.path= alone, and by data=, whatever the command's own default is; also within a bundle of the hub's."""
-    file, schema = tmp_path / "mine.jsonl", COMMANDS[name].options_class()
+    """By data.path= alone, and by data=, whatever the command's own default is; also within a
+    bundle of the hub's."""
+    file = tmp_path / "mine.jsonl"
+    schema = COMMANDS[name].options_class()
     file.write_text('{"text": "x"}\n')
-    bundles = [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
+    bundles = (
+        [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
+    )
     for bundle in bundles:
         for given in (f"data.path={file}", f"data={file}", f"data={tmp_path}"):
             data = compose_options(name, schema, [*bundle, given]).data
@@ -197,18 +225,34 @@ def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
 def test_a_target_may_be_given_as_a_path_or_a_name_of_the_hub(tmp_path):
     for path in (str(tmp_path), "Qwen/Qwen3-4B", "model.gguf"):
         assert compose_options("generate", GenerateCommand, [f"target={path}"]).target.path == path
-    assert compose_options("generate", GenerateCommand, ["target=qwen3-4b"]).target.path == "Qwen/Qwen3-4B"
+    assert (
+        compose_options("generate", GenerateCommand, ["target=qwen3-4b"]).target.path
+        == "Qwen/Qwen3-4B"
+    )
 
 
 @pytest.fixture
 def a_run(tmp_path):
-    """A run's folder as training leaves it: its configuration, and a checkpoint that `best` points to."""
+    """A run's folder as training leaves it: its configuration, and a checkpoint that `best` points
+    to."""
     run = tmp_path / "runs" / "mine"
     (run / "checkpoints" / "step-00000003" / "drafter").mkdir(parents=True)
     (run / "checkpoints" / "best").symlink_to("step-00000003")
-    target = {"path": "/models/it's mine", "dtype": "bfloat16", "device": "cuda:7", "trust_remote_code": True}
+    target = {
+        "path": "/models/it's mine",
+        "dtype": "bfloat16",
+        "device": "cuda:7",
+        "trust_remote_code": True,
+    }
     parts = [{"path": "chats (1).jsonl", "split": "train", "weight": 2.0}]
-    data = {"source": "mixture", "path": None, "parts": parts, "length": 3072, "bad_rows": 100.0, "gone": 1}
+    data = {
+        "source": "mixture",
+        "path": None,
+        "parts": parts,
+        "length": 3072,
+        "bad_rows": 100.0,
+        "gone": 1,
+    }
     (run / "config.json").write_text(json.dumps({"target": target, "data": data}))
     return run
 
@@ -223,17 +267,32 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
     best = f"{a_run}/checkpoints/best"
     config = compose_options("eval", EvalCommand, [f"checkpoint={best}"])
     assert (config.target.path, config.target.dtype) == ("/models/it's mine", "bfloat16")
-    assert (config.data.source, config.data.parts[0].weight, config.data.length) == ("mixture", 2.0, 3072)
+    assert (config.data.source, config.data.parts[0].weight, config.data.length) == (
+        "mixture",
+        2.0,
+        3072,
+    )
     # the machine's own, and leave that only the user gives
     assert (config.target.device, config.target.trust_remote_code) == ("auto", False)
     for name in ("generate", "serve", "export"):
         schema = COMMANDS[name].options_class()
-        assert compose_options(name, schema, [f"checkpoint={best}/drafter"]).target.path == "/models/it's mine"
+        assert (
+            compose_options(name, schema, [f"checkpoint={best}/drafter"]).target.path
+            == "/models/it's mine"
+        )
     config = compose_options("compare", CompareCommand, [f"checkpoints=[{best}]"])
     assert (config.target.path, config.data.source) == ("/models/it's mine", "mixture")
-    told = compose_options("eval", EvalCommand, [f"checkpoint={best}", "target.path=other", "data=stdlib"])
+    told = compose_options(
+        "eval", EvalCommand, [f"checkpoint={best}", "target.path=other", "data=stdlib"]
+    )
     assert (told.target.path, told.target.dtype, told.data.source) == ("other", "auto", "stdlib")
     assert (
-        compose_options("eval", EvalCommand, [f"checkpoint={best}", "target.dtype=float32"]).target.dtype == "float32"
+        compose_options(
+            "eval", EvalCommand, [f"checkpoint={best}", "target.dtype=float32"]
+        ).target.dtype
+        == "float32"
     )
-    assert compose_options("generate", GenerateCommand, ["checkpoint=nowhere"]).target.path == "embedded"
+    assert (
+        compose_options("generate", GenerateCommand, ["checkpoint=nowhere"]).target.path
+        == "embedded"
+    )

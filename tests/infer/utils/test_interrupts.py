@@ -25,7 +25,9 @@ hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
 def test_a_long_call_is_ended(repo, graceful):
     """By the first press, or by the one behind those that others take care of."""
     command = [sys.executable, "-c", PROGRAM.replace("GRACEFUL", str(graceful))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=repo)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=repo
+    )
     assert process.stdout.readline() == "begun\n"
     for _ in range(graceful):
         process.send_signal(signal.SIGINT)

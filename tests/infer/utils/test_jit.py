@@ -19,9 +19,14 @@ assert double.stats.cache_path is None, double.stats
 """
 
 
-def test_a_checkout_and_a_home_that_cannot_be_written_cost_the_cache_only(repo, tmp_path, start_command):
-    """A file stands where every folder of caches would be: nobody can write there, not even root."""
-    shutil.copytree(repo / "infer", tmp_path / "infer", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_checkout_and_a_home_that_cannot_be_written_cost_the_cache_only(
+    repo, tmp_path, start_command
+):
+    """A file stands where every folder of caches would be: nobody can write there, not even
+    root."""
+    shutil.copytree(
+        repo / "infer", tmp_path / "infer", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for folder in [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]:
         (folder / "__pycache__").touch()
     (tmp_path / "program.py").write_text(PROGRAM)

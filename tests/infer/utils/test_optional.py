@@ -11,11 +11,15 @@ def test_the_outermost_missing_path_is_named():
     assert find_missing("infer.trees.gone:build") == "infer/trees/gone.py"
     assert find_missing("infer.gone.model.part:load") == "infer/gone"
     assert explain_missing("infer.trees.chain:chain", "method=chain") is None
-    with pytest.raises(ValueError, match="^method=x is not in this installation: infer/trees/gone.py is missing$"):
+    with pytest.raises(
+        ValueError, match="^method=x is not in this installation: infer/trees/gone.py is missing$"
+    ):
         require_installed("infer.trees.gone:build", "method=x")
 
 
 def test_a_public_name_without_its_package_is_explained(monkeypatch):
     monkeypatch.setitem(infer._HOME, "load_gone", "infer.gone.model")
-    with pytest.raises(ImportError, match="^infer.load_gone is not in this installation: infer/gone is missing$"):
+    with pytest.raises(
+        ImportError, match="^infer.load_gone is not in this installation: infer/gone is missing$"
+    ):
         from infer import load_gone  # noqa: F401

@@ -42,7 +42,11 @@ def test_a_limit_of_time_bounds_what_is_left(clock):
     for done in (1, 2, 3):
         clock[0] += 60
         progress(done, 100)
-    assert [line.split(", ")[2] for line in out.getvalue().splitlines()] == ["2 min left", "1 min left", "0 s left"]
+    assert [line.split(", ")[2] for line in out.getvalue().splitlines()] == [
+        "2 min left",
+        "1 min left",
+        "0 s left",
+    ]
 
 
 def test_on_a_terminal_one_line(clock, monkeypatch):
@@ -80,7 +84,9 @@ def test_the_next_set_has_a_rate_of_its_own_and_quiet_is_quiet(clock):
     silent(10, 10)
     silent.say("x")
     assert out.getvalue() == before
-    assert pickle.loads(pickle.dumps(Progress("tokenising", "texts"))).what == "tokenising"  # to other processes
+    assert (
+        pickle.loads(pickle.dumps(Progress("tokenising", "texts"))).what == "tokenising"
+    )  # to other processes
 
 
 def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
@@ -113,7 +119,8 @@ def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
 
 @pytest.mark.parametrize("seconds_a_step", [0.5, 8, 40, 200])
 def test_a_run_of_steps_prints_one_line_a_minute(clock, monkeypatch, capsys, seconds_a_step):
-    """The heartbeat adds none to those of training's progress, unless one step is longer than a minute."""
+    """The heartbeat adds none to those of training's progress, unless one step is longer than a
+    minute."""
     heart = Heartbeat()
     monkeypatch.setattr(module, "HEARTBEAT", heart)
     monkeypatch.setattr(Heartbeat, "start", lambda self: None)

@@ -1,4 +1,5 @@
-"""Masked diffusion: masks and weights against a loop, the bound against its exact value, a whole run and its folder."""
+"""Masked diffusion: masks and weights against a loop, the bound against its exact value, a whole
+run and its folder."""
 
 import itertools
 import json
@@ -7,7 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from data.packing import lay_out
 from infer.masked.model import load_masked
@@ -17,7 +24,8 @@ from train.masked import diffusion
 from train.masked.diffusion import DiffusionConfig, begin, train
 from train.masked.objective import Dice, bound, learnable, noise, throw
 
-V, MASK = 7, 6
+V = 7
+MASK = 6
 
 
 @pytest.fixture
@@ -33,12 +41,22 @@ def packed(*documents: list[tuple[int, bool]], length: int) -> dict[str, torch.T
 
 
 def rows() -> dict[str, torch.Tensor]:
-    """Rows of 16 tokens: two documents with prompts and padding; three, one of two turns and one that may not be
-    learnt; a single one."""
-    yes, no = True, False
+    """Rows of 16 tokens: two documents with prompts and padding; three, one of two turns and one
+    that may not be learnt; a single one."""
+    yes = True
+    no = False
     parts = [
-        packed([(1, no), (2, no), *[(k % 6, yes) for k in range(7)]], [(k % 5, k > 0) for k in range(5)], length=16),
-        packed([(3, yes)] * 3, [(4, no)] * 4, [(5, no), (1, yes), (2, yes), (3, no), (0, yes), (1, yes)], length=16),
+        packed(
+            [(1, no), (2, no), *[(k % 6, yes) for k in range(7)]],
+            [(k % 5, k > 0) for k in range(5)],
+            length=16,
+        ),
+        packed(
+            [(3, yes)] * 3,
+            [(4, no)] * 4,
+            [(5, no), (1, yes), (2, yes), (3, no), (0, yes), (1, yes)],
+            length=16,
+        ),
         packed([((5 * k) % 6, yes) for k in range(16)], length=16),
     ]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -46,10 +64,13 @@ def rows() -> dict[str, torch.Tensor]:
 
 def plain_noise(batch: dict, dice: Dice, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """`noise`, one token after the other: covered tokens (B, T) bool, weights (B, T)."""
-    covered, weights = torch.zeros(batch["ids"].shape, dtype=torch.bool), torch.zeros(batch["ids"].shape)
+    covered = torch.zeros(batch["ids"].shape, dtype=torch.bool)
+    weights = torch.zeros(batch["ids"].shape)
     for b, length in enumerate(lengths):
         for document in range(int(batch["documents"][b].max()) + 1):
-            places = [i for i in range(batch["ids"].shape[1]) if batch["documents"][b, i] == document]
+            places = [
+                i for i in range(batch["ids"].shape[1]) if batch["documents"][b, i] == document
+            ]
             learnt = [i for i in places if batch["loss"][b, i]]
             if not learnt:
                 continue
@@ -57,9 +78,14 @@ def plain_noise(batch: dict, dice: Dice, lengths: list[int]) -> tuple[torch.Tens
             chosen = int(dice.blocks[b, document] * len(blocks))
             hit = [i for i in blocks[chosen] if dice.coins[b, i] < dice.levels[b, document]]
             for i in hit:
-                covered[b, i], weights[b, i] = True, len(blocks) * (len(blocks[chosen]) + 1) / len(hit)
+                covered[b, i], weights[b, i] = (
+                    True,
+                    len(blocks) * (len(blocks[chosen]) + 1) / len(hit),
+                )
             last = len(learnt) if chosen + 1 == len(blocks) else (chosen + 1) * length
-            for i in places:  # behind the block: as many tokens to learn before it as blocks up to here hold
+            for i in (
+                places
+            ):  # behind the block: as many tokens to learn before it as blocks up to here hold
                 if sum(k < i for k in learnt) >= last and i > blocks[chosen][-1]:
                     covered[b, i] = chosen + 1 < len(blocks)
     return covered, weights
@@ -95,12 +121,13 @@ def cross_entropies(model, document: list[int], covered: set[int]) -> dict[int, 
 
 
 def exact_bound(model, document: list[int], block: int) -> float:
-    """The bound by enumeration: a set S of a block's n tokens is the covered one with density t^|S| (1 - t)^(n - |S|),
-    whose integral over t with the weight 1/t is (|S| - 1)! (n - |S|)! / n!."""
+    """The bound by enumeration: a set S of a block's n tokens is the covered one with density t^|S|
+    (1 - t)^(n - |S|), whose integral over t with the weight 1/t is (|S| - 1)! (n - |S|)! / n!."""
     total = 0.0
     for start in range(1, len(document), block):
         members = range(start, min(start + block, len(document)))
-        after, n = set(range(members.stop, len(document))), len(members)
+        after = set(range(members.stop, len(document)))
+        n = len(members)
         for size in range(1, n + 1):
             weight = math.factorial(size - 1) * math.factorial(n - size) / math.factorial(n)
             for chosen in itertools.combinations(members, size):
@@ -111,12 +138,14 @@ def exact_bound(model, document: list[int], block: int) -> float:
 
 @pytest.mark.parametrize("block", [8, 2])
 def test_the_estimate_of_the_bound_is_unbiased(tiny, block):
-    """120 independent batches of 64 maskings each (within a batch they depend on each other); the mean may be five
-    standard errors off, which chance brings about less than once in 400,000 runs (Student's t, 119 degrees)."""
+    """120 independent batches of 64 maskings each (within a batch they depend on each other); the
+    mean may be five standard errors off, which chance brings about less than once in 400,000 runs
+    (Student's t, 119 degrees)."""
     document = [1, 4, 2, 0, 5]
     batch = learnable(packed([(token, True) for token in document], length=5), MASK)
     batch = {name: column.repeat(64, 1) for name, column in batch.items()}
-    means, unweighted = [], []
+    means = []
+    unweighted = []
     with torch.no_grad():
         for seed in range(120):
             dice = throw(batch["documents"], torch.Generator().manual_seed(seed))
@@ -125,17 +154,22 @@ def test_the_estimate_of_the_bound_is_unbiased(tiny, block):
             if seed < 20:
                 unweighted.append(bound(tiny, batch, ids, weights.sign(), MASK).item() / 64)
     means = torch.tensor(means, dtype=torch.float64)
-    error, exact = means.std() / len(means) ** 0.5, exact_bound(tiny, document, block)
+    error = means.std() / len(means) ** 0.5
+    exact = exact_bound(tiny, document, block)
     assert error < 0.03 * exact
     assert abs(means.mean() - exact) < 5 * error
-    assert abs(sum(unweighted) / 20 - exact) > 10 * error  # the test can tell: without the weights it is another sum
+    assert (
+        abs(sum(unweighted) / 20 - exact) > 10 * error
+    )  # the test can tell: without the weights it is another sum
 
 
 def test_every_token_sees_its_whole_document_and_no_other(tiny):
     """Through gradients: exactly zero outside the document, something everywhere inside."""
     batch = packed([(k % 6, True) for k in range(6)], [(k % 5, True) for k in range(7)], length=16)
     seen = []
-    tiny.get_input_embeddings().register_forward_hook(lambda _, __, output: seen.append(output) or output.retain_grad())
+    tiny.get_input_embeddings().register_forward_hook(
+        lambda _, __, output: seen.append(output) or output.retain_grad()
+    )
     for place in (1, 9):  # of the first, of the second document
         only = torch.nn.functional.one_hot(torch.tensor([place]), 16).float()
         bound(tiny, batch, batch["ids"], only, MASK).backward()
@@ -152,11 +186,17 @@ def test_a_mask_that_a_text_quotes_and_a_first_token_carry_no_loss():
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory, random_qwen3):
-    """A folder with a causal model of two layers and the embedded tokenizer, and a file of texts."""
+    """A folder with a causal model of two layers and the embedded tokenizer, and a file of
+    texts."""
     folder = tmp_path_factory.mktemp("start")
-    random_qwen3(vocab_size=512, num_hidden_layers=2, eos_token_id=0).save_pretrained(folder / "model")
+    random_qwen3(vocab_size=512, num_hidden_layers=2, eos_token_id=0).save_pretrained(
+        folder / "model"
+    )
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder / "model")
-    texts = [{"text": f"def f{n}(x):\n    return x + {n}\n\n\ndef g{n}(y):\n    return y * {n}\n"} for n in range(120)]
+    texts = [
+        {"text": f"def f{n}(x):\n    return x + {n}\n\n\ndef g{n}(y):\n    return y * {n}\n"}
+        for n in range(120)
+    ]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     return folder
 
@@ -174,7 +214,9 @@ def small(start, monkeypatch):
 
 def test_the_bound_falls_and_a_run_is_not_overwritten(small, tmp_path):
     nats = train(small(tmp_path / "run"))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     bounds = [line["held_out_nats_per_token"] for line in lines if "loss" not in line]
     assert len(bounds) == 4 and bounds[-1] == nats < bounds[0] - 0.1
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
@@ -183,23 +225,35 @@ def test_the_bound_falls_and_a_run_is_not_overwritten(small, tmp_path):
 
 
 @pytest.mark.parametrize("weighting", ["elbo", "flat"])
-def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(small, tmp_path, weighting, monkeypatch):
+def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(
+    small, tmp_path, weighting, monkeypatch
+):
     config = small(tmp_path, weighting=weighting)
     model, _ = begin(config)
-    batch, used = {name: column.repeat(2, 1)[:4] for name, column in rows().items()}, []
+    batch = {name: column.repeat(2, 1)[:4] for name, column in rows().items()}
+    used = []
     batch["ids"] += 9
-    monkeypatch.setattr(diffusion, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1])
+    monkeypatch.setattr(
+        diffusion, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1]
+    )
     loss = diffusion.train_step(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     ids, weights = used[0]
-    single = [torch.zeros(4, 16).index_put_((b, i), torch.ones(())) for b, i in (weights > 0).nonzero()[:, :, None]]
+    single = [
+        torch.zeros(4, 16).index_put_((b, i), torch.ones(()))
+        for b, i in (weights > 0).nonzero()[:, :, None]
+    ]
     rest = learnable(batch, 1)
     with torch.no_grad():
         losses = torch.stack([bound(model, rest, ids, one, 1) for one in single])
     exact = (losses * weights[weights > 0]).sum() / rest["loss"].sum()
     expected = exact if weighting == "elbo" else losses.mean()
     assert len(single) > 8 and loss == pytest.approx(expected.item(), rel=1e-4)
-    assert diffusion.train_step(model, batch, config, 3) == loss != diffusion.train_step(model, batch, config, 4)
+    assert (
+        diffusion.train_step(model, batch, config, 3)
+        == loss
+        != diffusion.train_step(model, batch, config, 4)
+    )
 
 
 def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_path):
@@ -215,7 +269,8 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_p
     left = sorted(path.name for path in folder.parent.iterdir())
     assert left == ["metrics.jsonl", "model", "options.json"]
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
-    masked, plain = load_masked(str(folder), "float32"), AutoModelForCausalLM.from_pretrained(folder)
+    masked = load_masked(str(folder), "float32")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
     assert (masked.mask_token_id, masked.shifted) == (1, True)
     assert type(plain) is Qwen3ForCausalLM
     ids = torch.tensor([[20, 30, 1, 1, 40]])
@@ -254,13 +309,22 @@ def test_a_vocabulary_without_a_spare_id_is_refused(small, start, tmp_path):
     tokenizer.mask_token = tokenizer.pad_token = None
     tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="no token id is free for the mask: name one by mask_token_id=<id>"):
+    with pytest.raises(
+        ValueError, match="no token id is free for the mask: name one by mask_token_id=<id>"
+    ):
         train(small(tmp_path / "run", start=str(folder)))
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(
+        tmp_path
+    )
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="only qwen3 can become a masked"):
         train(DiffusionConfig(out=str(tmp_path / "run"), start=str(tmp_path)))

@@ -1,4 +1,5 @@
-"""Conditional heads in a run: trained with the drafter or alone, saved, decoded, and refused where they cannot be."""
+"""Conditional heads in a run: trained with the drafter or alone, saved, decoded, and refused where
+they cannot be."""
 
 import pytest
 import torch
@@ -12,19 +13,37 @@ from infer.formats.export import export_drafter
 from train.config import check_head_training
 from train.run.initial import resolve_init
 
-GATED = ["head=markov", "drafter.head.kind=gated", "drafter.head.rank=8", "drafter.head.confidence=true"]
+GATED = [
+    "head=markov",
+    "drafter.head.kind=gated",
+    "drafter.head.rank=8",
+    "drafter.head.confidence=true",
+]
 
 
 def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shallow, tmp_path):
-    """Each run checks itself before its first step (train/selfcheck.py) and decodes at its end. The second
-    begins from an export in another project's layout."""
-    both = run_here(small(*GATED, "objective=dspark", "drafter.sample_from_anchor=true", "optim.steps=2"))
+    """Each run checks itself before its first step (train/selfcheck.py) and decodes at its end. The
+    second begins from an export in another project's layout."""
+    both = run_here(
+        small(*GATED, "objective=dspark", "drafter.sample_from_anchor=true", "optim.steps=2")
+    )
     first = load_drafter(both / "checkpoints" / "best")
-    assert HeadConfig(**head_options(first.own)) == HeadConfig("markov", "gated", 8, confidence=True)
+    assert HeadConfig(**head_options(first.own)) == HeadConfig(
+        "markov", "gated", 8, confidence=True
+    )
     changed = {name for name, weight in first.named_parameters() if weight.abs().sum() > 0}
-    assert {"markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"} <= changed
+    assert {
+        "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
+    } <= changed
     export_drafter(first, "dspark", load_target(str(shallow)), tmp_path / "dspark")
-    alone = ["name=alone", f"drafter.init={tmp_path}/dspark", "train=head", "objective.chunk_rows=7"]
+    alone = [
+        "name=alone",
+        f"drafter.init={tmp_path}/dspark",
+        "train=head",
+        "objective.chunk_rows=7",
+    ]
     alone += ["drafter.sample_from_anchor=true", "optim.name=muon", "optim.steps=2"]
     after = load_drafter(run_here(small(*alone)) / "checkpoints" / "best")
     for name, weight in first.state_dict().items():
@@ -34,7 +53,13 @@ def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shal
 
 def test_darts_layer_takes_a_head(small, run_here):
     """Its own head is trained beside the conditional one."""
-    options = ["drafter=dart", "head=markov", "drafter.head.rank=8", "drafter.block_size=5", "optim.steps=2"]
+    options = [
+        "drafter=dart",
+        "head=markov",
+        "drafter.head.rank=8",
+        "drafter.block_size=5",
+        "optim.steps=2",
+    ]
     drafter = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
     assert HeadConfig(**head_options(drafter.own)) == HeadConfig("markov", rank=8)
     assert drafter.family.name == "dart"
@@ -45,11 +70,19 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
     drafter = new_drafter(DrafterConfig(layers=1), load_target(str(shallow)))
     drafter.init_weights(torch.Generator().manual_seed(2))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "plain")
-    options = [f"drafter.init={tmp_path}/plain", "train=head", "head=selector", "drafter.head.rank=8"]
+    options = [
+        f"drafter.init={tmp_path}/plain",
+        "train=head",
+        "head=selector",
+        "drafter.head.rank=8",
+    ]
     options += ["drafter.head.top_k=16", "objective=dflash2", "optim.steps=1"]
     after = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
     assert HeadConfig(**head_options(after.own)) == HeadConfig("selector", rank=8, top_k=16)
-    assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in drafter.state_dict().items())
+    assert all(
+        torch.equal(weight, after.state_dict()[name])
+        for name, weight in drafter.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(

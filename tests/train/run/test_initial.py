@@ -1,5 +1,5 @@
-"""Training that goes on from a drafter that is there already: exactly its weights and its loss, and nothing that
-contradicts it."""
+"""Training that goes on from a drafter that is there already: exactly its weights and its loss, and
+nothing that contradicts it."""
 
 import json
 
@@ -29,27 +29,42 @@ EMBEDDED = TargetConfig()
 
 def drafter_of(target, layer_ids=(2, 7)) -> DFlash:
     """Random weights, one sliding layer, in the embedded target's sizes."""
-    config = config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=list(layer_ids)), target)
-    config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
+    config = config_for(
+        DrafterConfig(layers=1, block_size=6, target_layer_ids=list(layer_ids)), target
+    )
+    config.layer_types = ["sliding_attention"]
+    config.use_sliding_window = True
+    config.sliding_window = 20
     drafter = DFlash(config)
     drafter.init_weights(torch.Generator().manual_seed(11))
     return drafter
 
 
-def test_a_run_starts_from_exactly_those_weights_with_their_loss(small, run_here, shallow_target, tmp_path):
+def test_a_run_starts_from_exactly_those_weights_with_their_loss(
+    small, run_here, shallow_target, tmp_path
+):
     target = shallow_target
     drafter = drafter_of(target, (1, 2))
     export_drafter(drafter, "speculators", target, tmp_path / "init")
-    options = [f"drafter.init={tmp_path}/init", "drafter.block_size=6", "optim.lr=1e-30", "optim.steps=1"]
+    options = [
+        f"drafter.init={tmp_path}/init",
+        "drafter.block_size=6",
+        "optim.lr=1e-30",
+        "optim.steps=1",
+    ]
     config = small(*options, "optim.precision=float32")  # as the loss below
     run = run_here(config)
     saved = run / "checkpoints" / "best" / "drafter"
     weights = load_file(saved / "model.safetensors")  # a step of that size changes no bit
-    assert weights.keys() == drafter.state_dict().keys()  # neither embedding nor head: they are the target's own
+    assert (
+        weights.keys() == drafter.state_dict().keys()
+    )  # neither embedding nor head: they are the target's own
     assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
     assert load_drafter(saved).attention_patterns == drafter.attention_patterns == [(True, 20)]
     written = json.loads((run / "config.json").read_text())["drafter"]
-    assert written["target_layer_ids"] == [1, 2] and written["mask_token_id"] == drafter.mask_token_id
+    assert (
+        written["target_layer_ids"] == [1, 2] and written["mask_token_id"] == drafter.mask_token_id
+    )
 
     rows = batch(packed_rows(config.data, target.tokenizer, target.tokenizer_digest), 0, 2, seed=0)
     blocks = draw_blocks(rows, config, 0)
@@ -65,10 +80,14 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
     init = str(tmp_path)
     options = resolve_init(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
     assert options.target_layer_ids == [2, 7] and options.mask_token_id == drafter.mask_token_id
-    with pytest.raises(ValueError, match=r"another drafter than the options say: give drafter\.layers=1 "):
+    with pytest.raises(
+        ValueError, match=r"another drafter than the options say: give drafter\.layers=1 "
+    ):
         resolve_init(DrafterConfig(init=init), EMBEDDED)
     with pytest.raises(ValueError, match=r"give drafter\.target_layer_ids=\[2,7\]"):
-        resolve_init(DrafterConfig(init=init, layers=1, block_size=6, target_layer_ids=[1, 7]), EMBEDDED)
+        resolve_init(
+            DrafterConfig(init=init, layers=1, block_size=6, target_layer_ids=[1, 7]), EMBEDDED
+        )
     with pytest.raises(ValueError, match=r"give drafter\.family=dflash"):
         resolve_init(DrafterConfig(init=init, layers=1, block_size=6, family="dart"), EMBEDDED)
     with pytest.raises(FileNotFoundError, match="is no folder"):
@@ -79,14 +98,19 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
 
 
 def test_another_number_of_tokens_is_chosen_anew(embedded, tmp_path):
-    drafter, tokens = drafter_of(embedded), torch.arange(3, 83, 2)
+    drafter = drafter_of(embedded)
+    tokens = torch.arange(3, 83, 2)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
-    options = resolve_init(DrafterConfig(init=str(tmp_path), layers=1, block_size=6, vocabulary=40), EMBEDDED)
+    options = resolve_init(
+        DrafterConfig(init=str(tmp_path), layers=1, block_size=6, vocabulary=40), EMBEDDED
+    )
     started = initial_drafter(TrainConfig(drafter=options), embedded, tokens)
     save_drafter(started.config, started.state_dict(), tmp_path / "part")
     whole, part = (load_drafter(path) for path in (tmp_path, tmp_path / "part"))
     assert torch.equal(part.vocabulary.tokens, tokens)
-    states = torch.randn(1, 5, drafter.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    states = torch.randn(
+        1, 5, drafter.config.hidden_size, generator=torch.Generator().manual_seed(2)
+    )
     assert torch.equal(part.logits(embedded, states), whole.logits(embedded, states)[..., tokens])
 
 
@@ -102,18 +126,27 @@ def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     other.lm_head.weight[3] += 1
     save_drafter(other.config, other.state_dict(), tmp_path / "other")
     config.drafter.init = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="cannot be trained here: its own lm_head is not the target's"):
+    with pytest.raises(
+        ValueError, match="cannot be trained here: its own lm_head is not the target's"
+    ):
         initial_drafter(config, embedded)
     tiny = drafter_of(embedded)
     tiny.config.num_target_layers = 13
     save_drafter(tiny.config, tiny.state_dict(), tmp_path / "tiny")
     config.drafter.init = str(tmp_path / "tiny")
-    with pytest.raises(ValueError, match="made for another target: its config says num_target_layers 13"):
+    with pytest.raises(
+        ValueError, match="made for another target: its config says num_target_layers 13"
+    ):
         initial_drafter(config, embedded)
 
 
 def test_a_drafter_that_cannot_begin_as_its_target_says_so(embedded):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)), embedded.tokenizer)
     with pytest.warns(UserWarning, match="begins from noise"):
         initial_drafter(TrainConfig(drafter=DrafterConfig(layers=1)), target)
@@ -126,22 +159,34 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     drafter.init_weights(torch.Generator().manual_seed(1))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "init")
     options = resolve_init(
-        DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig()
+        DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5),
+        TargetConfig(),
     )
     started = initial_drafter(TrainConfig(drafter=options), embedded)
     assert started.state_dict().keys() == drafter.state_dict().keys()
-    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in started.state_dict().items())
+    assert all(
+        torch.equal(tensor, drafter.state_dict()[name])
+        for name, tensor in started.state_dict().items()
+    )
 
 
 def test_the_mask_token_is_one_that_the_rows_do_not_use(embedded):
-    end, mask, pad = 0, 1, 2  # the embedded vocabulary's special tokens
+    # the embedded vocabulary's special tokens
+    end = 0
+    mask = 1
+    pad = 2
     for used, expected in (([end, 400], mask), ([end, mask, 400], pad), ([*range(511)], 511)):
         rows = Dataset.from_dict({"ids": [used, used]})
         assert with_mask_token(DrafterConfig(), embedded, rows).mask_token_id == expected
     assert with_mask_token(DrafterConfig(mask_token_id=7), embedded, rows).mask_token_id == 7
-    assert named_mask(mask, embedded.tokenizer) == ", mask token 1 (<|mask|>)" and not named_mask(None, None)
+    assert named_mask(mask, embedded.tokenizer) == ", mask token 1 (<|mask|>)" and not named_mask(
+        None, None
+    )
 
 
 def test_dart_needs_no_mask_token(embedded):
     rows = Dataset.from_dict({"ids": [[0, 400]]})
-    assert with_mask_token(DrafterConfig(family="dart", layers=1), embedded, rows).mask_token_id is None
+    assert (
+        with_mask_token(DrafterConfig(family="dart", layers=1), embedded, rows).mask_token_id
+        is None
+    )

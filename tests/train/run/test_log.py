@@ -1,4 +1,5 @@
-"""What a run says: its terminal's line, and what it leaves at Weights & Biases, where nothing stops it."""
+"""What a run says: its terminal's line, and what it leaves at Weights & Biases, where nothing stops
+it."""
 
 import json
 import re
@@ -29,14 +30,19 @@ def test_the_first_steps_say_how_long_the_rest_takes(run_here, tmp_path, capsys,
     printed = capsys.readouterr().out.splitlines()
     assert [int(re.search(r"training: (\d+) of", line)[1]) for line in printed] == told
     assert " left, " in printed[0]
-    assert printed[0].endswith("loss not finite, agreement by position 50 %, batch τ 1.50, 9 tokens/s")
+    assert printed[0].endswith(
+        "loss not finite, agreement by position 50 %, batch τ 1.50, 9 tokens/s"
+    )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == min(20, steps)
 
 
 @pytest.mark.robustness  # wandb starts a process of its own
-def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, monkeypatch, tmp_path, capfd):
+def test_offline_the_report_is_kept_for_later_without_secrets(
+    small, run_here, monkeypatch, tmp_path, capfd
+):
     """The real wandb, without a network: what it writes is looked through, too."""
-    key, hub = "0123456789abcdef0123456789abcdef01234567", "hf_" + "Q" * 30
+    key = "0123456789abcdef0123456789abcdef01234567"
+    hub = "hf_" + "Q" * 30
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["main.py", f"evaluation.continuity={hub}"])
@@ -45,11 +51,17 @@ def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, m
     run = run_here(config)
     (record,) = run.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 60
-    while b"tau/ddtree4" not in record.read_bytes():  # a process of wandb's own writes it, in its own time
+    while (
+        b"tau/ddtree4" not in record.read_bytes()
+    ):  # a process of wandb's own writes it, in its own time
         assert time.monotonic() < deadline
         time.sleep(0.05)
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert not [file for file in written if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()]
+    assert not [
+        file
+        for file in written
+        if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()
+    ]
     assert json.loads((run / "config.json").read_text())["target"]["sizes"]["note"] == HIDDEN
     printed = capfd.readouterr()
     assert key not in printed.out + printed.err and "wandb stopped working" not in printed.out
@@ -62,14 +74,19 @@ def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, m
 def wandb(monkeypatch):
     """A module in its place, which breaks as it is told."""
     module = ModuleType("wandb")
-    module.api, module.Settings = SimpleNamespace(api_key="0123456789"), lambda **options: options
-    module.calls, module.logged, module.broken = [], [], None
+    module.api = SimpleNamespace(api_key="0123456789")
+    module.Settings = lambda **options: options
+    module.calls = []
+    module.logged = []
+    module.broken = None
 
     def init(**options):
         module.calls.append(options)
         if module.broken == options["mode"]:
             raise ConnectionError("no network")
-        return SimpleNamespace(log=log, finish=lambda: module.logged.append("finish"), id=options["id"])
+        return SimpleNamespace(
+            log=log, finish=lambda: module.logged.append("finish"), id=options["id"]
+        )
 
     def log(line, step):
         if module.broken == "log":
@@ -89,7 +106,9 @@ def wandb(monkeypatch):
         ("log", [], "wandb stopped working and is left out from here on: server error"),
     ],
 )
-def test_what_breaks_there_does_not_stop_a_run(run_here, wandb, tmp_path, capsys, broken, logged, said):
+def test_what_breaks_there_does_not_stop_a_run(
+    run_here, wandb, tmp_path, capsys, broken, logged, said
+):
     wandb.broken = broken
     start_processes(torch.device("cpu"))
     log = RunLog(TrainConfig(wandb=True), tmp_path, 0, 2)
@@ -105,4 +124,6 @@ def test_a_resumed_run_is_the_same_run_there(run_here, wandb, tmp_path):
         folder.mkdir(exist_ok=True)
         RunLog(TrainConfig(wandb=True), folder, 0, 2)
     ids = [options["id"] for options in wandb.calls]
-    assert ids[0] == ids[1] != ids[2] and all(options["resume"] == "allow" for options in wandb.calls)
+    assert ids[0] == ids[1] != ids[2] and all(
+        options["resume"] == "allow" for options in wandb.calls
+    )
