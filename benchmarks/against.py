@@ -77,13 +77,13 @@ def ours(args: argparse.Namespace) -> Prepare:
             return one_pass(target, prompts[0], int(number))
         settings = {
             "method": METHODS.get(kind, "plain"),
-            "rows": len(prompts),
+            "max_num_seqs": len(prompts),
             "max_new_tokens": count,
         }
         settings |= (
             {"budget": int(number) if number.isdigit() else number or 7} if kind in METHODS else {}
         )
-        settings |= {"continuity": "text"} if kind == "text" else {}
+        settings |= {"ngrams": "text"} if kind == "text" else {}
         settings |= {"clock": args.clock} if args.side == "ours" else {}
         settings |= {"positions": None, "ignore_eos": True} if kind in ("rows", "prompt") else {}
 

@@ -47,7 +47,7 @@ def write(
     known = (
         "none" if compile or nullgpu is not None else None
     )  # a stand-in's numbers are no tokens to look up
-    options = EngineConfig(method, max(nodes, 1), rows=rows, compile=compile, continuity=known)
+    options = EngineConfig(method, max(nodes, 1), max_num_seqs=rows, compile=compile, ngrams=known)
     engine = Engine(target, None if method == "plain" else drafter, options, 512)
     texts = [
         engine.submit(p, TextOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **text))

@@ -51,7 +51,9 @@ OPTIONS = {
 
 
 def make(target, drafter, method: str, nodes: int, args, compile: bool = True) -> Engine:
-    options = EngineConfig(method, max(nodes, 1), rows=args.rows, positions=None, compile=compile)
+    options = EngineConfig(
+        method, max(nodes, 1), max_num_seqs=args.rows, max_num_batched_tokens=None, compile=compile
+    )
     return Engine(target, None if method == "plain" else drafter, options, args.capacity)
 
 
@@ -208,7 +210,7 @@ def programs() -> int:
 def mixed(target, drafter, args, faults: list[str]) -> None:
     """Texts of all lengths come and go in 16 rows."""
     dice = random.Random(0)
-    options = EngineConfig("ddtree", 64, rows=16)
+    options = EngineConfig("ddtree", 64, max_num_seqs=16)
     engine = Engine(target, drafter, options, args.capacity)
     rows = set()
 

@@ -102,11 +102,13 @@ def run_config(sizes: dict, passes: int, recompute: bool = False, rows: int = 1)
     options = DrafterConfig(
         layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1
     )
-    train = TrainConfig(anchors=sizes["anchors"], drafter=options, recompute=recompute)
-    train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
+    train = TrainConfig(
+        anchors_per_sequence=sizes["anchors"], drafter=options, gradient_checkpointing=recompute
+    )
+    train.objective = ObjectiveConfig(position_weights="exponential", gamma=7.0)
     train.data.length = sizes["length"]
-    train.optim.batch = passes * rows
-    train.optim.micro = rows
+    train.optim.batch_size = passes * rows
+    train.optim.micro_batch_size = rows
     return train
 
 
@@ -136,7 +138,9 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
     torch._dynamo.utils.counters.clear()
     target, drafter = build(sizes, config)
     engine = build_engine(drafter, config, torch.device("cuda"))
-    rows = RandomRows(4 * config.optim.batch, sizes["length"], sizes["vocab_size"], documents=3)
+    rows = RandomRows(
+        4 * config.optim.batch_size, sizes["length"], sizes["vocab_size"], documents=3
+    )
     prefetch = Prefetch(rows, config, range(3), pinned=True)
     for step in range(3):
         drawn = prefetch()
@@ -147,9 +151,9 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
         with watch() as seen:
             train_step(drafter, engine, target, drawn, config)
     planned = step_memory(
-        StepShape(config, target.model.config, config.optim.micro), config, 1, 2, 2, True
+        StepShape(config, target.model.config, config.optim.micro_batch_size), config, 1, 2, 2, True
     )
-    passes = config.optim.batch // config.optim.micro
+    passes = config.optim.batch_size // config.optim.micro_batch_size
     return Asked(seen, passes, torch.cuda.max_memory_allocated() / 1e9, planned)
 
 
@@ -161,7 +165,7 @@ def count(name: str, sizes: dict, config: TrainConfig) -> None:
     passes = asked.passes
     whole = sum(asked.planned.values()) / 1e9
     layers = sizes["num_hidden_layers"]
-    again = ", recomputed" if config.recompute else ""
+    again = ", recomputed" if config.gradient_checkpointing else ""
     print(f"{name}: hidden {sizes['hidden_size']}, {layers} layers, {passes} passes{again}")
     print(f"  launches {seen.launches}, {seen.launches / passes:.0f} a pass")
     print(f"  waits    {len(seen.waits)}: {dict(Counter(seen.waits))}")

@@ -43,7 +43,7 @@ from train.step import draft_states, score
 
 HEADS = {
     "none": HeadConfig(),
-    "vanilla": HeadConfig("markov", rank=64, confidence=True),
+    "vanilla": HeadConfig("markov", rank=64, confidence_head=True),
     "gated": HeadConfig("markov", kind="gated", rank=64),
     "rnn": HeadConfig("markov", kind="rnn", rank=64),
     "selector": HeadConfig("selector", rank=64),
@@ -51,7 +51,7 @@ HEADS = {
     "selector256": HeadConfig("selector", rank=256),
     "gated256": HeadConfig("markov", kind="gated", rank=256),
     "swiglu": HeadConfig("swiglu"),
-    "gru": HeadConfig("gru", rank=64, hidden=64),
+    "gru": HeadConfig("gru", rank=64, hidden_size=64),
 }
 BUDGETS = (8, 16, 32, 64)
 CACHED = 120  # blocks a row whose states a frozen drafter keeps; a step draws as many as it takes
@@ -81,11 +81,11 @@ def configured(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainCon
     weights."""
     config = TrainConfig(
         seed=seed,
-        train="all" if joint else "head",
-        anchors=40,
+        trainable="all" if joint else "head",
+        anchors_per_sequence=40,
         drafter=DrafterConfig(init=str(init), head=head),
         objective=ObjectiveConfig(gamma=0.6 if joint else 1.0),
-        optim=OptimConfig(name="muon", lr=2e-3 if joint else 1e-2, batch=1, steps=1000),
+        optim=OptimConfig(name="muon", lr=2e-3 if joint else 1e-2, batch_size=1, steps=1000),
     )
     return replace(config, drafter=resolve_init(config.drafter, config.target))
 
@@ -141,7 +141,7 @@ def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float
     it took. A frozen drafter's states are computed once for all heads and seeds, by whether they
     stand before the last norm: `cache`."""
     drafter = initial_drafter(config, target)
-    joint = config.train == "all"
+    joint = config.trainable == "all"
     if not joint and drafter.conditional_head.raw not in cache:
         cache[drafter.conditional_head.raw] = states_of(drafter, config, target, stored)
     optimizer = make_optimizer(drafter, config.optim)
@@ -157,7 +157,9 @@ def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float
             one = Taught(rows, draw_blocks(rows, config, steps), Features(context, last))
         else:
             drawn = seeded(config.seed, steps, number)
-            one = some_of(cache[drafter.conditional_head.raw][number], config.anchors, drawn)
+            one = some_of(
+                cache[drafter.conditional_head.raw][number], config.anchors_per_sequence, drawn
+            )
         if not one.blocks.supervised.any():  # a row of short texts has no room for an anchor
             continue
         drafted = (
@@ -179,7 +181,9 @@ def states_of(drafter, config: TrainConfig, target, stored: list) -> list[Taught
     found = []
     for i, (rows, context, last) in enumerate(stored):
         one = Taught(
-            rows, draw_blocks(rows, replace(config, anchors=CACHED), i), Features(context, last)
+            rows,
+            draw_blocks(rows, replace(config, anchors_per_sequence=CACHED), i),
+            Features(context, last),
         )
         drafted = draft_states(drafter, target, one.rows, one.blocks, one.features)
         found.append(replace(one, drafted=drafted))

@@ -52,7 +52,7 @@ WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
 }
 BESIDE = ("plain", "auto")  # whose waiting times are printed
 # texts side by side at most; of a turn at least
-ROWS = EngineConfig().rows
+ROWS = EngineConfig().max_num_seqs
 LEAST = 8
 CHOOSING = 3  # turns
 LEAVES = 0.9  # of the best: a way that is slower is not compared any more
@@ -230,7 +230,9 @@ def main() -> None:
         for i, ids in enumerate(prompts)
     ]
     engines = {
-        way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), capacity, clock)
+        way: Engine(
+            target, drafter, EngineConfig(method, budget, max_num_seqs=ROWS), capacity, clock
+        )
         for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()
     }
     write([Part(engine, ROWS, asked[:ROWS]) for engine in engines.values()])  # warms up

@@ -3,7 +3,7 @@ drafter is given.
 
     ./launch.sh regenerate target=smollm2 target.quantization=int8 data=jsonl
     data.path=questions.jsonl \
-        decoding.max_new_tokens=128 decoding.prefix_memory=900 out=conversation.jsonl
+        decoding.max_new_tokens=128 decoding.prefix_cache_mib=900 out=conversation.jsonl
     OMP_NUM_THREADS=1 python benchmarks/longtexts.py 0 256 1024 < conversation.jsonl
 
 questions.jsonl: one line with all of the user's turns. Chains of SmolLM2's drafter are drafted

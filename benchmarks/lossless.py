@@ -99,7 +99,7 @@ def main() -> None:
                             target, drafter, prompts, DecodeOptions(**(vars(options) | chosen))
                         )
                         guided = (
-                            "+continuity" if engine.continuity and engine.method == "ddtree" else ""
+                            "+continuity" if engine.ngrams and engine.method == "ddtree" else ""
                         )
                         nodes = "" if engine.method == "chain" else f" {engine.budget}"
                         report(

@@ -90,7 +90,7 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
     engine = Engine(
         target,
         drafter,
-        EngineConfig(method, budget, rows=1),
+        EngineConfig(method, budget, max_num_seqs=1),
         len(prompt) + options.max_new_tokens + 1,
     )
     if not knows:

@@ -45,7 +45,7 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     device = torch.device(args.device)
-    train = TrainConfig(anchors=args.anchors, recompute=args.recompute)
+    train = TrainConfig(anchors_per_sequence=args.anchors, gradient_checkpointing=args.recompute)
     train.optim.precision = args.precision
     kind = target_dtype(train, device)
     heads = args.hidden // 64 if args.heads is None else args.heads
@@ -78,11 +78,13 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
         "documents": torch.zeros_like(ids),
         "loss": torch.ones_like(ids, dtype=torch.bool),
     }
-    objective = ObjectiveConfig(weights="exponential", gamma=7.0, chunk_rows=args.chunk_rows)
+    objective = ObjectiveConfig(
+        position_weights="exponential", gamma=7.0, chunk_rows=args.chunk_rows
+    )
     train.drafter = options
     train.objective = objective
     train.data.length = args.length
-    train.optim.batch = args.batch
+    train.optim.batch_size = args.batch
     drafter.recompute = args.recompute
     half = compute_dtype(train, device) != torch.float32
     drafter.forward = torch.autocast(args.device, torch.bfloat16, enabled=half)(drafter.forward)

@@ -31,7 +31,7 @@ class ExampleCounts:
 
     used: learnt from
     held_out: kept for evaluation
-    not_taken: left over by data.limit, or by the weights of a mixture
+    not_taken: left over by data.max_examples, or by the weights of a mixture
     excluded, invalid: by reason
     first_invalid: where the first invalid example is, and what is wrong with it
     """
@@ -73,7 +73,7 @@ class ExampleCounts:
         invalid = sum(self.invalid.values())
         if invalid > max_invalid * self.total:
             raise ValueError(
-                f"{invalid:,} of {self.total:,} examples are invalid; data.max_invalid={max_invalid:g} "
+                f"{invalid:,} of {self.total:,} examples are invalid; data.max_invalid_fraction={max_invalid:g} "
                 f"allows {int(max_invalid * self.total):,}. First: {self.first_invalid}"
             )
 

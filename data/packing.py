@@ -163,8 +163,8 @@ def mixed_rows(config: DataConfig) -> CountedRows:
             for rows, weight in parts
         ]
     rows = concatenate_datasets([rows for rows, _ in parts])
-    if config.limit is not None:
-        rows = rows.select(range(min(config.limit, len(rows))))
+    if config.max_examples is not None:
+        rows = rows.select(range(min(config.max_examples, len(rows))))
     counts.not_taken += counts.used - len(rows)
     counts.used = len(rows)
     return CountedRows(rows, counts)
@@ -249,7 +249,7 @@ def prepare_rows(
     if not len(raw):
         return CountedRows(None, mixed.counts)
     parts = [(source_digest(part), weight) for part, weight in single(config)]
-    shape = [FORMAT, digest, parts, config.limit, config.length]
+    shape = [FORMAT, digest, parts, config.max_examples, config.length]
     key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
     processes = (os.cpu_count() or 1) if len(raw) > MANY else 1
     if processes > 1:
@@ -270,7 +270,7 @@ def prepare_rows(
         new_fingerprint=f"{key}-tokenized",
     )
     counts = count_rejected(tokenized, mixed.counts)
-    counts.check(config.max_invalid)
+    counts.check(config.max_invalid_fraction)
     if not counts.used:
         return CountedRows(None, counts)
     if counts.used < len(raw):
@@ -330,7 +330,7 @@ def token_documents(config: DataConfig, tokenizer, counts: ExampleCounts) -> Ite
         except ValueError as error:
             counts.invalidate(getattr(error, "reason", str(error)), f"{row['where']}: {error}")
             counts.used -= 1
-    counts.check(config.max_invalid)
+    counts.check(config.max_invalid_fraction)
 
 
 def row_index(sample: int, rows: int, seed: int) -> int:

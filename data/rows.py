@@ -36,11 +36,11 @@ OF_FEW = 10
 
 @dataclass
 class DataPart:
-    """One data set of a mixture: a file, a folder, or a name on the hub.
+    """One data set of a mixture.
 
     path: a file, a folder, or a name on the hub
     split: split of a data set on the hub
-    weight: its share of the rows, relative to the other parts'
+    weight: its share of the examples, relative to the other data sets' weights
     """
 
     path: str
@@ -50,29 +50,31 @@ class DataPart:
 
 @dataclass
 class DataConfig:
-    """What to train on.
+    """The training data.
 
-    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's
-        sources; jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of
-        them, in parts; self: of regenerate, questions that the target writes. A path that exists
-        means jsonl
-    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text
-        each; of hub, the name, or a folder with a copy of the data set and its README.md
-    split: of hub, which split
-    parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
-    length: tokens in a packed row; longer texts are split
-    limit: most documents that are taken; None: all. Of self, how many questions are written
-    max_invalid: largest share of the examples that may be broken (no JSON, wrong types); more end
-        the run. Examples that a rule leaves out, as without an answer, do not count
+    source: embedded: outputs of the embedded target; stdlib: source files of Python's standard
+        library; jsonl: your own files; hub: a data set of the Hugging Face hub; mixture: several
+        data sets; self: questions that the target writes (regenerate only). A path to an existing
+        file or folder means jsonl
+    path: for jsonl: a file, or a folder with .jsonl(.gz), .parquet and .txt files, where a .txt
+        file is one text; for hub: the name, or a folder with a copy of the data set and its
+        README.md
+    split: for hub: the split
+    datasets: for mixture: the data sets, see DataPart; the total size follows from the smallest one
+        and the weights
+    length: tokens of a packed sequence; longer texts are split
+    max_examples: maximum number of examples to read; null: all. For self: the number of questions
+    max_invalid_fraction: maximum fraction of invalid examples (no JSON, wrong types); more end the
+        run. Examples that are skipped by a rule, such as those without an answer, do not count
     """
 
     source: str = "embedded"
     path: str | None = None
     split: str = "train"
-    parts: list[DataPart] = field(default_factory=list)
+    datasets: list[DataPart] = field(default_factory=list)
     length: int = 512
-    limit: int | None = None
-    max_invalid: float = 0.05
+    max_examples: int | None = None
+    max_invalid_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         self.source = resolve_source(self.source, self.path)
@@ -85,27 +87,27 @@ class DataConfig:
             raise ValueError(
                 f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>"
             )
-        if self.source == "self" and self.limit is None:
+        if self.source == "self" and self.max_examples is None:
             raise ValueError(
-                "data.source=self needs data.limit=<how many questions the target writes>"
+                "data.source=self needs data.max_examples=<how many questions the target writes>"
             )
         if self.path is not None:
             self._check_path()
-        if (self.source == "mixture") != bool(self.parts):
+        if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together"
+                "data.datasets=[{path: ..., weight: ...}, ...] and data=mixture belong together"
             )
-        if any(not part.weight > 0 for part in self.parts):
+        if any(not part.weight > 0 for part in self.datasets):
             raise ValueError(
-                f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}"
+                f"data.datasets: weights are above 0, not {[part.weight for part in self.datasets]}"
             )
-        for name, least in (("limit", 1), ("max_invalid", 0), ("length", 16)):
+        for name, least in (("max_examples", 1), ("max_invalid_fraction", 0), ("length", 16)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name}={value}: at least {least}")
-        if self.max_invalid > 1:
+        if self.max_invalid_fraction > 1:
             raise ValueError(
-                f"data.max_invalid={self.max_invalid:g}: a share of the examples, from 0 to 1"
+                f"data.max_invalid_fraction={self.max_invalid_fraction:g}: a share of the examples, from 0 to 1"
             )
 
     def _check_path(self) -> None:
@@ -159,8 +161,8 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
     if config.source != "mixture":
         return [(config, 1.0)]
     parts = []
-    for part in config.parts:
-        data = replace(config, source="hub", path=part.path, split=part.split, parts=[])
+    for part in config.datasets:
+        data = replace(config, source="hub", path=part.path, split=part.split, datasets=[])
         parts.append((data, part.weight))
     return parts
 
@@ -298,7 +300,7 @@ def read_rows(
         yield row | {"where": where}
     if not counts.total:
         raise ValueError(f"data.path={config.path}: no rows")
-    counts.check(config.max_invalid)
+    counts.check(config.max_invalid_fraction)
 
 
 def is_held_out(number: int) -> bool:
@@ -328,7 +330,7 @@ def in_turn(sources: Iterable[Iterable]) -> Iterator:
 
 def training_rows(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
     """Yield the rows of one data set to train on. `counts`: as of `read_rows`, of what was read
-    until data.limit rows were there."""
+    until data.max_examples rows were there."""
     counts = ExampleCounts() if counts is None else counts
     if config.source == "stdlib":
         rows = _library("train", counts)
@@ -336,7 +338,7 @@ def training_rows(config: DataConfig, counts: ExampleCounts | None = None) -> It
         rows = read_rows(replace(config, path=str(ANSWERS)), counts=counts)
     else:
         rows = _not_held_out(read_rows(config, counts=counts), counts)
-    yield from islice(rows, config.limit)
+    yield from islice(rows, config.max_examples)
 
 
 def _not_held_out(rows: Iterable[dict], counts: ExampleCounts) -> Iterator[dict]:
@@ -367,7 +369,7 @@ def questions(config: DataConfig, counts: ExampleCounts | None = None) -> Iterat
             rows = read_rows(part, answered=False, counts=counts)
         else:
             rows = training_rows(part, counts)
-        yield from islice(rows, config.limit)
+        yield from islice(rows, config.max_examples)
     if not counts.used:
         raise ValueError(f"data.path={config.path}: no question to ask; {counts.summary()}")
 
@@ -383,6 +385,6 @@ def source_digest(config: DataConfig) -> str:
         else []
     )
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    chosen = [config.source, config.path, config.split, config.limit]
+    chosen = [config.source, config.path, config.split, config.max_examples]
     version = sys.version if config.source == "stdlib" else None
     return hashlib.sha256(json.dumps([FORMAT, chosen, stamps, version]).encode()).hexdigest()

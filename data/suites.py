@@ -180,21 +180,23 @@ SUITES = {
 
 @dataclass
 class SuiteConfig:
-    """Which question sets are asked instead of held-out prompts.
+    """Question sets that `eval` uses instead of held-out prompts.
 
-    name: which suite. ddtree: the ten sets of its Table 1; speed_bench: SPEED-Bench's domains and
-        throughput splits; files: yours, a set a file
-    folder: your copies, a file or folder named as each set; None: from the hub
-    sets: names of the sets that are asked; none named: all
-    limit: questions of a set at most; None: as many as in the paper, or all of a file
-    temperatures: every set is asked at each of these; 0 is greedy
-    thinking: the switch of chat templates that have one; the paper's figures are without
+    name: ddtree: the ten sets of DDTree's table 1; speed_bench: the domains and throughput splits
+        of SPEED-Bench; files: your own, one set per file
+    folder: local copies, a file or folder per set, with the set's name; null: from the hub
+    sets: names of the sets to use; empty: all
+    max_questions: maximum number of questions per set; null: as many as in the paper, or the whole
+        file
+    temperatures: every set is decoded at each of these temperatures; 0 is greedy decoding
+    thinking: value of enable_thinking for chat templates that have it; the paper's results are
+        without
     """
 
     name: str | None = None
     folder: str | None = None
     sets: list[str] = field(default_factory=list)
-    limit: int | None = None
+    max_questions: int | None = None
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     thinking: bool = False
 
@@ -208,8 +210,10 @@ class SuiteConfig:
             return
         if self.name not in SUITES:
             raise ValueError(f"suite.name={self.name}: use {', '.join(SUITES)}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"suite.limit={self.limit}: at least 1 question of a set")
+        if self.max_questions is not None and self.max_questions < 1:
+            raise ValueError(
+                f"suite.max_questions={self.max_questions}: at least 1 question of a set"
+            )
         if not self.temperatures or any(
             not (t == 0 or 0.001 <= t < float("inf")) for t in self.temperatures
         ):
@@ -261,7 +265,7 @@ def load_suite(config: SuiteConfig) -> list[Questions]:
     public = {one.name: one for one in SUITES[config.name]}
     for name in config.names():
         one = public.get(name)
-        limit = config.limit
+        limit = config.max_questions
         file = name
         if one is not None:
             limit = min(one.count, limit or one.count)

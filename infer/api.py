@@ -105,7 +105,7 @@ def stream(
     ids = encode(target, prompt)
     check_length(target, options, [ids])
     engine = open_engine(
-        target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens
+        target, drafter, replace(options, max_num_seqs=1), len(ids) + options.max_new_tokens
     )
     return _pieces(engine, TextStream(target, engine.submit(ids, options, processors)))
 
@@ -144,7 +144,7 @@ def decode(
     seeds: list[int] | None = None,
     processors: abc.Sequence[Processor] = (),
 ) -> list[Sequence]:
-    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in
+    """Decode prompts (token ids, none empty), `options.max_num_seqs` at a time, and return their texts in
     the same order. `seeds` gives every text its sampling seed; without them they are derived from
     options.seed, one for each text."""
     options.check()
@@ -153,7 +153,11 @@ def decode(
     seeds = [derived_seed(options.seed, i) for i in range(len(prompts))] if seeds is None else seeds
     longest = max(map(len, prompts)) + options.max_new_tokens
     engine = open_engine(
-        target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock
+        target,
+        drafter,
+        replace(options, max_num_seqs=min(options.max_num_seqs, len(prompts))),
+        longest,
+        clock,
     )
     texts = [
         engine.submit(prompt, replace(options, seed=seed), processors)

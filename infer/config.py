@@ -31,27 +31,28 @@ def inherited_help(cls: type) -> type:
 
 @dataclass
 class TargetConfig:
-    """The target and how it is loaded.
+    """The target model and how it is loaded.
 
-    path: a hub id, a local folder, a GGUF file, "embedded": the small target of the repository, or
-        "smollm2": a file that a Python package brings, infer/targets/gguf.py
-    dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    device: cpu, cuda, cuda:1, ..., or auto
-    trust_remote_code: run modelling code that comes with the model
-    sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
-    shard: in training, spread the target's layers over all processes, for a target too big for one
-        GPU
-    chat_template_kwargs: what its chat template is told, such as {enable_thinking: false}, wherever
-        chats are read, written or served; written into the drafter's folder; a row or a request
-        that says otherwise has its way
-    quantization: none, or int8: products in 8-bit integers, on a CPU
+    path: a hub id, a local folder, a GGUF file, "embedded" (the small target in this repository),
+        or "smollm2" (a model that a Python package contains, see infer/targets/gguf.py)
+    dtype: float32, bfloat16, float16, or auto: bfloat16 on CUDA, float32 elsewhere
+    device: cpu, cuda, cuda:1 and so on, or auto
+    trust_remote_code: run Python code that comes with the model
+    model_config: the most important entries of the model's config.json, for ./launch.sh plan on a
+        machine that cannot read the model
+    shard: in training, distribute the target's layers over all processes, for a target that does
+        not fit on one GPU
+    chat_template_kwargs: variables for the target's chat template, such as {enable_thinking:
+        false}, wherever chats are tokenized or served. They are saved with the drafter. An example
+        or a request that sets the same variable takes precedence
+    quantization: none, or int8: weights and matmuls in 8-bit integers, on a CPU only
     """
 
     path: str = "embedded"
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
-    sizes: dict[str, Any] | None = None
+    model_config: dict[str, Any] | None = None
     shard: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     quantization: str = "none"
@@ -85,13 +86,14 @@ class TargetConfig:
 class LoadedConfig:
     """How a trained drafter is loaded.
 
-    quantization: none, int8: its products in 8-bit integers, on a CPU, or auto: as the target
-    window: dflash only: its layers see the last so many positions, whatever they were trained with,
-        and decoding keeps no more of a text: for long texts; None: as its config.json says
+    quantization: none, int8 (matmuls in 8-bit integers, on a CPU only), or auto: the same as the
+        target
+    sliding_window: dflash only: limit the drafter's attention and its KV cache to this many of the
+        last positions, for long sequences; null: as in the drafter's config.json
     """
 
     quantization: str = "auto"
-    window: int | None = None
+    sliding_window: int | None = None
 
     def check(self) -> None:
         """Raise ValueError for a way that does not exist."""
@@ -100,80 +102,83 @@ class LoadedConfig:
 
 @dataclass
 class HeadConfig:
-    """A conditional head: it makes a drafted token's score depend on the tokens before it.
+    """A conditional head: it makes the score of a drafted token depend on the tokens drafted before
+    it.
 
-    name: none: positions are independent; markov, selector, swiglu, gru or xpress: rows of
+    name: none (positions are independent), markov, selector, swiglu, gru or xpress: the entries of
         infer/drafters/heads/table.py
-    kind: markov only: vanilla, a table of pairs; gated by the slot's state; rnn, with a state of
-        the block
-    rank: markov, selector, gru and xpress: rank of the correction
-    top_k: selector only: it chooses among so many of a slot's likeliest tokens; 0: among all
-    hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate
-        size, or 1024
-    confidence: markov only: a second head learns how likely a draft is accepted, for engines that
-        spend by it; ours calibrates the probabilities of paths, see infer/engine/budget.py
+    kind: markov only: vanilla (a table of token pairs), gated (by the hidden state of the position)
+        or rnn (with a recurrent state)
+    rank: markov, selector, gru and xpress: rank of the low-rank correction
+    top_k: selector only: choose among this many most likely tokens of a position; 0: among all
+    hidden_size: swiglu and gru: size of the hidden layer or state; null: the drafter's intermediate
+        size for swiglu, 1024 for gru
+    confidence_head: markov only: train a second head that predicts whether a draft is accepted, for
+        engines that use it. Our engine calibrates path probabilities instead
+        (infer/engine/budget.py)
     """
 
     name: str = "none"
     kind: str = "vanilla"
     rank: int = 256
     top_k: int = 0
-    hidden: int | None = None
-    confidence: bool = False
+    hidden_size: int | None = None
+    confidence_head: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a head that does not exist."""
         check_head(self)
-        at_least(self, "drafter.head.", rank=1, top_k=0, hidden=1)
+        at_least(self, "drafter.head.", rank=1, top_k=0, hidden_size=1)
 
 
 @dataclass
 class DrafterConfig:
-    """Sizes of a drafter to train; all others are the target's.
+    """Architecture of the drafter to train. All sizes that are not options are the target's.
 
-    family: a row of `infer.drafters.families`: dflash or dart
-    layers: decoder layers; DART has one
-    block_size: bonus token and block_size - 1 drafted positions
-    target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
-    last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or
-        normed, behind the target's last norm, as transformers and the DFlash authors' code do
-    warm_start: begin with the target's own layers where they compute what the drafter's would
-        (DFlash's norm queries and keys, as Qwen 3's do and Llama's do not); else from noise, as a
-        warning says
-    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token,
-        the first id past its own, or a special token that the data do not use
-    sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot
-        less; None: no, or as init has it
-    causal: dflash only: a slot sees the slots before it, not those behind it (JetSpec); None: no,
-        or as init has it
-    window: dflash only: its layers see the last so many positions, their own included, and decoding
-        keeps no more of a text (speculators: 2048); None: all, or as init has it
-    layer_fusion: dflash only: each layer reads its own mix of the tapped layers, by projections of
-        its own (DFlare); None: no, or as init has it
-    convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
-        published: 2; None: none, or as init has them
-    vocabulary: it proposes so many tokens only, the most frequent of its training data (EAGLE-3,
-        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it; with init
-        another number chooses them anew, where the drafter has no conditional head
-    init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub
-        id
-    head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one
-        is added to a drafter that has none
+    family: dflash or dart, see infer/drafters/families.py
+    layers: number of decoder layers; DART has 1
+    block_size: the bonus token and block_size - 1 drafted positions
+    target_layer_ids: ids of the target layers whose hidden states the drafter reads, from 0; null:
+        evenly spaced by DFlash's public formula
+    last_layer_output: which hidden state is read if the last layer is among them. raw: before the
+        target's final norm, as vLLM does; normed: after it, as transformers and the DFlash authors
+        do
+    warm_start: initialise the drafter's layers from the target's if their architectures are equal
+        (DFlash normalises queries and keys, as Qwen3 does and Llama does not); else random, with a
+        warning
+    mask_token_id: dflash only: the token at drafted positions; null: the tokenizer's mask token,
+        else the first unused id, else a special token that the data do not contain
+    sample_from_anchor: dflash only: the bonus token's position drafts too, so that a block has one
+        position less; null: false, or as in init
+    causal: dflash only: a drafted position attends only to earlier positions of its block
+        (JetSpec); null: false, or as in init
+    sliding_window: dflash only: the drafter's layers attend to this many last positions, and its KV
+        cache keeps no more (speculators: 2048); null: no limit, or as in init
+    layer_fusion: dflash only: each layer has its own projection of the target's hidden states
+        (DFlare); null: false, or as in init
+    conv_kernel_size: dflash only: kernel size of DFlash 2's convolutions around attention and MLP,
+        published value 2; null: no convolutions, or as in init
+    draft_vocab_size: draft only this many tokens, the most frequent ones of the training data
+        (EAGLE-3, FR-Spec); 0: all; null: all, or as in init. With init, another number selects the
+        tokens again, if the drafter has no conditional head
+    init: start from this drafter: a folder in any layout that load_drafter reads, or a hub id
+    head: the conditional head, see HeadConfig. With init, none keeps the drafter's own head, and a
+        name adds a head to a drafter without one
     """
 
     family: str = "dflash"
     layers: int = 2
     block_size: int = 8
     target_layer_ids: list[int] | None = None
-    last_tap: str = "raw"
+    last_layer_output: str = "raw"
     warm_start: bool = True
     mask_token_id: int | None = None
     sample_from_anchor: bool | None = None
     causal: bool | None = None
-    window: int | None = None
+    sliding_window: int | None = None
     layer_fusion: bool | None = None
-    convolutions: int | None = None
-    vocabulary: int | None = None
+    conv_kernel_size: int | None = None
+    draft_vocab_size: int | None = None
     init: str | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
 
@@ -183,40 +188,40 @@ class DrafterConfig:
         check_blocks(self)
         self.head.check()
         # a block is a bonus token and a draft
-        at_least(self, "drafter.", layers=1, block_size=2, convolutions=0, vocabulary=0)
-        one_of(self, "drafter.", last_tap=("raw", "normed"))
-        if self.window is not None and self.window < self.block_size:
+        at_least(self, "drafter.", layers=1, block_size=2, conv_kernel_size=0, draft_vocab_size=0)
+        one_of(self, "drafter.", last_layer_output=("raw", "normed"))
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.window={self.window}: the last slots of a block would not see its bonus token, "
+                f"drafter.sliding_window={self.sliding_window}: the last slots of a block would not see its bonus token, "
                 f"give at least drafter.block_size={self.block_size}"
             )
 
 
 @dataclass
 class TextOptions:
-    """How one text is written: what the target may choose, and where the text ends. The order is
-    Hugging Face's: penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's
-    own, before any of these.
+    """How one sequence is generated: sampling and stopping. Logits are processed in Hugging Face's
+    order: repetition penalty, temperature, top-k, top-p, min-p. Log-probabilities are computed from
+    the target's unprocessed logits.
 
-    max_new_tokens: most tokens of the answer
-    temperature: 0 is greedy, the likeliest token each time; above 0 the target's logits are divided
-        by it
-    top_k: sample among the k likeliest tokens only; 0: among all
-    top_p: sample among the likeliest tokens that together have this probability
-    min_p: leave out tokens less likely than this share of the likeliest one's probability
-    repetition_penalty: above 1 makes tokens less likely that prompt or text hold already
-    seed: seed of sampling; the same seed gives the same text, whatever the method
-    ignore_eos: write on past end tokens
-    stop: texts that end the answer; they are not part of it
-    loop_period: end an answer that repeats itself, where a period of at most so many tokens has
-        come four times; 0: let it go on
-    logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20);
-        None: none at all
-    json_schema: the answer is JSON of this schema, itself JSON; @file: what the file holds
-    regex: the answer matches this regular expression from beginning to end (Rust's syntax); @file
-        too
-    grammar: the answer is a sentence of this grammar, in Lark's syntax as llguidance reads it;
-        @file too
+    max_new_tokens: maximum number of generated tokens
+    temperature: 0 is greedy decoding; above 0 logits are divided by it
+    top_k: sample from the k most likely tokens only; 0: from all
+    top_p: sample from the most likely tokens whose probabilities add up to this value
+    min_p: exclude tokens whose probability is below this fraction of the most likely token's
+    repetition_penalty: above 1 makes tokens less likely that the prompt or output already contains
+    seed: seed of sampling; the same seed gives the same output with every decoding method
+    ignore_eos: continue after end tokens
+    stop: strings that end the output; they are not part of it
+    loop_period: stop an output that repeats itself: the same period of at most this many tokens
+        four times in a row; 0: never
+    logprobs: return the log-probability of every token and of this many most likely alternatives (0
+        to 20); null: none
+    json_schema: the output is JSON that follows this JSON schema; @file: read the schema from a
+        file
+    regex: the whole output matches this regular expression (Rust's syntax); @file: read it from a
+        file
+    grammar: the output follows this grammar, in llguidance's Lark syntax; @file: read it from a
+        file
     """
 
     max_new_tokens: int = 128
@@ -261,35 +266,36 @@ class TextOptions:
 
 @dataclass
 class EngineConfig:
-    """How texts are decoded. All of this changes the speed, never the text.
+    """How sequences are decoded. These options change the speed, never the output.
 
-    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py:
+    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py, see
         docs/methods.md
-    budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
-        machine and load allow, down to none
-    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree
-        corrects its counts by those of the text itself. null: the one that lies beside the
-        drafter's weights, if there is one, for ddtree; text: no file, the text's own n-grams alone,
-        for ddtree; none: no n-grams
-    width: children of every node of a static tree
-    rows: texts decoded side by side at most; others wait
-    positions: the most that the target computes between two tokens of a text: trees of all rows and
-        pieces of new prompts together, never less than one tree; one behind a long context counts
-        as several. null: no limit. More let new texts begin sooner, and texts in work wait longer
-    prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that
-        begins as one of them did is computed from there on; 0: nothing is kept, nor ever of hybrids
-    compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
+    budget: drafted nodes that the target verifies per round (a chain has at most block_size - 1);
+        auto: chosen every round by measured cost and acceptance, down to 0
+    ngrams: n-gram file (made by ./launch.sh ngram) that scores paths, for continuity and ddtree;
+        ddtree also counts the n-grams of the sequence itself. null: for ddtree, the file beside the
+        drafter's weights, if there is one; text: only the n-grams of the sequence itself; none: no
+        n-grams
+    width: static only: children of every node
+    max_num_seqs: sequences decoded in one batch; others wait in a queue
+    max_num_batched_tokens: positions that the target computes in one step: draft trees of all
+        sequences and chunks of new prompts. It is never less than one tree. Positions after a long
+        context count more. null: no limit. Larger values start new sequences sooner and slow down
+        running ones
+    prefix_cache_mib: MiB for the KV cache of earlier sequences, so that a prompt with the same
+        prefix is prefilled from there; 0: no prefix cache. Hybrid targets have none
+    compile: on CUDA, false turns CUDA graphs off; no effect elsewhere
     """
 
     method: str = "ddtree"
     budget: int | str = 64
-    continuity: str | None = None
+    ngrams: str | None = None
     width: int = 2
-    rows: int = 16
-    positions: int | None = (
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int | None = (
         144  # a stream that others join waits at most 5 times as long: docs/serving.md
     )
-    prefix_memory: int = 0
+    prefix_cache_mib: int = 0
     compile: bool | None = None
 
     @property
@@ -301,14 +307,14 @@ class EngineConfig:
     @property
     def asks_ngrams(self) -> bool:
         """Return whether the options name an n-gram file."""
-        return self.continuity not in (None, NO_NGRAMS)
+        return self.ngrams not in (None, NO_NGRAMS)
 
     def beside(self, ngrams: Path | None) -> Self:
         """Return the options for a drafter with an n-gram file of its own, for methods that have a
         use for one."""
-        if ngrams is None or self.continuity is not None or TREES[self.method].with_ngrams is None:
+        if ngrams is None or self.ngrams is not None or TREES[self.method].with_ngrams is None:
             return self
-        return replace(self, continuity=str(ngrams))
+        return replace(self, ngrams=str(ngrams))
 
     def name_with(self, drafter) -> str:
         """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file
@@ -328,16 +334,16 @@ class EngineConfig:
         """Raise ValueError for a way of decoding that does not exist."""
         require_method(self.method)
         one_of(self, method=TREES)
-        at_least(self, width=1, rows=1, positions=1, prefix_memory=0)
+        at_least(self, width=1, max_num_seqs=1, max_num_batched_tokens=1, prefix_cache_mib=0)
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         if self.tree.ngrams and not self.asks_ngrams:
             raise ValueError(
-                f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one"
+                f"method={self.method} needs ngrams=<n-gram file>: ./launch.sh ngram makes one"
             )
-        if self.continuity == TEXT_NGRAMS and not self.tree.recalls:
+        if self.ngrams == TEXT_NGRAMS and not self.tree.recalls:
             raise ValueError(
-                f"continuity={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}"
+                f"ngrams={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
@@ -345,9 +351,7 @@ class EngineConfig:
             takers = " or ".join(
                 name for name, row in TREES.items() if row.ngrams or row.with_ngrams
             )
-            raise ValueError(
-                f"continuity={self.continuity}: for method={takers}, not for {self.method}"
-            )
+            raise ValueError(f"ngrams={self.ngrams}: for method={takers}, not for {self.method}")
         if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(
@@ -362,7 +366,7 @@ class EngineConfig:
 @inherited_help
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
-    """What is written and how it is decoded: the options of EngineConfig and TextOptions."""
+    """Options of EngineConfig and TextOptions together."""
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
@@ -372,42 +376,49 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded, and how often. Training decodes all of it at its last checkpoint; at those
-    before, a quarter of the prompts once, with neither texts from outside nor sampled ones.
+    """What is decoded to measure a drafter. During training, checkpoints before the last one decode
+    a quarter of the prompts, once, greedily, and no external prompts.
 
-    prompts: held-out prompts, of several kinds; 0: training evaluates nothing
-    outside: texts from outside the data, which are reported beside those; at most as many as
-        prompts, and the 24 of data/embedded/outside.jsonl
-    prompt_tokens: tokens of a prompt at most
-    max_new_tokens: most tokens of an answer
-    budgets: node budgets of the trees; with their roots 3, 7 and 15 fill passes of 4, 8 and 16 rows
-    temperature: 0 is greedy
-    sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
-        sampled texts
-    minutes: so long prompts are begun, at checkpoints before the last a quarter of it; one that is
-        begun is finished with every method. The kinds of prompts share it, and so do a suite's
-        sets. The report says how many there was time for. null: no limit, as suite= has it
-    continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are
-        measured too, and the n-grams alone, without a drafter. null: the file that lies beside the
-        drafter's weights, if there is one, else the texts' own n-grams alone; text: the texts' own;
-        none: no n-grams
+    prompts: number of held-out prompts, of several kinds; 0: no evaluation in training
+    external_prompts: number of prompts that are not from the training data set, reported
+        separately; at most `prompts`, and at most the 24 of data/embedded/outside.jsonl
+    max_prompt_tokens: maximum tokens of a prompt
+    max_new_tokens: maximum tokens of an output
+    budgets: node budgets of draft trees; 3, 7 and 15 with their roots fill batches of 4, 8 and 16
+        positions
+    temperature: 0 is greedy decoding
+    sampling_temperature: decode every second prompt again at this temperature; null: greedy only
+    max_minutes: time limit. A prompt that was started is finished with every method; earlier
+        checkpoints get a quarter. All kinds of prompts and all sets of a suite share the time, and
+        the report says how many prompts were decoded. null: no limit, the default with suite=
+    ngrams: n-gram file (made by ./launch.sh ngram): trees that use it, and n-grams without a
+        drafter, are measured too, with the middle budget. null: the file beside the drafter's
+        weights, if there is one, else the n-grams of the sequence itself; text: only those; none:
+        no n-grams
     """
 
     prompts: int = 32
-    outside: int = 24
-    prompt_tokens: int = 96
+    external_prompts: int = 24
+    max_prompt_tokens: int = 96
     max_new_tokens: int = 48
     budgets: list[int] = field(default_factory=lambda: [3, 7, 15])
     temperature: float = 0.0
-    sampled: float | None = 1.0
-    minutes: float | None = 10.0
-    continuity: str | None = None
+    sampling_temperature: float | None = 1.0
+    max_minutes: float | None = 10.0
+    ngrams: str | None = None
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""
-        at_least(self, "evaluation.", prompts=0, outside=0, prompt_tokens=1, max_new_tokens=1)
+        at_least(
+            self,
+            "evaluation.",
+            prompts=0,
+            external_prompts=0,
+            max_prompt_tokens=1,
+            max_new_tokens=1,
+        )
         temperature(self, "evaluation.")
-        above_zero(self, "evaluation.", "minutes")
+        above_zero(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(
                 f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1"

@@ -56,9 +56,9 @@ def test_every_group_option_composes(repo):
     for data in ("ultrachat", "sharegpt"):
         assert composed("data", [f"data={data}"]).data.source == "hub"
     parts = composed(
-        "data", ["data=mixture", "data.parts=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"]
+        "data", ["data=mixture", "data.datasets=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"]
     )
-    assert [(part.path, part.split, part.weight) for part in parts.data.parts] == [
+    assert [(part.path, part.split, part.weight) for part in parts.data.datasets] == [
         ("a.jsonl", "train", 2),
         ("b", "x", 1),
     ]
@@ -73,7 +73,9 @@ def test_a_suite_brings_the_papers_settings_which_may_be_changed():
     config = composed("eval", ["suite=ddtree"])
     assert config.evaluation.max_new_tokens == 2048 and config.evaluation.budgets[-1] == 1024
     assert list(config.suite.temperatures) == [0.0, 1.0] and not config.suite.thinking
-    config = composed("eval", ["suite=ddtree", "evaluation.max_new_tokens=64", "suite.limit=3"])
+    config = composed(
+        "eval", ["suite=ddtree", "evaluation.max_new_tokens=64", "suite.max_questions=3"]
+    )
     assert (config.evaluation.max_new_tokens, config.suite.limit) == (64, 3)
     assert composed("eval", []).suite.name is None
 
@@ -119,7 +121,7 @@ def test_every_experiment_composes_alone_and_over_a_model(tmp_path):
         config = composed(
             "train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *own]
         )
-        assert (config.name, config.document_anchors) == (f"{experiment}-dflash", 512)
+        assert (config.name, config.anchors_per_document) == (f"{experiment}-dflash", 512)
         assert config.optim.epochs == 3 and config.target.path == "./model"
 
 
@@ -152,7 +154,7 @@ def test_a_recipe_changes_what_a_models_bundle_says():
 
     dspark = of("optim.epochs=2", "+recipe=dspark", "+model=qwen3-4b")
     assert dspark == of("+model=qwen3-4b", "+recipe=dspark", "optim.epochs=2")
-    assert (dspark.target.path, dspark.document_anchors) == ("Qwen/Qwen3-4B", 512)
+    assert (dspark.target.path, dspark.anchors_per_document) == ("Qwen/Qwen3-4B", 512)
     drafter = dspark.drafter
     objective = dspark.objective
     assert (drafter.layers, drafter.block_size, drafter.sample_from_anchor, drafter.head.rank) == (
@@ -161,8 +163,10 @@ def test_a_recipe_changes_what_a_models_bundle_says():
         True,
         256,
     )
-    assert drafter.head.name == "markov" and drafter.head.confidence and dspark.optim.epochs == 2
-    assert (objective.divergence, objective.weights, objective.gamma) == (
+    assert (
+        drafter.head.name == "markov" and drafter.head.confidence_head and dspark.optim.epochs == 2
+    )
+    assert (objective.divergence, objective.position_weights, objective.gamma) == (
         "ce_l1",
         "exponential",
         4.0,
@@ -180,7 +184,11 @@ def test_the_recipe_of_dart():
     assert (
         composed("train", ["+model=smollm2", "+recipe=dart", "data=stdlib"]).objective.gamma == 0.6
     )
-    assert (dart.objective.weights, dart.objective.gamma, dart.optim.epochs) == ("gamma", 0.6, 3.0)
+    assert (dart.objective.position_weights, dart.objective.gamma, dart.optim.epochs) == (
+        "gamma",
+        0.6,
+        3.0,
+    )
 
 
 @pytest.mark.parametrize(

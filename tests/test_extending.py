@@ -32,19 +32,19 @@ TRAIN = [
     "name=toys",
     *(
         "data.length=64",
-        "data.limit=12",
-        "anchors=4",
-        "optim.batch=2",
+        "data.max_examples=12",
+        "anchors_per_sequence=4",
+        "optim.batch_size=2",
         "optim.steps=2",
         "checkpoints=1",
     ),
     *(
         "evaluation.prompts=1",
-        "evaluation.prompt_tokens=8",
+        "evaluation.max_prompt_tokens=8",
         "evaluation.max_new_tokens=4",
         "evaluation.budgets=[4]",
     ),
-    *("evaluation.outside=0", "evaluation.sampled=null"),
+    *("evaluation.external_prompts=0", "evaluation.sampling_temperature=null"),
 ]
 DATA = ["data=jsonl", "data.path=texts.jsonl"]
 SMALL = [option for option in TRAIN if option.startswith("evaluation.")]

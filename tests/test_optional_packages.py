@@ -58,7 +58,7 @@ REFUSED = {
         "quantization=int8 is not in this installation: infer/int8_cpu is missing",
     ),
     "dart": (
-        ["generate", "decoding.method=continuity", "decoding.continuity=x"],
+        ["generate", "decoding.method=continuity", "decoding.ngrams=x"],
         "method=continuity is not in this installation: infer/trees/continuity.py is missing",
     ),
 }

@@ -75,7 +75,7 @@ def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int)
     """Return the number of the first draw of a process's pass: a pure function, so that resuming
     needs no state, and a step has the same rows however they are spread over processes."""
     count, _ = micro_batch(config, world)
-    return step * config.optim.batch + (turn * world + rank) * count
+    return step * config.optim.batch_size + (turn * world + rank) * count
 
 
 def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
@@ -84,10 +84,13 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     spread over processes and micro-steps."""
     count = len(rows["ids"])
     jitter = [
-        torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)
+        torch.rand(config.anchors_per_sequence, generator=seeded(config.seed, first + i))
+        for i in range(count)
     ]
     drawn = torch.stack(jitter).to(rows["ids"].device)
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, config.document_anchors)
+    anchors, valid = draw_anchors(
+        rows["loss"], rows["documents"], drawn, config.anchors_per_document
+    )
     until_gap = DIVERGENCES[config.objective.divergence].until_gap
     return lay_out(rows, anchors, valid, config.drafter.block_size, until_gap)
 

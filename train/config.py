@@ -18,70 +18,70 @@ from train.divergences import DIVERGENCES, WEIGHTS
 
 @dataclass
 class ObjectiveConfig:
-    """The loss on a block's L drafted positions.
+    """The loss on the L drafted positions of a block.
 
-    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in
+    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1, see DIVERGENCES in
         train/divergences.py
-    weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
-        exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive, see
-        train/divergences.py
-    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for
-        block 16 and 4 for block 8
-    unary: with a conditional head: so many times the divergence without its corrections is added
-    chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
+    position_weights: weight of position t of a block. gamma: gamma**(t - 1), DART section 3.3;
+        exponential: exp(-(t - 1) / gamma), DFlash; dpace: by the probability that the block's
+        drafts are accepted up to there, see train/divergences.py
+    gamma: for position_weights=gamma (0.6 in DART's table 4) and exponential (DFlash: 7 for block
+        size 16, 4 for 8)
+    marginal_weight: with a conditional head: weight of an added loss term, the divergence of the
+        marginals without the head's correction
+    chunk_rows: number of rows whose vocabulary-sized tensors are in memory at the same time (each
+        150 MB for 256 rows and 151,936 tokens, four of them)
     """
 
     divergence: str = "kl"
-    weights: str = "gamma"
+    position_weights: str = "gamma"
     gamma: float = 0.6
-    unary: float = 0.0
+    marginal_weight: float = 0.0
     chunk_rows: int = 256
 
     def check(self) -> None:
         """Raise ValueError for an objective that does not exist."""
-        one_of(self, "objective.", divergence=DIVERGENCES, weights=WEIGHTS)
-        if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
+        one_of(self, "objective.", divergence=DIVERGENCES, position_weights=WEIGHTS)
+        if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma"
+                f"objective.gamma={self.gamma}: above 0, and at most 1 where position_weights=gamma"
             )
-        at_least(self, "objective.", chunk_rows=1, unary=0)
+        at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
 
 @dataclass
 class OptimConfig:
-    """Warm-up and half a cosine.
+    """Optimiser and learning rate schedule: linear warm-up, then half a cosine.
 
-    name: the optimiser. adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage
-        0)
+    name: adamw; or muon: Muon for matrices, AdamW for all other parameters (ZeRO stage 0 only)
     lr: peak learning rate
-    betas: AdamW's two decay rates
-    warmup: share of all steps
-    clip: largest norm of the gradient; longer ones are scaled down
-    batch: packed rows per step, of all processes together
-    micro: rows in one pass of a process, gradients are accumulated over passes; None: all of the
-        process's share of batch
-    epochs: length of the run in passes over the data, unless steps is given
-    steps: length of the run in steps; None: by epochs
-    minutes: length of the run in minutes of its steps, whatever steps and epochs say; what comes
-        before the first step, evaluations and saves do not count
-    clock: what minutes are of. wall: as a clock on the wall; processor: on a CPU the processor time
-        of the main thread, which other programs do not shorten but which may take several times as
-        long on the wall
-    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on a CPU with
-        AMX, else float32; on a CPU the target's too while it teaches. Weights stay float32, and
-        so do evaluations there
+    betas: the two decay rates of AdamW
+    warmup_ratio: warm-up, as a fraction of all steps
+    max_grad_norm: gradients with a larger norm are scaled down to it
+    batch_size: packed sequences per step, over all processes
+    micro_batch_size: packed sequences per forward pass of a process; gradients are accumulated over
+        passes; null: all of the process's share in one pass
+    epochs: length of the run in epochs, unless steps is given
+    steps: length of the run in steps; null: by epochs
+    max_minutes: length of the run in minutes of training steps, instead of steps and epochs; the
+        time before the first step, evaluations and saves are not counted
+    clock: how minutes are measured. wall: wall-clock time; processor: CPU time of the main thread,
+        on which other programs have no influence
+    precision: dtype of matmuls: float32, bfloat16, or auto: bfloat16 on CUDA and on CPUs with AMX,
+        float32 elsewhere. On a CPU the target uses it during training too. Weights and evaluations
+        stay in float32
     """
 
     name: str = "adamw"
     lr: float = 6e-4
     betas: tuple[float, float] = (0.9, 0.95)
-    warmup: float = 0.04
-    clip: float = 1.0
-    batch: int = 8
-    micro: int | None = None
+    warmup_ratio: float = 0.04
+    max_grad_norm: float = 1.0
+    batch_size: int = 8
+    micro_batch_size: int | None = None
     epochs: float = 6.0
     steps: int | None = None
-    minutes: float | None = None
+    max_minutes: float | None = None
     clock: str = "wall"
     precision: str = "auto"
 
@@ -89,20 +89,22 @@ class OptimConfig:
         """Raise ValueError for settings that cannot train."""
         one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
         one_of(self, "optim.", clock=("wall", "processor"))
-        above_zero(self, "optim.", "lr", "epochs", "clip", "minutes")
-        at_least(self, "optim.", batch=1, micro=1, steps=1)
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
+        above_zero(self, "optim.", "lr", "epochs", "max_grad_norm", "max_minutes")
+        at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
+        if not 0 <= self.warmup_ratio < 1:
+            raise ValueError(
+                f"optim.warmup_ratio={self.warmup_ratio}: a share of the run, from 0 to below 1"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
 
 
 @dataclass
 class DeepSpeedConfig:
-    """How DeepSpeed spreads the drafter's training state.
+    """How DeepSpeed shards the drafter's training state.
 
-    stage: ZeRO stage 0 to 3
-    offload: optimiser state in host memory (stages 1 to 3)
+    stage: ZeRO stage, 0 to 3
+    offload: keep optimiser state in host memory (stages 1 to 3)
     """
 
     stage: int = 0
@@ -117,17 +119,18 @@ class DeepSpeedConfig:
 
 @dataclass
 class FeaturesConfig:
-    """What `./launch.sh features` stores, and where.
+    """Options of `./launch.sh features`, which stores the target's hidden states for training.
 
     out: the folder that is written
-    store: dtype of features. bfloat16; int8: half of its size, each vector with a scale
+    store_dtype: dtype of stored hidden states: bfloat16; or int8 with one scale per vector, half
+        the size
     target: the target, see TargetConfig
-    drafter: the drafter that will be trained, see DrafterConfig: it decides which layers are stored
+    drafter: the drafter that will be trained, see DrafterConfig; it decides which layers are stored
     data: the training data, see DataConfig
     """
 
     out: str = "features"
-    store: str = "bfloat16"
+    store_dtype: str = "bfloat16"
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -135,34 +138,39 @@ class FeaturesConfig:
     def check(self) -> None:
         """Raise ValueError, one sentence, for what cannot be stored."""
         check_parts(self)
-        one_of(self, store=("bfloat16", "int8"))
+        one_of(self, store_dtype=("bfloat16", "int8"))
         check_source(self.data, self.target.path)
 
 
 @dataclass
 class TrainConfig:
-    """A run. Its folder is runs_dir/name.
+    """A training run.
 
     name: name of the run; its folder is runs_dir/name
     runs_dir: folder of all runs
     seed: seed of initial weights, data order and anchors
-    train: what is trained: all; or head, the conditional head alone, on the frozen drafter of
-        drafter.init
-    features: a folder that ./launch.sh features wrote: train from it, not from the target itself
-    anchors: blocks per packed row, at most
-    document_anchors: of these, blocks per document at most (512 in the published recipe); None: no
-        limit
-    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees
-        that ask them
-    checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
-    save_minutes: minutes between saves of the training state, besides those at checkpoints; None:
-        none besides
-    compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
-    recompute: compute the drafter's layers again in the backward pass: less memory, a third more
-        work; None: where a step would not fit the device otherwise
-    self_check: compare the first batch with a slow plain computation before training
-    stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
-    wandb: log to Weights & Biases as well; the project is WANDB_PROJECT's, else blockdraft
+    trainable: all parameters of the drafter; or head: only the conditional head, with the rest of
+        the drafter of drafter.init frozen
+    features: folder written by ./launch.sh features: train from stored hidden states, without the
+        target in memory
+    anchors_per_sequence: maximum number of training blocks per packed sequence
+    anchors_per_document: maximum number of blocks per document (512 in the published recipe); null:
+        no limit
+    count_ngrams: count the n-grams of the training data and save them beside the drafter's weights,
+        for draft trees that use them
+    checkpoints: number of checkpoints, evenly spaced, the last one at the end of the run; each is
+        evaluated
+    save_interval_minutes: minutes between saves of the training state, in addition to checkpoints;
+        null: at checkpoints only
+    compile: run the drafter's training step under torch.compile; null: on CUDA, unless ZeRO stage
+        is 3
+    gradient_checkpointing: recompute the drafter's layers in the backward pass: less memory, a
+        third more computation; null: only if a step would not fit in the device's memory
+    self_check: before training, compare the loss of the first batch with a slow independent
+        computation
+    stall_timeout_minutes: end the run if no step and no evaluation makes progress for this many
+        minutes
+    wandb: also log to Weights & Biases, to the project in WANDB_PROJECT, default blockdraft
     target: see TargetConfig in infer/config.py
     drafter: see DrafterConfig in infer/config.py
     data: see DataConfig in data/rows.py
@@ -175,17 +183,17 @@ class TrainConfig:
     name: str = "embedded-dflash"
     runs_dir: str = "runs"
     seed: int = 0
-    train: str = "all"
+    trainable: str = "all"
     features: str | None = None
-    anchors: int = 64
-    document_anchors: int | None = None
-    ngrams: bool = False
+    anchors_per_sequence: int = 64
+    anchors_per_document: int | None = None
+    count_ngrams: bool = False
     checkpoints: int = 2
-    save_minutes: float | None = 10.0
+    save_interval_minutes: float | None = 10.0
     compile: bool | None = None
-    recompute: bool | None = None
+    gradient_checkpointing: bool | None = None
     self_check: bool = True
-    stall_minutes: float = 30.0
+    stall_timeout_minutes: float = 30.0
     wandb: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
@@ -198,9 +206,9 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError, one sentence, for anything that could not work."""
         check_parts(self)
-        at_least(self, anchors=1, document_anchors=1, checkpoints=1)
-        one_of(self, train=("all", "head"))
-        above_zero(self, "", "stall_minutes", "save_minutes")
+        at_least(self, anchors_per_sequence=1, anchors_per_document=1, checkpoints=1)
+        one_of(self, trainable=("all", "head"))
+        above_zero(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them"
@@ -220,9 +228,9 @@ class TrainConfig:
             raise ValueError(
                 "features= needs no target in memory, and target.shard=true spreads one: choose"
             )
-        if self.anchors > self.data.length - 2:
+        if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors={self.anchors}: a row of data.length={self.data.length} tokens has room for "
+                f"anchors_per_sequence={self.anchors_per_sequence}: a row of data.length={self.data.length} tokens has room for "
                 f"{self.data.length - 2} at most"
             )
         if self.drafter.block_size >= self.data.length:
@@ -237,25 +245,25 @@ def check_head_training(config: TrainConfig) -> None:
     name = config.drafter.head.name
     stage = config.deepspeed.stage
     row = HEADS.get(name)
-    if config.train == "head":
+    if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "train=head trains a head on an existing drafter: give drafter.init=<folder or hub id>"
+                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or hub id>"
             )
         if row is None:
             raise ValueError(
-                "train=head: the drafter has no conditional head, give head=markov or another one"
+                "trainable=head: the drafter has no conditional head, give head=markov or another one"
             )
         if stage > 0:
             raise ValueError(
-                f"train=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0"
+                f"trainable=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0"
             )
     if row is not None and stage > 2:
         raise ValueError(
             f"head={name} needs weights whole that deepspeed.stage={stage} cuts up: use 0, 1, 2"
         )
-    if config.objective.unary and (row is None or not row.corrects):
+    if config.objective.marginal_weight and (row is None or not row.corrects):
         takers = " or ".join(row.name for row in HEADS.values() if row.corrects)
         raise ValueError(
-            f"objective.unary={config.objective.unary} is for head={takers}, not for head={name}"
+            f"objective.marginal_weight={config.objective.marginal_weight} is for head={takers}, not for head={name}"
         )

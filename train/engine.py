@@ -37,17 +37,17 @@ def compiles(config: TrainConfig, cuda: bool) -> bool:
 
 def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
     """Return (rows of a process's pass, passes of a step), such that `world` processes together
-    take `optim.batch` rows a step.
+    take `optim.batch_size` rows a step.
 
     Raises ValueError where the rows cannot be shared evenly.
     """
-    batch = config.optim.batch
-    micro = config.optim.micro
+    batch = config.optim.batch_size
+    micro = config.optim.micro_batch_size
     each = batch // world
     if batch % world or each % (micro or each):
         raise ValueError(
-            f"optim.batch={batch} rows a step cannot be shared evenly by {world} processes"
-            + (f" in passes of optim.micro={micro} rows" if micro else "")
+            f"optim.batch_size={batch} rows a step cannot be shared evenly by {world} processes"
+            + (f" in passes of optim.micro_batch_size={micro} rows" if micro else "")
             + f": choose a multiple of {world * (micro or 1)}"
         )
     return micro or each, each // (micro or each)
@@ -60,7 +60,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 
     rows, passes = micro_batch(config, dist.get_world_size())
     drafter.to(device)
-    drafter.recompute = bool(config.recompute)
+    drafter.recompute = bool(config.gradient_checkpointing)
     model = drafter
     if compiles(config, device.type == "cuda"):
         # a module around the drafter: DeepSpeed adds its hooks to that one, and they cannot be
@@ -78,7 +78,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
         config={
             "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": passes,
-            "gradient_clipping": config.optim.clip,
+            "gradient_clipping": config.optim.max_grad_norm,
             "torch_autocast": {
                 "enabled": kind != torch.float32,
                 "dtype": str(kind).removeprefix("torch."),

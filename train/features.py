@@ -43,7 +43,7 @@ from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 
 MANIFEST = "manifest.json"
-NO_INFLUENCE = ("data.max_invalid",)  # options that change no row
+NO_INFLUENCE = ("data.max_invalid_fraction",)  # options that change no row
 SHARD = 512 * 10**6  # bytes, about
 COLUMNS = {
     "ids": torch.int32,
@@ -110,7 +110,7 @@ def write_features(
     out.mkdir(parents=True, exist_ok=True)
     manifest = {
         "format": 1,
-        "store": config.store,
+        "store": config.store_dtype,
         **known,
         "rows": len(dataset),
         "length": config.data.length,
@@ -122,13 +122,13 @@ def write_features(
         refuse_other_settings(found, manifest, message, free=("shards", "sha256", *NO_INFLUENCE))
         manifest = found
     hidden = target.config.hidden_size
-    count = max(1, SHARD // row_bytes(config.data.length, len(layers), hidden, config.store))
+    count = max(1, SHARD // row_bytes(config.data.length, len(layers), hidden, config.store_dtype))
     for stale in out.glob(".shard-*"):
         stale.unlink()
     done = sum(shard["rows"] for shard in manifest["shards"])
     while done < len(dataset):
         part = range(done, min(done + count, len(dataset)))
-        rows = [with_features(target, layers, dataset[i], config.store) for i in part]
+        rows = [with_features(target, layers, dataset[i], config.store_dtype) for i in part]
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
         with disk(f"{name} of {out}"), replacing(out / name) as fresh:
@@ -300,7 +300,7 @@ def store_features(config: FeaturesConfig) -> None:
     refuse_no_rows(prepared.counts)
     dataset = prepared.rows
     size = len(dataset) * row_bytes(
-        config.data.length, len(layers), target.config.hidden_size, config.store
+        config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
     print(*prepared.counts.lines(), sep="\n")
     print(

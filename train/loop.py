@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> Path:
     with ExitStack() as held:
         folder = first_only(lambda: held.enter_context(open_run(config)))
         run = prepare_run(config, device, folder)
-        held.callback(StallWatch(config.stall_minutes).over.set)
+        held.callback(StallWatch(config.stall_timeout_minutes).over.set)
         held.callback(release_signals)
         return run_steps(run)
 
@@ -66,7 +66,9 @@ def run_steps(run: RunState) -> Path:
     if here.exists() and not (here / "evaluation/evaluation.json").exists():
         evaluate(run, log)  # the run was stopped between saving and evaluating
     stopping = catch_signals()  # until here Ctrl-C ends the run at once
-    steps = range(course.step, course.total) if course.optim.minutes is None else count(course.step)
+    steps = (
+        range(course.step, course.total) if course.optim.max_minutes is None else count(course.step)
+    )
     ahead = Prefetch(run.dataset, run.config, steps, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
@@ -77,7 +79,10 @@ def run_steps(run: RunState) -> Path:
             step = metrics["step"]
             skipped = count_skipped(run, step, metrics, skipped, log)
             minutes = (time.perf_counter() - saved_at) / 60
-            due = run.config.save_minutes is not None and minutes > run.config.save_minutes
+            due = (
+                run.config.save_interval_minutes is not None
+                and minutes > run.config.save_interval_minutes
+            )
             stop, save_due, spent = agreed(
                 [stopping.number is not None, due, metrics["seconds"]], run.device
             )
@@ -117,7 +122,7 @@ def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
     HEARTBEAT.at(f"training: step {step}")
     rate = set_rate(run.engine.optimizer, course.rate)
     numbers = train_step(run.drafter, run.engine, run.target, rows, config).numbers()
-    speed = config.optim.batch * config.data.length / (time.perf_counter() - began)
+    speed = config.optim.batch_size * config.data.length / (time.perf_counter() - began)
     cost = {"tokens_per_second": speed, "peak_gb": peak_memory(run.device) / 1e9}
     line = {
         "step": step,
@@ -136,8 +141,8 @@ def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog
     of this one if it was. Raises Stopped after too many."""
     if line["grad_norm"] is not None:
         return 0
-    first = (step - 1) * run.config.optim.batch
-    count = run.config.optim.batch
+    first = (step - 1) * run.config.optim.batch_size
+    count = run.config.optim.batch_size
     shown = [
         str(row_index(first + i, len(run.dataset), run.config.seed)) for i in range(min(count, 16))
     ]

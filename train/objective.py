@@ -57,7 +57,9 @@ class Correction(NamedTuple):
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
     """Return the weights of the L drafted positions t = 1 .. L, (L,) float32: the part that does
     not depend on the drafter."""
-    return WEIGHTS[config.weights].by_position(torch.arange(length, dtype=torch.float32), config)
+    return WEIGHTS[config.position_weights].by_position(
+        torch.arange(length, dtype=torch.float32), config
+    )
 
 
 class RowPlan(NamedTuple):
@@ -129,9 +131,9 @@ def divergence(
     continuation.
 
     hidden (R, D), in the dtype of teacher and head; own_head (V, D): the drafter's, float32, if it
-    is not the target's; correction: of a conditional head, behind the scale. config.unary adds so
+    is not the target's; correction: of a conditional head, behind the scale. config.marginal_weight adds so
     many times the divergence without corrections. config.divergence names a row of DIVERGENCES,
-    config.weights one of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on
+    config.position_weights one of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on
     logits is float32 (float64 for float64 inputs). Rows of weight 0 are dropped before the
     projection.
     """
@@ -148,7 +150,7 @@ class _Objective(torch.autograd.Function):
         head, weights, by_block = (
             own_head.to(hidden.dtype),
             batch.weights,
-            WEIGHTS[batch.config.weights].by_block,
+            WEIGHTS[batch.config.position_weights].by_block,
         )
 
         def row_weights(likely: torch.Tensor) -> torch.Tensor:  # (G, L)
@@ -234,7 +236,7 @@ class _Scan:
     def add(self, begin: int, end: int, first: int, last: int) -> None:
         """Compare the rows that lie between `begin` and `end` in the plan with their target; their
         teacher rows lie between `first` and `last`."""
-        batch, drafted, unary = self.batch, self.drafted, self.batch.config.unary
+        batch, drafted, unary = self.batch, self.drafted, self.batch.config.marginal_weight
         chunk = batch.plan.kept[begin:end]
         which = batch.plan.which[begin:end] - first
         label = batch.labels[chunk]

@@ -111,7 +111,7 @@ def make_optimizer(
 def learning_rate(optim: OptimConfig, step: float, total: float) -> float:
     """Return the rate of a step, counted from 0, or of one that begins after so many of `total`
     seconds: linear warm-up, then half a cosine to zero."""
-    warmup = max(1, round(optim.warmup * total))
+    warmup = max(1, round(optim.warmup_ratio * total))
     if step < warmup:
         return optim.lr * min(1.0, (step + 1) / warmup)
     return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

@@ -51,16 +51,16 @@ class StepShape:
         from transformers import AutoModelForCausalLM
 
         text = theirs.get_text_config()
-        rows = rows or config.optim.batch
+        rows = rows or config.optim.batch_size
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(theirs)
             drafter = new_drafter(config.drafter, None, text)
-        blocks = rows * config.anchors
+        blocks = rows * config.anchors_per_sequence
         counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
         tables = (model.get_input_embeddings(), model.get_output_embeddings())
         self.length = config.data.length  # T
         self.block = config.drafter.block_size  # K
-        window = min(config.drafter.window or self.length, self.length)
+        window = min(config.drafter.sliding_window or self.length, self.length)
         # positions of the context that a query sees, on average
         self.seen = window - window**2 / (2 * self.length)
         self.context = rows * self.length  # B * T
@@ -120,15 +120,21 @@ def step_memory(
     ends = (
         4 * (3 * s.context + 6 * s.queries) * s.hidden
     )  # before the first and behind the last layer
-    kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
+    kept = (
+        ends
+        + mask
+        + s.layers * (4 * s.queries * s.hidden if config.gradient_checkpointing else layer)
+    )
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row
     chunk = 4 * (4 if cuda else 1 + distinct) * s.chunk_rows * s.known
     backward = (
-        3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
+        3 * product * s.queries * s.intermediate
+        + (layer if config.gradient_checkpointing else 0)
+        - once * ends
     )
     gradients = 4 * parameters / (world if stage >= 2 else 1)
     if (
-        config.optim.batch * s.length <= s.context * world
+        config.optim.batch_size * s.length <= s.context * world
     ):  # one pass a step: they come while activations go
         gradients = max(0, gradients - kept)
     gradients += 4 * min(parameters, BUCKET) if stage else 0
@@ -169,14 +175,14 @@ def with_recompute(
         again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values())
         for again in ways
     }
-    chosen = config.recompute
+    chosen = config.gradient_checkpointing
     if chosen is None:
         chosen = room is not None and sizes[False] > FITS * room
     line = f"memory     {in_bytes(sizes[chosen])} on each device at a step's peak"
     line += "" if room is None else f", of {in_bytes(room)}"
-    line += f"; {in_bytes(sizes[not chosen])} with recompute={str(not chosen).lower()}"
+    line += f"; {in_bytes(sizes[not chosen])} with gradient_checkpointing={str(not chosen).lower()}"
     if room is not None and sizes[chosen] > FITS * room:
-        line += ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take less"
+        line += ". That may be too much: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored features take less"
     return ways[chosen], line
 
 
@@ -184,12 +190,12 @@ def total_steps(config: TrainConfig, rows: float) -> int:
     """Return the optimiser steps of a run over a number of packed rows."""
     if config.optim.steps is not None:
         return config.optim.steps
-    return max(1, round(config.optim.epochs * rows / config.optim.batch))
+    return max(1, round(config.optim.epochs * rows / config.optim.batch_size))
 
 
 def length_of(config: TrainConfig, rows: int) -> str:
     """Say how long a run over a number of packed rows is."""
-    minutes = config.optim.minutes
+    minutes = config.optim.max_minutes
     return (
         f"{total_steps(config, rows):,} steps"
         if minutes is None
@@ -203,8 +209,8 @@ def target_config(config: TrainConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     options = config.target
-    if options.sizes and not Path(resolve_path(options.path)).exists():
-        return AutoConfig.for_model(**options.sizes)
+    if options.model_config and not Path(resolve_path(options.path)).exists():
+        return AutoConfig.for_model(**options.model_config)
     return load_config(options.path, options.trust_remote_code)
 
 
@@ -275,8 +281,8 @@ def time_line(config: TrainConfig, prepared: CountedRows | None) -> str:
         if NO_ANSWER in prepared.counts.excluded:
             return "unknown: questions without answers, ./launch.sh regenerate lets the target write them"
         return "unknown: there is no example to learn from"
-    if config.optim.minutes is not None:
-        return f"{config.optim.minutes:g} minutes of steps, without evaluations"
+    if config.optim.max_minutes is not None:
+        return f"{config.optim.max_minutes:g} minutes of steps, without evaluations"
     if config.optim.steps is None and not known:
         return (
             "unknown: the number of steps follows from the data, which are not on this machine yet"
@@ -326,7 +332,7 @@ def print_plan(config: TrainConfig) -> None:
         f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
         f"drafter    {config.drafter.family}, layers {shape.layers}, block {shape.block}: "
         f"{shape.drafter_parameters / 1e6:,.1f} million{mask}\n"
-        f"step       {config.optim.batch} rows of {shape.length:,} tokens, {config.anchors} blocks each, by "
+        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, {config.anchors_per_sequence} blocks each, by "
         f"{work.world} {device} process{'es' * (work.world > 1)}\n{work.line}"
     )
     for part, size in work.memory.items():

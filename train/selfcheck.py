@@ -157,8 +157,10 @@ class SelfCheck:
                     outside = torch.ones_like(outside).index_fill(0, likely, False)
             compared = (x.masked_fill(outside, IMPOSSIBLE).log_softmax(-1) for x in (log_p, scores))
             out[t] = formula(*compared, label)
-            if config.objective.unary:
-                out[t] += config.objective.unary * formula(log_p, alone.log_softmax(-1), label)
+            if config.objective.marginal_weight:
+                out[t] += config.objective.marginal_weight * formula(
+                    log_p, alone.log_softmax(-1), label
+                )
         return out
 
     def __call__(self, fast: RowLoss) -> str:

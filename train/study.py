@@ -39,14 +39,14 @@ TIMED = 4  # prompts that are decoded for the time of a round
 
 @dataclass
 class StudyCommand:
-    """Train variants of one run, and say which drafts best. The same command goes on with a study
-    that was stopped, or has got more variants or seeds.
+    """Train variants of one run and compare their drafters. The same command resumes a study that
+    was stopped, and adds new variants and seeds.
 
-    base: options of every run; its target, data and evaluation say on which texts drafters are
-        compared
-    variants: what each run changes, several options separated by blanks; "" changes nothing
-    seeds: runs of each variant, with seeds from 0 on
-    out: folder of the runs, the table and the picture
+    base: options of every run; its target, data and evaluation decide which prompts are used for
+        the comparison
+    variants: what each run changes, as options separated by spaces; "" is the base itself
+    seeds: number of runs per variant, with seeds 0, 1, 2, ...
+    out: folder of the runs, the table and the figure
     """
 
     base: list[str] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Ruler:
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints
 
-        options = replace(self.plain, budget=NODES, continuity="none")
+        options = replace(self.plain, budget=NODES, ngrams="none")
         ways = []
         place = self.target.dtype, self.target.device
         for name, run in runs.items():

@@ -30,21 +30,23 @@ BONUS = "bold yellow"
 
 @dataclass
 class ChatCommand(ServeCommand):
-    """Talk to a target and its drafter, which are served for as long as the chat lasts, or to a
-    server that runs already.
+    """Chat with a target and its drafter. They are served while the chat lasts, or `url` names a
+    running server.
 
     target: see TargetConfig in infer/config.py
-    checkpoint: its drafter, as of `serve`
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
+        repository contains (embedded, smollm2); default: the drafter in the target's folder
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
-    masked: see MaskedConfig in infer/masked/config.py
-    server: where it listens, see ServerConfig in infer/serving/config.py
-    url: address of a server that runs; None: the target is served here
-    system: what the model is told before anything else; @file: what the file holds
-    prompt: a first question, before what is typed (--prompt TEXT takes it as it is); @file: what
-        the file holds; -: standard input
-    temperature: 0 is greedy
-    max_tokens: most tokens of an answer; None: as many as the server has room for
+    masked: only if the target is a masked diffusion model, see MaskedConfig in
+        infer/masked/config.py
+    server: see ServerConfig in infer/serving/config.py
+    url: address of a running server; null: serve the target here
+    system: system prompt; @file: read it from a file
+    prompt: first message: the prompt (--prompt TEXT takes it without Hydra's quoting rules); @file:
+        read it from a file; -: read it from standard input
+    temperature: 0 is greedy decoding
+    max_tokens: maximum tokens of an answer; null: as many as the server's max_length allows
     """
 
     url: str | None = None

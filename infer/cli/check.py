@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class CheckCommand:
-    """Say which engines would load a drafter's folder, and why the others would not.
+    """Print which engines can load a drafter's folder, and why the others cannot.
 
     path: a folder, a training checkpoint, or a hub id
     """

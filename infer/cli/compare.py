@@ -22,14 +22,14 @@ def run_name(checkpoint: str) -> str:
 
 @dataclass
 class CompareCommand(OfData):
-    """Evaluate several drafters with every tree, on the same prompts.
+    """Evaluate several drafters with every tree method on the same prompts.
 
-    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the text's own
-        n-grams
-    out: where the table, the picture and the numbers go
+    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the n-grams of the
+        sequence itself
+    out: folder for the table, the figure and the numbers
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
-    data: held-out text, see DataConfig in data/rows.py
+    data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     """
 
@@ -60,10 +60,14 @@ def run(config: CompareCommand) -> None:
     evaluations = {}
     target, drafters = load_all(config.target, config.checkpoints, config.drafter)
     prompts = evaluation_prompts(
-        config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside
+        config.data,
+        target.tokenizer,
+        options.prompts,
+        options.max_prompt_tokens,
+        options.external_prompts,
     )
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
-        progress = Progress(f"evaluating {name}", "prompts", minutes=options.minutes)
+        progress = Progress(f"evaluating {name}", "prompts", minutes=options.max_minutes)
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -16,10 +16,12 @@ SAMPLE = 2000  # used examples that lengths are taken of, from the first on
 
 @dataclass
 class DataCommand(OfTarget):
-    """Show what would be learnt: counts, lengths, what the chat template is told, and a few rows.
+    """Print what a run would train on: counts, lengths, chat template variables, and a few packed
+    sequences.
 
-    show: rows that are printed, what is learnt between ⟦ and ⟧
-    target: whose tokenizer and chat template it is, see TargetConfig in infer/config.py
+    show: number of packed sequences to print, with trained tokens between ⟦ and ⟧
+    target: the target, whose tokenizer and chat template are used, see TargetConfig in
+        infer/config.py
     data: the data set, see DataConfig in data/rows.py
     """
 

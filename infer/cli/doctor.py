@@ -8,11 +8,12 @@ from infer.utils.progress import HEARTBEAT, doing
 
 @dataclass
 class DoctorCommand(OfTarget):
-    """Find out why drafts are accepted less often than a drafter's card says.
+    """Find out why an engine accepts fewer drafts than the drafter's card reports.
 
-    checkpoint: a drafter's folder, a training checkpoint, a hub id, or a target that has one here
-    url: a running engine that serves target and drafter, vLLM or ours; None: look at the folder
-        alone
+    checkpoint: a drafter's folder, a training checkpoint, a hub id, or the name of a target whose
+        drafter this repository contains
+    url: address of a running engine with target and drafter, vLLM or ours; null: check only the
+        folder
     target: see TargetConfig in infer/config.py
     """
 

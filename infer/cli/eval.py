@@ -30,20 +30,21 @@ class OfData(OfDrafter):
 
 @dataclass
 class EvalCommand(OfData):
-    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a
-    masked diffusion model, which has no drafter, measure what drafting for itself saves.
+    """Evaluate a drafter on held-out prompts, as training does at a checkpoint, or on a suite of
+    question sets. For a masked diffusion model, which drafts for itself, measure its speedup.
 
-    checkpoint: a drafter folder, a training checkpoint, the name of a target that has one here
-        (embedded, smollm2), or "lookup": the text's own n-grams; by default what lies in the
-        target's folder
-    out: where numbers and the report go
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
+        repository contains (embedded, smollm2); lookup: drafts from the n-grams of the sequence
+        itself; default: the drafter in the target's folder
+    out: folder for numbers and report
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
-    data: held-out text, see DataConfig in data/rows.py
+    data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
-    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation
-        says, without its prompts
-    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
+    suite: question sets instead of data, see SuiteConfig in data/suites.py; evaluation's options
+        apply, except those for prompts
+    masked: only if the target is a masked diffusion model, see MaskedConfig in
+        infer/masked/config.py
     """
 
     checkpoint: str = "${target.path}"
@@ -71,13 +72,13 @@ def run(config: EvalCommand) -> None:
             config.data, config.target.path, ", or suite=files with suite.folder=<question sets>"
         )
     target, drafter = load(config.target, config.checkpoint, config.drafter)
-    outside = 0 if masked else options.outside
+    outside = 0 if masked else options.external_prompts
     prompts = evaluation_prompts(
-        config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside
+        config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
     if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
         print(few, file=sys.stderr)
-    progress = Progress("evaluating", "prompts", minutes=options.minutes)
+    progress = Progress("evaluating", "prompts", minutes=options.max_minutes)
     if masked:
         prompt_ids = [prompt.ids for prompt in prompts]
         result = resolve_name(MASKED.evaluate)(target, prompt_ids, options, config.masked, progress)

@@ -10,18 +10,16 @@ from infer.utils.checks import one_of
 
 @dataclass
 class ExportCommand(OfTarget):
-    """Write a drafter for other engines (`hf upload <user>/<name> <out>` uploads it).
+    """Write a drafter in the layout of another engine (`hf upload <user>/<name> <out>` uploads it).
 
-    checkpoint: anything that load_drafter reads
-    format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a
-        selector, a Markov head, a Markov head or a GRU; speculators: vLLM; transformers: its own
-        `generate`, from 5.23 on; gguf: llama.cpp
-    converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
-    out: a folder that is not there yet, or empty
-    license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was
-        named
-    base_model: the target's name on the hub, for others to read, a model of the drafter's sizes;
-        None: target.path
+    checkpoint: any drafter that load_drafter reads
+    format: dflash: for vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a
+        Markov head, and a Markov head or a GRU; speculators: for vLLM; transformers: for its own
+        `generate`, version 5.23 or later; gguf: for llama.cpp
+    converter: for gguf: path of llama.cpp's convert_hf_to_gguf.py; null: found on PATH
+    out: a new or empty folder
+    license: the drafter's license for its model card, such as apache-2.0; null: the card names none
+    base_model: the target's name on the hub for the model card; null: target.path
     target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
     """
 
@@ -86,5 +84,5 @@ def run(config: ExportCommand) -> None:
     if not (out / REFERENCE_FILE).is_file():
         print(
             f"{REFERENCE_FILE} is not written, as the checkpoint's evaluation has no greedy chains on prompts from "
-            "outside its data (evaluation.outside=0, or none at all): ./launch.sh doctor measures them itself"
+            "outside its data (evaluation.external_prompts=0, or none at all): ./launch.sh doctor measures them itself"
         )

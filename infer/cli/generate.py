@@ -11,18 +11,19 @@ from infer.utils.checks import FREE_TEXT, check_parts
 
 @dataclass
 class GenerateCommand(OfDrafter):
-    """Answer or continue a prompt and print the rounds and tokens a second.
+    """Generate the output for one prompt, and print rounds and tokens/s.
 
-    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here
-        (embedded, smollm2); by default what lies in the target's folder
-    prompt: the question, or the text to continue (--prompt TEXT takes it as it is typed); @file:
-        what the file holds; -: standard input
-    chat: ask through the target's chat template; false: continue the text; None: ask where there is
-        a template that writes more than the messages
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
+        repository contains (embedded, smollm2); default: the drafter in the target's folder
+    prompt: the prompt (--prompt TEXT takes it without Hydra's quoting rules); @file: read it from a
+        file; -: read it from standard input
+    chat: use the target's chat template; false: continue the prompt as text; null: use it if the
+        target has one that adds more than the messages
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
-    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
+    masked: only if the target is a masked diffusion model, see MaskedConfig in
+        infer/masked/config.py
     """
 
     checkpoint: str = "${target.path}"

@@ -10,24 +10,24 @@ from infer.utils.checks import at_least
 
 @dataclass
 class NgramCommand(OfTarget):
-    """Count n-grams of token ids, for trees that judge paths by them.
+    """Count n-grams of token ids, for draft trees that score paths by them.
 
     out: the file that is written
-    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
-    threshold: n-grams seen fewer times are left out
-    target: whose tokenizer it is, see TargetConfig in infer/config.py
+    order: tokens of the longest n-grams; null: as many as a 64-bit key can hold, at most 6
+    min_count: n-grams that occur fewer times are left out
+    target: the target, whose tokenizer is used, see TargetConfig in infer/config.py
     data: the text to count, see DataConfig in data/rows.py
     """
 
     out: str = "runs/ngrams"
     order: int | None = None
-    threshold: int = 1
+    min_count: int = 1
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be counted."""
         super().check()
-        at_least(self, order=1, threshold=1)
+        at_least(self, order=1, min_count=1)
 
 
 def run(config: NgramCommand) -> None:
@@ -48,11 +48,11 @@ def run(config: NgramCommand) -> None:
     order = config.order or usual_order(vocabulary)
     out = Path(config.out)
     counted = Progress("counting", "tokens")
-    model = count_ngrams(documents, vocabulary, order, out, digest, counted, config.threshold)
+    model = count_ngrams(documents, vocabulary, order, out, digest, counted, config.min_count)
     counted.close()
     print(*counts.lines(), sep="\n")
     nodes = sum(model.nodes)
     print(
         f"{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "
-        f"({model.size_bytes / nodes:.1f} bytes each); use it with continuity={out}"
+        f"({model.size_bytes / nodes:.1f} bytes each); use it with ngrams={out}"
     )

@@ -20,59 +20,66 @@ MOST_FAILURES = 100  # rows that may fail; more end the run
 
 @dataclass
 class QuestionsConfig:
-    """How the target writes questions, with data=self: data.limit of them, by decoding.seed.
+    """How the target writes questions, with data=self: data.max_examples of them, with
+    decoding.seed.
 
-    system: system prompts of the chats, taken in turns; none: as the chat template begins by itself
-    temperature: of sampling, above 0
-    top_p: sample among the likeliest tokens that together have this probability
-    tokens: of a question, the fewest and the most
+    system: system prompts of the chats, used in rotation; empty: what the chat template adds by
+        itself
+    temperature: sampling temperature, above 0
+    top_p: sample from the most likely tokens whose probabilities add up to this value
+    length_range: minimum and maximum tokens of a question
     """
 
     system: list[str] = field(default_factory=list)
     temperature: float = 1.0
     top_p: float = 0.9
-    tokens: list[int] = field(default_factory=lambda: [4, 128])
+    length_range: list[int] = field(default_factory=lambda: [4, 128])
 
     @property
     def text(self) -> TextOptions:
         """Return how a question is written."""
         sampling = {"temperature": self.temperature, "top_p": self.top_p}
-        return TextOptions(max_new_tokens=self.tokens[-1], loop_period=LONGEST_PERIOD, **sampling)
+        return TextOptions(
+            max_new_tokens=self.length_range[-1], loop_period=LONGEST_PERIOD, **sampling
+        )
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
         above_zero(self, "questions.", "temperature")
-        if len(self.tokens) != 2 or not 1 <= self.tokens[0] <= self.tokens[1]:
+        if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.tokens={self.tokens}: the fewest and the most, such as [4,128]"
+                f"questions.length_range={self.length_range}: the fewest and the most, such as [4,128]"
             )
         self.text.check()
 
 
 @dataclass
 class RegenerateCommand(OfTarget):
-    """Let the target rewrite the answers of a data set, for a drafter to learn from.
+    """Let the target write new answers for the prompts of a data set, as training data for a
+    drafter.
 
-    out: one line a row, in the rows' order; a stopped run goes on where it was
-    checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
-    server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1
-    at_once: requests under way at the server
-    shard: which of several equal parts of the rows is answered: 2/8 is the second of eight
-    capacity: tokens of prompt and answer together in our engine, at most; longer chats end before;
-        None: room for all
+    out: the file that is written, one line per example in the order of the data set; a run that was
+        stopped is resumed
+    checkpoint: a drafter that makes generation faster, for decoding.method=chain or ddtree
+    server: an OpenAI-compatible server to use instead of our engine, such as http://host:8000/v1
+    max_concurrent_requests: number of concurrent requests to the server
+    shard: which part of the data set to answer: 2/8 is the second of eight equal parts
+    max_length: maximum tokens of prompt and answer together in our engine; longer chats are cut
+        there; null: enough for all
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
-    questions: how they are written with data=self, see QuestionsConfig
+    questions: how questions are written with data=self, see QuestionsConfig
     decoding: see DecodeOptions in infer/config.py
-    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
+    masked: only if the target is a masked diffusion model, see MaskedConfig in
+        infer/masked/config.py
     """
 
     out: str = "runs/answers.jsonl"
     checkpoint: str | None = None
     server: str | None = None
-    at_once: int = 64
+    max_concurrent_requests: int = 64
     shard: str = "1/1"
-    capacity: int | None = None
+    max_length: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
@@ -94,7 +101,7 @@ class RegenerateCommand(OfTarget):
             raise ValueError(
                 f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain"
             )
-        at_least(self, at_once=1, capacity=2)
+        at_least(self, max_concurrent_requests=1, max_length=2)
         assert self.part
 
 
@@ -136,7 +143,9 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         # nobody waits for a next token, so prompts need no limit of positions; the trees of many
         # rows do
         options = text_options(
-            place, options if options.drafts else replace(options, positions=None), config.masked
+            place,
+            options if options.drafts else replace(options, max_num_batched_tokens=None),
+            config.masked,
         )
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
@@ -157,14 +166,16 @@ def answer(config: RegenerateCommand, out: Path) -> None:
             else {}
         )
         settings |= {"quantization": place.quantization} if place.quantization != "none" else {}
-        if itself:  # of more questions the first are the same, so that a larger data.limit goes on
+        if (
+            itself
+        ):  # of more questions the first are the same, so that a larger data.max_examples goes on
             settings["content"]["data"] = asdict(config.questions)
             settings |= {"data": {"source": "self"}, "rows": None}
         if server is None:
-            capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
+            capacity = config.max_length or longest(rows(), target, options.max_new_tokens)
             answers = by_engine(target, drafter, options, capacity)
         else:
-            answers = Client(server, options, config.at_once, prompt_end).answers
+            answers = Client(server, options, config.max_concurrent_requests, prompt_end).answers
         return regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
 
     rows = partial(chosen_rows, config, tokenizer)
@@ -194,7 +205,7 @@ def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:
     from infer.serving.dialogue import Row
 
     part, parts = config.part
-    for index in range(part - 1, config.data.limit, parts):
+    for index in range(part - 1, config.data.max_examples, parts):
         yield Row(index, openings[index % len(openings)].text)
 
 
@@ -205,7 +216,7 @@ def asked_rows(config: RegenerateCommand, openings: list, tokenizer, file: Path)
     from infer.serving.dialogue import Row
 
     with file.open(encoding="utf-8") as lines:
-        kept, dropped = sifted(map(json.loads, lines), tokenizer, config.questions.tokens[0])
+        kept, dropped = sifted(map(json.loads, lines), tokenizer, config.questions.length_range[0])
     said = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
         f"data=self: {len(kept)} questions to answer{said}; all of them are in {file}",

@@ -16,18 +16,19 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfDrafter):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here
-        (embedded, smollm2); by default what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
+        repository contains (embedded, smollm2); default: the drafter in the target's folder
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
-    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
+    masked: only if the target is a masked diffusion model, see MaskedConfig in
+        infer/masked/config.py
     server: see ServerConfig in infer/serving/config.py
     """
 
     checkpoint: str = "${target.path}"
     decoding: EngineConfig = field(
-        default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512)
+        default_factory=lambda: EngineConfig(budget="auto", prefix_cache_mib=512)
     )
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -39,16 +40,17 @@ def opened(config: ServeCommand):
     from infer.api import positions_of
 
     server = config.server
-    if server.memory is not None:
+    if server.memory_limit_mib is not None:
         resource.setrlimit(
-            resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1])
+            resource.RLIMIT_AS,
+            (server.memory_limit_mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]),
         )
     decoding = config.masked if is_masked(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.drafts else None
     target, drafter = load(config.target, checkpoint, config.drafter)
     spare = decoding.room(1) - 1  # a masked model's answer ends with a whole block
     capacity = min(server.max_length, positions_of(target) - spare)
-    said = f"{decoding.name_with(drafter)}, {decoding.rows} texts at a time, {capacity} tokens each"
+    said = f"{decoding.name_with(drafter)}, {decoding.max_num_seqs} texts at a time, {capacity} tokens each"
     engine = open_engine(target, drafter, decoding, capacity)
     return engine, f"{server.model_name or target.name} at {server.url}/v1: {said}"
 

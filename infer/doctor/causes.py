@@ -294,7 +294,7 @@ def show_short(case: Case) -> str | None:
     ids = [id for text in case.reference.texts for id in (*text.prompt, *text.ids)][
         : positions_of(target)
     ]
-    if "window" not in drafter.family.options or len(ids) < 4 * LAST:
+    if "sliding_window" not in drafter.family.options or len(ids) < 4 * LAST:
         return None
     before = len(ids) - LAST
     material = compute(target, [ids[:before]], [ids[before:]], taps_of(drafter))
@@ -395,7 +395,7 @@ SHORT = Cause(  # no reason why two measurements differ: tried where there is no
     "trained on shorter texts",
     show_short,
     mend=(
-        f"drafter.window={NEAR} where long texts are decoded (SGLang: --speculative-dflash-draft-window-size)",
+        f"drafter.sliding_window={NEAR} where long texts are decoded (SGLang: --speculative-dflash-draft-window-size)",
     )
     * 2,
 )

@@ -133,10 +133,10 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "intermediate_size": mlp_size(theirs),
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
-        "layer_types": ["full_attention" if options.window is None else "sliding_attention"]
+        "layer_types": ["full_attention" if options.sliding_window is None else "sliding_attention"]
         * options.layers,
-        "use_sliding_window": options.window is not None,
-        "sliding_window": options.window,
+        "use_sliding_window": options.sliding_window is not None,
+        "sliding_window": options.sliding_window,
         "num_key_value_heads": key_heads(theirs),
         "head_dim": head_size(theirs),
         "rms_norm_eps": norm_eps(theirs),
@@ -551,13 +551,13 @@ def narrow(drafter: Drafter, window: int) -> None:
     """Let every layer see the last `window` positions at most, its own block's included, whatever
     it was trained with (SGLang's `--speculative-dflash-draft-window-size`). Raises ValueError where
     the family's layers cannot slide, and for less than a block."""
-    if "window" not in drafter.family.options:
+    if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.window={window}: the layers of {drafter.family.title} drafters do not slide"
+            f"drafter.sliding_window={window}: the layers of {drafter.family.title} drafters do not slide"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.window={window}: at least a block, {drafter.block_size} positions"
+            f"drafter.sliding_window={window}: at least a block, {drafter.block_size} positions"
         )
     patterns = drafter.attention_patterns
     drafter.attention_patterns = [
@@ -672,10 +672,10 @@ def taps(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     ids = list(tapped_layers(options, theirs))
     last = theirs.num_hidden_layers - 1
     if last in ids:
-        return {"target_layer_ids": ids, "last_tap": options.last_tap}
-    if options.last_tap != "raw":
+        return {"target_layer_ids": ids, "last_tap": options.last_layer_output}
+    if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped"
+            f"drafter.last_layer_output={options.last_layer_output}: the target's last layer, {last}, is not tapped"
         )
     return {"target_layer_ids": ids}
 
@@ -689,16 +689,16 @@ def config_for(
     theirs = theirs if target is None else target.config
     family = FAMILIES[options.family]
     own = family.load().own_config(options, theirs, target) | new_head(options.head)
-    known = {"draft_vocab_size": options.vocabulary} if options.vocabulary else {}
+    known = {"draft_vocab_size": options.draft_vocab_size} if options.draft_vocab_size else {}
     check_known(options, theirs)
     return Qwen3Config(**family.config_part(own), **known, **target_sizes(options, theirs))
 
 
 def check_known(options: DrafterConfig, theirs: PretrainedConfig) -> None:
     """Raise ValueError where a drafter is to know more tokens than there are."""
-    if (options.vocabulary or 0) > theirs.vocab_size:
+    if (options.draft_vocab_size or 0) > theirs.vocab_size:
         raise ValueError(
-            f"drafter.vocabulary={options.vocabulary}: the target has {theirs.vocab_size} tokens"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {theirs.vocab_size} tokens"
         )
 
 
@@ -746,9 +746,9 @@ def fixed_options(drafter: Drafter) -> dict:
         "layers": drafter.config.num_hidden_layers,
         "block_size": drafter.block_size,
         "target_layer_ids": list(own["target_layer_ids"]),
-        "last_tap": own.get("last_tap", "raw"),
-        "window": drafter.config.sliding_window,
-        "vocabulary": 0 if drafter.d2t is None else len(drafter.d2t),
+        "last_layer_output": own.get("last_tap", "raw"),
+        "sliding_window": drafter.config.sliding_window,
+        "draft_vocab_size": 0 if drafter.d2t is None else len(drafter.d2t),
     }
     known |= {"mask_token_id": own["mask_token_id"]} if "mask_token_id" in own else {}
     known |= {
@@ -757,5 +757,7 @@ def fixed_options(drafter: Drafter) -> dict:
         if key in row.options
     }
     return known | (
-        {"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {}
+        {"conv_kernel_size": own.get("conv_kernel_size", 0)}
+        if "conv_kernel_size" in row.options
+        else {}
     )

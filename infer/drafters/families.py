@@ -103,7 +103,14 @@ _ROWS = (
                 refuses=("room", "choice from anchor", "llama3", "part", "fusion"),
             ),
         },
-        options=("sample_from_anchor", "causal", "window", "layer_fusion", "convolutions", "head"),
+        options=(
+            "sample_from_anchor",
+            "causal",
+            "sliding_window",
+            "layer_fusion",
+            "conv_kernel_size",
+            "head",
+        ),
         mask_token=True,
     ),
     Family(

@@ -148,7 +148,7 @@ def make_runner(
 ) -> Runner:
     """Make all that an engine of a causal target consists of. Raises ValueError where options do
     not fit."""
-    asked = options.continuity
+    asked = options.ngrams
     options = options.beside(None if drafter is None else drafter.ngrams)
     check_drafter(target, drafter, options)
     target.follow_weights()
@@ -163,14 +163,14 @@ def make_device_state(
     target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, nodes: int
 ) -> DeviceState:
     """Allocate what a runner keeps on the device, for trees of `nodes` nodes at most."""
-    megabytes = options.prefix_memory
+    megabytes = options.prefix_cache_mib
     # of recurrent layers there would be states to keep, behind every block
     prefixes = Prefixes(megabytes * 2**20) if megabytes and not target.recurrent else None
     models = [target] if drafter is None else [target, drafter]
     return DeviceState(
-        Memory(target, drafter, options.rows, capacity, nodes, prefixes is not None),
+        Memory(target, drafter, options.max_num_seqs, capacity, nodes, prefixes is not None),
         Graphs(target.device, models),
-        Columns(options.rows, target.vocabulary, target.device),
+        Columns(options.max_num_seqs, target.vocabulary, target.device),
         prefixes,
     )
 
@@ -196,4 +196,4 @@ def open_ngrams(target: Target, options: EngineConfig, asked: str | None) -> NGr
     if asked == TEXT_NGRAMS:
         return NGram.uniform(target.vocabulary)
     # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
-    return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
+    return NGram.open(options.ngrams, target.tokenizer_digest if asked else None)

@@ -241,7 +241,7 @@ class Runner:
     def _replay(self, texts: list[Sequence], nodes: int) -> RoundResult:
         """Run a round as a graph of the next larger size; as a graph for every stage where the host
         has a say."""
-        rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
+        rows = min(1 << (len(texts) - 1).bit_length(), self.options.max_num_seqs)
         kind = Kind.of([text.options for text in texts], self.vocabulary)
         if nodes not in (0, self.budget.most):  # graphs have few sizes
             nodes = max(size for size in SIZES if size <= nodes)

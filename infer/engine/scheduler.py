@@ -30,8 +30,8 @@ class Scheduler:
 
     def __init__(self, runner: "Runner") -> None:
         self.runner, self.budget = runner, runner.budget
-        self.rows = runner.options.rows
-        self.positions = runner.options.positions
+        self.rows = runner.options.max_num_seqs
+        self.positions = runner.options.max_num_batched_tokens
         self.most = self.rows  # texts side by side: fewer after a step that raised
         self.waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()

@@ -21,26 +21,27 @@ from infer.formats.compatibility import check_folder
 from infer.formats.folders import find_folder, open_folder
 from infer.formats.layouts import read as read_layout
 from infer.utils.files import atomic_write
+from infer.utils.renamed_options import translate_saved_config
 
 PICTURE = "acceptance.svg"
 RECIPE = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
-    "objective": ("divergence", "weights", "gamma"),
+    "objective": ("divergence", "position_weights", "gamma"),
     "optim": (
         "name",
         "lr",
         "betas",
-        "warmup",
-        "clip",
-        "batch",
+        "warmup_ratio",
+        "max_grad_norm",
+        "batch_size",
         "epochs",
         "steps",
-        "minutes",
+        "max_minutes",
         "precision",
     ),
     "data": ("length",),
-    "": ("anchors", "document_anchors", "seed"),
+    "": ("anchors_per_sequence", "anchors_per_document", "seed"),
 }
 SOURCES = {
     "embedded": "what the target itself wrote after prompts from Python's standard library",
@@ -74,7 +75,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     if evaluation is not None:
         atomic_write(out / PICTURE, picture(budget_charts({"": evaluation})))
     run = (
-        json.loads(recipe.read_text())
+        translate_saved_config(json.loads(recipe.read_text()))
         if step.parent.name == "checkpoints" and recipe.is_file()
         else None
     )
@@ -132,7 +133,11 @@ def front_matter(
 
     data = run["data"] if run else {"source": None}
     parts = (
-        data["parts"] if data["source"] == "mixture" else [data] if data["source"] == "hub" else []
+        data["datasets"]
+        if data["source"] == "mixture"
+        else [data]
+        if data["source"] == "hub"
+        else []
     )
     return ModelCardData(
         base_model=base,
@@ -156,7 +161,7 @@ def recipe_of(run: dict) -> list[tuple[str, object]]:
     rows = []
     for part, keys in RECIPE.items():
         known = run.get(part, {}) if part else run
-        if known.get("minutes") is not None:
+        if known.get("max_minutes") is not None:
             known = known | {"epochs": None, "steps": None}
         elif known.get("steps") is not None:
             known = known | {"epochs": None}
@@ -173,7 +178,7 @@ def described_data(data: dict) -> list[str]:
     if data["source"] == "mixture":
         return [
             f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})"
-            for part in data["parts"]
+            for part in data["datasets"]
         ]
     return [SOURCES.get(data["source"]) or hub_name(data["path"]) or SOURCES["jsonl"]]
 

@@ -90,12 +90,15 @@ def parts_of(prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig) -> list
         PromptSet(what, [prompts[i] for i in numbers], numbers, single if what else config)
         for what, numbers in groups.items()
     ]
-    if config.temperature == 0 and config.sampled is not None:
+    if config.temperature == 0 and config.sampling_temperature is not None:
         own = parts[0]
-        sampled = replace(single, temperature=config.sampled)
+        sampled = replace(single, temperature=config.sampling_temperature)
         parts.append(
             PromptSet(
-                f"temperature {config.sampled:g}", own.prompts[::2], own.numbers[::2], sampled
+                f"temperature {config.sampling_temperature:g}",
+                own.prompts[::2],
+                own.numbers[::2],
+                sampled,
             )
         )
     return parts
@@ -103,7 +106,9 @@ def parts_of(prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig) -> list
 
 def brief(part: PromptSet) -> PromptSet:
     """Return the part with fewer prompts: what a checkpoint in the middle of training is worth."""
-    config = replace(part.config, minutes=part.config.minutes and part.config.minutes / BRIEF)
+    config = replace(
+        part.config, max_minutes=part.config.max_minutes and part.config.max_minutes / BRIEF
+    )
     return replace(
         part, prompts=part.prompts[::BRIEF], numbers=part.numbers[::BRIEF], config=config
     )
@@ -118,13 +123,13 @@ def decode_all(
     """Decode the prompts of every part with every method, plain decoding first; of the first part,
     also keep what a report shows of the texts, and replay greedy ones by trees. Where transformers'
     plain decoding is slower than ours there, it is left out of the other parts. The parts share
-    `evaluation.minutes` by their answers; parts behind the first are left out, and have no texts,
+    `evaluation.max_minutes` by their answers; parts behind the first are left out, and have no texts,
     where no time is left."""
     total = sum(len(part.prompts) for part in parts)
     done = 0
     results = []
     slower = False
-    end = time.monotonic() + 60 * (parts[0].config.minutes or math.inf)
+    end = time.monotonic() + 60 * (parts[0].config.max_minutes or math.inf)
     answers = [len(part.prompts) * len(variants(drafter, part.config)) for part in parts]
     for number, part in enumerate(parts):
 
@@ -170,12 +175,12 @@ def summarise(
         if not of_part[0].texts:
             left_out.append(part.what)
             continue
-        cut = cut_at(part.config.minutes, len(of_part[0].texts), len(part.prompts))
+        cut = cut_at(part.config.max_minutes, len(of_part[0].texts), len(part.prompts))
         found.append(summarise_part(target, drafter, replace(part, cut=cut), of_part))
     first, *beside = found
     if left_out:
         names = ", ".join(left_out)
-        limit = f"evaluation.minutes={parts[0].config.minutes:.3g}"
+        limit = f"evaluation.max_minutes={parts[0].config.max_minutes:.3g}"
         cut = (
             f"{first.cut}, and none for {names}"
             if first.cut

@@ -107,7 +107,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
     methods, in its order, and n-grams without the drafter. N-grams are measured with the budget in
     the middle: those that the user asked for; else, by DDTree, those that lie beside the drafter's
     weights."""
-    asked = config.continuity
+    asked = config.ngrams
     most = middle(config.budgets)
     found = []
     shared = {name: value for name, value in asdict(config).items() if name in SHARED}
@@ -117,7 +117,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
         options = DecodeOptions(method=row.name, continuity=NO_NGRAMS, **shared)
         budgets = config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)]
         if row.ngrams:  # where nobody asked for any, the engine takes the drafter's
-            options = replace(options, method=row.name if asked else "ddtree", continuity=asked)
+            options = replace(options, method=row.name if asked else "ddtree", ngrams=asked)
             budgets = [most]
         if row.evaluated and (not row.ngrams or has_ngrams(row, drafter, asked)):
             found += [
@@ -153,7 +153,7 @@ def decided(model: AnyTarget, value: object) -> object:
 def cut_at(minutes: float | None, done: int, asked: int) -> str | None:
     """Return the sentence about prompts that a deadline left out, None where there are none."""
     return (
-        f"evaluation.minutes={minutes:.3g} had time for {done} of {asked} prompts"
+        f"evaluation.max_minutes={minutes:.3g} had time for {done} of {asked} prompts"
         if done < asked
         else None
     )

@@ -33,7 +33,7 @@ def show_texts(
     was rejected; look for an example among their rounds."""
     if target.tokenizer is None:
         return [], None
-    options = replace(options, rows=1, budget=min(options.budget, ROUND_NODES))
+    options = replace(options, max_num_seqs=1, budget=min(options.budget, ROUND_NODES))
     samples = []
     rounds = []
     trees = []

@@ -46,7 +46,7 @@ def evaluate_suite(
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
     """Ask every set at every temperature. Each has its share of what is left of
-    `evaluation.minutes`, and is asked no further then. Writes each set to out/sets as soon as it is
+    `evaluation.max_minutes`, and is asked no further then. Writes each set to out/sets as soon as it is
     done, and the whole to out/suite.json. `checkpoint` is where the drafter was read from, `suite`
     and `options` are as data/suites.py has them.
 
@@ -57,7 +57,7 @@ def evaluate_suite(
     weights = drafter_digest(checkpoint) + "-int8" * drafter.quantised
     sets = []
     jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
-    end = time.monotonic() + 60 * (evaluation.minutes or math.inf)
+    end = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
     for number, (temperature, questions) in enumerate(jobs, 1):
         config = replace(evaluation, temperature=temperature)
         settings = settings_of(target, weights, questions, options.thinking, config)
@@ -94,7 +94,7 @@ def evaluate_set(
     plain = measured[0]
     methods = []
     fitting = sum(map(len, questions.chats)) - left_out
-    cut = cut_at(config.minutes, len(plain.texts), fitting)
+    cut = cut_at(config.max_minutes, len(plain.texts), fitting)
     result = summarise_part(target, drafter, PromptSet(None, [], [], config, cut), measured)
     for method, one in zip(result.methods, measured, strict=True):
         same = sum(
@@ -193,7 +193,7 @@ def settings_of(
     target: Target, weights: str, questions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
-    unused = ("prompts", "outside", "prompt_tokens", "sampled")
+    unused = ("prompts", "external_prompts", "max_prompt_tokens", "sampling_temperature")
     return {
         "target": target.name,
         "dtype": number_format(target),

@@ -69,7 +69,7 @@ def faults(drafter: Drafter) -> dict[str, str]:
         ),
         "part": (
             drafter.d2t is not None and drafter.head_row is not None,
-            "its conditional head knows a part of the vocabulary only, theirs the whole one (drafter.vocabulary=0)",
+            "its conditional head knows a part of the vocabulary only, theirs the whole one (drafter.draft_vocab_size=0)",
         ),
         "part of the choice": (
             selects and drafter.d2t is not None,

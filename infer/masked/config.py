@@ -11,28 +11,29 @@ LONGEST = 8  # tokens that a round drafts at most
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model writes. block_length and cache decide what is written, the
-    others only how fast.
+    """How a masked diffusion model decodes. block_length and cache change the output, the other
+    options only the speed.
 
-    method: what a pass computes beside the text, whose own drafts these are. guided: the likeliest
-        states, by what the text has shown of itself so far too; greedy: a chain by confidence;
-        mixed: where two drafts may swap; steps: nothing, one token a pass: docs/methods.md
-    rows: texts decoded side by side at most; others wait
-    block_length: tokens of a block, which is finished before the next one begins; an answer is
-        whole blocks, then cut
-    cache: of keys and values. none: every pass computes the whole row; dual: keys and values
-        outside the block are those of the pass that began it
-    draft_length: tokens drafted each round, 1 to 8
-    nodes: of method guided: states verified each round, the current text among them
+    method: how drafts are made from the model's own predictions. guided: the most likely states,
+        also by what was accepted earlier in the sequence; greedy: a chain in order of confidence;
+        mixed: greedy, where two drafts may change places; steps: no drafts, one token per forward
+        pass. See docs/methods.md
+    max_num_seqs: sequences decoded in one batch; others wait in a queue
+    block_length: tokens of a block; a block is finished before the next one begins, and an output
+        is a number of whole blocks, cut at its end
+    cache: KV cache. none: every forward pass computes the whole sequence; dual: keys and values
+        outside the block are reused from the pass that began the block
+    draft_length: tokens drafted per round, 1 to 8
+    budget: method guided only: states verified per round, including the current one
     """
 
     method: str = "guided"
-    rows: int = 16
+    max_num_seqs: int = 16
     block_length: int = 8
     cache: str = "none"
     draft_length: int = 4
-    nodes: int = 8
-    positions: ClassVar = (
+    budget: int = 8
+    max_num_batched_tokens: ClassVar = (
         None  # of a step: there is no limit, prompts are computed with their answers
     )
 
@@ -46,7 +47,7 @@ class MaskedConfig:
 
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
-        at_least(self, rows=1, block_length=1, nodes=1)
+        at_least(self, max_num_seqs=1, block_length=1, budget=1)
         one_of(self, method=("guided", "greedy", "mixed", "steps"), cache=("none", "dual"))
         one_of(self, draft_length=range(1, LONGEST + 1))
 

@@ -188,7 +188,7 @@ def pick_states(
 ) -> list[State]:
     """Return the states of a round, the current text first."""
     if options.method == "guided":
-        return guided_states(guesses, plan, options.draft_length, options.nodes, habits)
+        return guided_states(guesses, plan, options.draft_length, options.budget, habits)
     writes = [] if options.method == "steps" else drafts(guesses, plan, options.draft_length)
     return mixed_states(writes, plan) if options.method == "mixed" else chain_states(writes)
 

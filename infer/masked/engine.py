@@ -73,7 +73,7 @@ class MaskedRunner:
             self.passes = Rows(self.target, options)
         else:
             self.passes = DualCache(self.target, options, self.capacity + options.room(1) - 1)
-        self.free_rows = list(range(options.rows))
+        self.free_rows = list(range(options.max_num_seqs))
 
     def new_text(
         self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]

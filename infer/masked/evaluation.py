@@ -28,7 +28,7 @@ def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> Ma
         temperature=evaluation.temperature,
         ignore_eos=True,
     )
-    return masked_options(text, replace(masked, rows=1))
+    return masked_options(text, replace(masked, max_num_seqs=1))
 
 
 def evaluate_masked(
@@ -52,9 +52,9 @@ def evaluate_masked(
         variants.append(
             Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way)
         )
-    until = time.monotonic() + 60 * (evaluation.minutes or math.inf)
+    until = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
     measured = measure(model, None, variants, prompts, progress, until=until)
-    cut = cut_at(evaluation.minutes, len(measured[0].texts), len(prompts))
+    cut = cut_at(evaluation.max_minutes, len(measured[0].texts), len(prompts))
     found = summarise_part(model, None, PromptSet(None, [], [], options, cut), measured)
     methods = [
         replace(  # all tokens are written by rounds, none by a prefill

@@ -126,7 +126,7 @@ class DualCache:
         self.block_length = options.block_length
         # K: a shifted block's outputs begin one position before
         self.width = self.block_length + int(model.shifted)
-        self.buffer = model.cache(options.rows, capacity)
+        self.buffer = model.cache(options.max_num_seqs, capacity)
 
     def plan(self, text: MaskedSequence) -> Plan:
         """Plan drafts that do not reach the next full step."""

@@ -20,39 +20,43 @@ def loopback(host: str) -> bool:
 
 @dataclass
 class ServerConfig:
-    """How the server meets the network. Requests must carry the key in the environment variable
-    BLOCKDRAFT_API_KEY; on loopback, the default, no key is needed.
+    """Options of the HTTP server. With an API key in the environment variable BLOCKDRAFT_API_KEY,
+    every request must carry it. An address that other machines can reach needs a key; the default
+    address, loopback, does not.
 
     host: address to listen on; 127.0.0.1: this machine only
     port: TCP port
-    model_name: what clients call the model; None: the target's own name
-    max_length: tokens of a prompt and its answer together; every row has room for as many
-    max_texts: texts being written or waiting; further ones are told to try again later (429)
-    max_body: bytes of a request
-    memory: MiB of address space that the server may take, what the system reserves for threads
-        among them (not on CUDA, which reserves far more than it uses); None: no limit. A request
-        that does not fit is told 503
-    open: listen to other machines without asking for a key
+    model_name: name of the model in requests and responses; null: the target's name
+    max_length: maximum tokens of a prompt and its output together; memory for it is reserved for
+        every sequence of a batch
+    max_requests: maximum number of requests that run or wait; more are refused with status 429
+    max_body_bytes: maximum size of a request body in bytes
+    memory_limit_mib: limit of the server's address space in MiB; a request that does not fit is
+        refused with status 503. Not for CUDA, which reserves more address space than it uses. null:
+        no limit
+    allow_unauthenticated: serve other machines without a key
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
     max_length: int = 4096
-    max_texts: int = 256
-    max_body: int = 1_000_000
-    memory: int | None = None
-    open: bool = False
+    max_requests: int = 256
+    max_body_bytes: int = 1_000_000
+    memory_limit_mib: int | None = None
+    allow_unauthenticated: bool = False
 
     def check(self) -> None:
         """Raise ValueError for options that no server can follow."""
         if not 1 <= self.port < 65536:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
-        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, memory=1024)
-        if self.key() is None and not self.open and not loopback(self.host):
+        at_least(
+            self, "server.", max_length=2, max_requests=1, max_body_bytes=1, memory_limit_mib=1024
+        )
+        if self.key() is None and not self.allow_unauthenticated and not loopback(self.host):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a key, or say "
-                "server.open=true"
+                "server.allow_unauthenticated=true"
             )
 
     @property

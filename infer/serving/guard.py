@@ -34,11 +34,11 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
-        self.most = options.max_body
+        self.most = options.max_body_bytes
         key = options.key()
         self.too_large = f"a request may have {self.most} bytes"
         self.expected = None if key is None else b"Bearer " + key
-        self.local = key is None and not options.open and loopback(options.host)
+        self.local = key is None and not options.allow_unauthenticated and loopback(options.host)
 
     def refusal(self, scope: Scope) -> Response | None:
         """Return what a request is told before its body is read; None: it may go on."""
@@ -51,7 +51,7 @@ class Guard:
         if self.local and host and not loopback(hostname(host)):
             return error(
                 403,
-                f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.open",
+                f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.allow_unauthenticated",
             )
         if self.expected is None or scope["path"] == "/health":
             return None
@@ -150,7 +150,7 @@ def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
         app,
         host=options.host,
         port=options.port,
-        http=partial(BoundedProtocol, max_body=options.max_body),
+        http=partial(BoundedProtocol, max_body=options.max_body_bytes),
         ws="none",
         log_level="warning",
         proxy_headers=False,

@@ -94,7 +94,7 @@ def speculative(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         engine = Engine(
-            target, drafter, replace(how, rows=len(prompts)), max(map(len, prompts)) + most
+            target, drafter, replace(how, max_num_seqs=len(prompts)), max(map(len, prompts)) + most
         )
         criteria = [
             criterion

@@ -20,11 +20,11 @@ from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 
 # Settings that change no answer; the first one is of earlier versions.
-NO_INFLUENCE = ("data.bad_rows", "data.max_invalid")
+NO_INFLUENCE = ("data.bad_rows", "data.max_invalid_fraction")
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
-    """Return a function that answers rows with our engine, `options.rows` side by side, in the
+    """Return a function that answers rows with our engine, `options.max_num_seqs` side by side, in the
     rows' order."""
     from infer.api import encode, open_engine
 
@@ -46,7 +46,7 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
         rows = iter(rows)
         queue = []
         while True:
-            for row in islice(rows, 4 * options.rows - len(queue)):
+            for row in islice(rows, 4 * options.max_num_seqs - len(queue)):
                 dialogue = Dialogue(row)
                 queue.append([dialogue, submit(dialogue)])
                 if dialogue.answer is not None:

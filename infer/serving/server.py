@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 # (tokenizer) -> how a model's answers are told apart into thoughts, words and tool calls: an
 # optional package
 ANSWER_READING = "infer.serving.calls:reading_of"
-ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
+ENDED = "the engine failed and did not come back: start the server again (fewer decoding.max_num_seqs take less memory)"
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
 FAILED = failed(500, "the engine failed on this text")
 CLOSED = failed(503, "the server was stopped")
@@ -295,7 +295,7 @@ class Service:
             raise HTTPException(404, f"the model here is {self.name}, not {body.model}")
         prompts = body.prompts()
         working = len(self.inside) + self.preparing
-        most = self.options.max_texts
+        most = self.options.max_requests
         if len(prompts) * body.n > most:
             raise HTTPException(
                 400,

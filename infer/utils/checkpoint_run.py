@@ -4,12 +4,21 @@ import json
 from pathlib import Path
 
 from infer.utils.files import read_text
+from infer.utils.renamed_options import translate_saved_config
 
 # What a command whose class says FROM_RUN takes of its checkpoint's run: not the device, which is
 # this machine's, and not the permission to run a model's own code, which only the user gives.
 KEYS_FROM_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
-    "data": ("source", "path", "split", "parts", "length", "limit", "max_invalid"),
+    "data": (
+        "source",
+        "path",
+        "split",
+        "datasets",
+        "length",
+        "max_examples",
+        "max_invalid_fraction",
+    ),
 }
 
 
@@ -24,7 +33,7 @@ def options_of_run(config, chosen: set[str], options_class: type) -> dict[str, d
     run = run_of(checkpoints[0])
     options = {}
     for section in sections:
-        deciding = {section, *(f"{section}.{key}" for key in ("path", "source", "parts"))}
+        deciding = {section, *(f"{section}.{key}" for key in ("path", "source", "datasets"))}
         if section == "data":
             deciding.add("suite")
         if section in run and not deciding & chosen:
@@ -44,5 +53,6 @@ def run_of(checkpoint: str) -> dict:
     for folder in (place, *place.parents[:3]) if place.exists() else ():
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
             # the file may come from someone else: ${oc.env:HOME} stays a text
-            return json.loads(read_text(folder / "config.json", 1 << 20).replace("${", r"\\${"))
+            config = json.loads(read_text(folder / "config.json", 1 << 20).replace("${", r"\\${"))
+            return translate_saved_config(config)
     return {}

@@ -28,6 +28,7 @@ from infer.utils.options import (
     take_prompt,
 )
 from infer.utils.progress import HEARTBEAT
+from infer.utils.renamed_options import new_name_in
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
@@ -119,7 +120,8 @@ def translate_hydra_errors() -> Iterator[None]:
     except HydraException as error:
         if asks_for_tracebacks:
             raise
-        raise ValueError(f"{error}\n{error.__cause__ or ''}".strip()) from error
+        message = f"{error}\n{error.__cause__ or ''}".strip()
+        raise ValueError(new_name_in(message) or message) from error
     except AttributeError as error:  # of OmegaConf, for a dictionary in place of null
         raise ValueError(f"a value has another type than its key takes: {error}") from error
     finally:
@@ -168,7 +170,7 @@ def checked_options(config, hydra_config, options_class: type, prompt: str | Non
         )
         options = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(new_name_in(str(error)) or " ".join(str(error).split())) from error
     if prompt is not None:
         options.prompt = prompt
     read_text_files(options)

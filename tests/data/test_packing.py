@@ -102,7 +102,7 @@ def test_a_mixture_takes_rows_by_weight(tmp_path):
     a = write(tmp_path / "a.jsonl", [{"text": f"alpha {i}"} for i in range(100)])
     write(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
     parts = [DataPart(path=a, weight=1.0), DataPart(path=str(tmp_path / "hub"), weight=2.0)]
-    config = DataConfig(source="mixture", parts=parts, length=32)
+    config = DataConfig(source="mixture", datasets=parts, length=32)
     rows = [json.loads(row)["text"] for row in mixed_rows(config).rows["row"]]
     counts = {word: sum(text.startswith(word) for text in rows) for word in ("alpha", "beta")}
     assert counts == {
@@ -110,7 +110,7 @@ def test_a_mixture_takes_rows_by_weight(tmp_path):
         "beta": 180,
     }  # one of ten is held out; the scarcer part is used up
     assert len(set(rows)) == len(rows)
-    assert len(mixed_rows(replace(config, limit=10)).rows) < 11
+    assert len(mixed_rows(replace(config, max_examples=10)).rows) < 11
     assert not {row["text"] for row in held_out_rows(config)} & set(rows)
     counts = mixed_rows(config).counts
     assert (counts.used, counts.held_out, counts.not_taken, counts.total) == (270, 50, 180, 500)
@@ -147,7 +147,11 @@ def test_a_change_of_what_rows_come_out_raises_the_format(tokenizer, tmp_path):
 
 def test_the_key_of_cached_rows_is_what_shapes_them(tmp_path):
     config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", [{"text": "word"}]))
-    others = [replace(config, limit=3), DataConfig("hub", "owner/name"), DataConfig("stdlib")]
+    others = [
+        replace(config, max_examples=3),
+        DataConfig("hub", "owner/name"),
+        DataConfig("stdlib"),
+    ]
     for same in (
         replace(config, length=64),
         replace(config, max_invalid=0.3),
@@ -170,7 +174,7 @@ def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
     unknown = [chat[0], chat[1] | {"token_ids": [len(tokenizer)]}]
     rows = [{"messages": [{"role": "system", "content": f"{i}"}, *chat]} for i in range(12)]
     rows += [{"messages": thought}, {"messages": unknown}, {"messages": chat[:1]}, {"text": 3}]
-    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), length=64, max_invalid=0.2)
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), length=64, max_invalid_fraction=0.2)
     first, second = (prepare_rows(config, tokenizer, tokenizer_digest(tokenizer)) for _ in range(2))
     counts = first.counts
     assert counts == second.counts and (counts.used, counts.held_out, counts.total) == (10, 2, 16)
@@ -184,7 +188,7 @@ def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
     assert "a.jsonl, line 16: text, prompt" in counts.lines()[-1]
     with pytest.raises(
         ValueError,
-        match=r"2 of 16 examples are invalid; data.max_invalid=0.1 allows 1. First: .*line 16",
+        match=r"2 of 16 examples are invalid; data.max_invalid_fraction=0.1 allows 1. First: .*line 16",
     ):
         prepare_rows(replace(config, max_invalid=0.1), tokenizer, tokenizer_digest(tokenizer))
 
@@ -230,7 +234,7 @@ def test_windows_and_processes_do_not_change_the_rows(tokenizer, tmp_path, monke
     columns = []
     for many, config in (
         (700, one),
-        (100, replace(one, limit=699)),
+        (100, replace(one, max_examples=699)),
     ):  # another key: nothing is found in the cache
         monkeypatch.setattr("data.packing.MANY", many)
         rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))

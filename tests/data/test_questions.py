@@ -68,7 +68,7 @@ def test_a_template_without_a_place_for_questions_is_refused(tokenizer, monkeypa
 
 def test_what_is_still_to_be_written_cannot_be_read():
     with pytest.raises(ValueError, match=r"launch.sh regenerate data=self .* then data=jsonl"):
-        next(read_rows(DataConfig("self", limit=3)))
+        next(read_rows(DataConfig("self", max_examples=3)))
 
 
 def test_questions_without_an_end_or_asked_before_are_left_out(tokenizer):

@@ -155,7 +155,7 @@ def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     (tmp_path / "d.jsonl").write_text(
         '\ufeff{"text": "first"}\n{"text": "second"}\n', encoding="utf-8"
     )
-    config = DataConfig(path=str(tmp_path), max_invalid=0.09)
+    config = DataConfig(path=str(tmp_path), max_invalid_fraction=0.09)
     counts = ExampleCounts()
     rows = list(read_rows(config, counts=counts))
     assert len(rows) == counts.used == 1 + 60 + 20 + 3
@@ -164,9 +164,7 @@ def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     assert counts.excluded == {"no answer of the assistant": 4, "an empty text": 1} | once
     assert sum(counts.invalid.values()) == len(INVALID) and counts.total == len(lines) + 23
     assert "a.jsonl, line 63: no JSON (" in counts.first_invalid
-    wanted = (
-        r"9 of 100 examples are invalid; data.max_invalid=0.08 allows 8. First: .*line 63: no JSON"
-    )
+    wanted = r"9 of 100 examples are invalid; data.max_invalid_fraction=0.08 allows 8. First: .*line 63: no JSON"
     with pytest.raises(ValueError, match=wanted):
         list(read_rows(replace(config, max_invalid=0.08)))
 
@@ -198,7 +196,7 @@ def test_a_path_that_exists_is_the_users_own_data(tmp_path):
         ("mixture", file, "give one of them"),
     ):
         with pytest.raises(ValueError, match=words):
-            DataConfig(source, path, limit=3).check()
+            DataConfig(source, path, max_examples=3).check()
 
 
 def test_one_list_in_a_json_file(tmp_path):
@@ -241,7 +239,9 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
 def test_a_line_without_an_end_is_never_whole_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("data.rows.LONGEST", 1000)
     file = write(tmp_path / "a.jsonl", [{"text": "x" * 1500}, {"text": "fine"}])
-    assert [row["text"] for row in read_rows(DataConfig(path=file, max_invalid=1))] == ["fine"]
+    assert [row["text"] for row in read_rows(DataConfig(path=file, max_invalid_fraction=1))] == [
+        "fine"
+    ]
     (tmp_path / "a.txt").write_text("x" * 1500)
     with pytest.raises(ValueError, match="a text of more than"):
         list(read_rows(DataConfig(source="jsonl", path=str(tmp_path / "a.txt"))))
@@ -278,7 +278,7 @@ def test_what_is_held_out(tmp_path):
         DataPart(write(tmp_path / f"{word}.jsonl", [{"text": f"{word} {i}"} for i in range(30)]))
         for word in "ab"
     ]
-    found = [row["text"] for row in held_out_rows(DataConfig(source="mixture", parts=parts))]
+    found = [row["text"] for row in held_out_rows(DataConfig(source="mixture", datasets=parts))]
     assert found == ["a 0", "b 0", "a 10", "b 10", "a 20", "b 20"]
 
 

@@ -236,7 +236,7 @@ def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):
     (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
     assert [chat[0][0]["content"].split("\n")[0] for chat in one.chats] == expected
     assert sample([[1], [2]], 2) == [[1], [2]]
-    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"], limit=3))
+    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"], max_questions=3))
     assert len(one.chats) == 3
 
 
@@ -270,7 +270,7 @@ def test_a_missing_column_is_named(tmp_path):
         (SuiteConfig("ddtree", "nowhere"), "no such file or folder"),
         (SuiteConfig("ddtree", "."), r"suite\.folder=\.: no questions"),
         (SuiteConfig("ddtree", sets=["gsm9k"]), "no gsm9k among aime24"),
-        (SuiteConfig("ddtree", limit=0), r"suite\.limit=0"),
+        (SuiteConfig("ddtree", max_questions=0), r"suite\.limit=0"),
         (SuiteConfig("ddtree", temperatures=[]), r"suite\.temperatures"),
         (SuiteConfig("ddtree", temperatures=[-1.0]), r"suite\.temperatures"),
         (SuiteConfig(None, "."), "need a suite"),

@@ -93,7 +93,7 @@ def make_drafter(folder: Path) -> Reader:
 
 def make_features(folder: Path) -> Reader:
     target = load_target("embedded", dtype="bfloat16")
-    data = DataConfig(source="stdlib", length=64, limit=1)
+    data = DataConfig(source="stdlib", length=64, max_examples=1)
     config = FeaturesConfig(out=str(folder), data=data)
     layers = (3, 8)
     rows = packed_rows(data, target.tokenizer, target.tokenizer_digest).select(range(8))

@@ -21,7 +21,7 @@ from pathlib import Path
 from damaged_targets import make_targets
 from kills import ROOT, SMALL, count_steps, left_by
 
-OPTIONS = [*SMALL, "data=stdlib", "data.limit=12", "name=run"]
+OPTIONS = [*SMALL, "data=stdlib", "data.max_examples=12", "name=run"]
 
 
 def start(runs: Path, *more: str) -> subprocess.Popen:
@@ -112,7 +112,7 @@ def full_ngrams(home: Home) -> None:
     (ngrams / "filler").write_bytes(
         bytes((room.f_bavail - 4) * room.f_frsize)
     )  # for config.json and lock
-    said = end(start(ngrams, "ngrams=true"), 3)
+    said = end(start(ngrams, "count_ngrams=true"), 3)
     assert "run/ngrams could not be written: No space left on device" in said[0], said
     (ngrams / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=64m", str(ngrams)], check=True)

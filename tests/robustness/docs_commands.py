@@ -47,9 +47,9 @@ STAND_INS = {  # what a reader fills in -> something real, in the order in which
     r"data=\.\.\.": "data=embedded",
     r"drafter=\.\.\.": "drafter=dflash-small",
     r"out=(?:\.\.\.|<[^<>]*>)": "out=runs/out",
-    r"evaluation\.continuity=<[^<>]*>": "evaluation.continuity=runs/ngrams",
+    r"evaluation\.continuity=<[^<>]*>": "evaluation.ngrams=runs/ngrams",
     r"suite\.folder=<[^<>]*>": "suite.folder=suites",
-    r"\+model=hf": "+model=hf data.length=256 anchors=8",
+    r"\+model=hf": "+model=hf data.length=256 anchors_per_sequence=8",
     r" \.\.\.(?!\S)": "",
 }
 

@@ -492,11 +492,11 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
     """Runs it all; returns what went wrong."""
     target, drafter = small()
     cases = known(target, random.Random(seed), 60)
-    engine = Engine(target, drafter, EngineConfig("ddtree", 6, rows=8), 64)
+    engine = Engine(target, drafter, EngineConfig("ddtree", 6, max_num_seqs=8), 64)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ServerConfig(port=port, max_texts=150, max_body=20_000)
+    options = ServerConfig(port=port, max_requests=150, max_body_bytes=20_000)
     app = create_app(engine, options)
     server = uvicorn.Server(network(app, options))
     service = app.state.service

@@ -40,7 +40,7 @@ HEADS = [
     HeadConfig("selector", rank=8, top_k=0),
 ]
 HEADS += [HeadConfig("markov", kind=kind, rank=8) for kind in ("vanilla", "gated", "rnn")]
-HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden=8)]
+HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden_size=8)]
 KINDS = [*range(len(HEADS)), "dart", "lookup", "none"]
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green", 1]}, "minItems": 1, "maxItems": 3}
 GRAMMARS = [{"regex": "[a-c]{1,9}"}, {"regex": "x"}, {"json_schema": '{"type": "integer"}'}]
@@ -112,10 +112,10 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
         "budget": "auto"
         if ranked and dice.random() < 0.15
         else dice.choice([1, 2, 3, 7, 16, 33, 64, 100, 256]),
-        "continuity": dice.choice(files.get(method, ["none"])),
-        "rows": dice.randint(1, 4),
-        "positions": dice.choice([None, 1, 30, 144]),
-        "prefix_memory": dice.choice([0, 0, 1]),
+        "ngrams": dice.choice(files.get(method, ["none"])),
+        "max_num_seqs": dice.randint(1, 4),
+        "max_num_batched_tokens": dice.choice([None, 1, 30, 144]),
+        "prefix_cache_mib": dice.choice([0, 0, 1]),
     }
     engine["width"] = dice.choice([1, 2, 5])
     if method == "static":
@@ -151,9 +151,9 @@ def judge(
     texts = vars(options) | {
         "method": "plain",
         "budget": 1,
-        "continuity": None,
-        "rows": 1,
-        "prefix_memory": 0,
+        "ngrams": None,
+        "max_num_seqs": 1,
+        "prefix_cache_mib": 0,
     }
     plain = DecodeOptions(**texts)
     seeds = [derived_seed(options.seed, number) for number in range(len(prompts))]

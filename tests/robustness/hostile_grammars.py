@@ -348,7 +348,10 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=20.0, help="seconds of the stream alone")
     parser.add_argument("--pause", type=float, default=0.5)
     options = parser.parse_args()
-    with serving(f"server.memory={options.memory}", "server.model_name=small") as (url, server):
+    with serving(f"server.memory_limit_mib={options.memory}", "server.model_name=small") as (
+        url,
+        server,
+    ):
         faults = attack(url, server.pid, options.requests, options.quiet, options.pause)
         if server.poll() is not None:
             faults.append(f"the server ended with {server.returncode}")

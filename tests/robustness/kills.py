@@ -44,14 +44,14 @@ STEPS = 24
 # between them
 SMALL = [
     "data.length=64",
-    "anchors=4",
-    "optim.batch=2",
+    "anchors_per_sequence=4",
+    "optim.batch_size=2",
     "optim.precision=float32",
     "drafter.layers=1",
 ]
-SMALL += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
+SMALL += ["evaluation.prompts=1", "evaluation.max_prompt_tokens=8", "evaluation.max_new_tokens=6"]
 SMALL += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2"]
-OPTIONS = [*SMALL, "data=jsonl", "save_minutes=1e-6"]
+OPTIONS = [*SMALL, "data=jsonl", "save_interval_minutes=1e-6"]
 MOMENTS = ("anywhere", "after a step", "after a step", "saving", "saving")
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 

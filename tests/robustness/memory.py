@@ -44,7 +44,7 @@ def small_engine() -> Engine:
         "max_position_embeddings": 1024,
     }
     pair = small(vocab_size=VOCABULARY, tie_word_embeddings=True, initializer_range=0.02, **sizes)
-    return Engine(*pair, EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
+    return Engine(*pair, EngineConfig("ddtree", 16, max_num_seqs=ROWS), CAPACITY)
 
 
 def body(number: int, dice: random.Random, greedy: bool) -> dict:

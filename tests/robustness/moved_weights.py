@@ -122,7 +122,9 @@ def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
         name = f"sequence {number}, step {step}, {operation.__name__}, {len(targets)} targets"
         prompt = [dice.randrange(300) for _ in range(dice.randint(3, 40))]
         if dice.random() < 0.5:
-            engine = Engine(dice.choice(targets), None, EngineConfig("plain", prefix_memory=1), 128)
+            engine = Engine(
+                dice.choice(targets), None, EngineConfig("plain", prefix_cache_mib=1), 128
+            )
             sequence = engine.submit(
                 prompt, TextOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
             )

@@ -137,7 +137,7 @@ def serve(minutes: float, checkpoint: str, margin: float) -> bool:
     prompts = [text[: 100 + 20 * i] for i, text in enumerate(texts) if len(text) > 4000][:40]
     settings = [
         f"checkpoint={checkpoint}",
-        "decoding.rows=8",
+        "decoding.max_num_seqs=8",
         "decoding.budget=16",
         "target.dtype=float32",
     ]

@@ -50,19 +50,19 @@ def train_and_evaluate(folder, start_command):
             "data=stdlib",
             "data.length=96",
             "optim.steps=4",
-            "optim.batch=2",
-            "anchors=4",
+            "optim.batch_size=2",
+            "anchors_per_sequence=4",
             "checkpoints=1",
         ]
         common += [
             "evaluation.prompts=2",
             "evaluation.max_new_tokens=24",
             "evaluation.budgets=[8]",
-            "data.limit=24",
+            "data.max_examples=24",
         ]
         common += [
-            "evaluation.prompt_tokens=24",
-            "evaluation.outside=0",
+            "evaluation.max_prompt_tokens=24",
+            "evaluation.external_prompts=0",
             "drafter.layers=1",
             "drafter.block_size=4",
         ]

@@ -80,7 +80,12 @@ def test_regenerated_answers_survive_kills(start_command, tmp_path):
         tmp_path / name for name in ("rows.jsonl", "whole.jsonl", "killed.jsonl")
     )
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    options = ["data=jsonl", f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
+    options = [
+        "data=jsonl",
+        f"data.path={source}",
+        "decoding.max_new_tokens=24",
+        "decoding.max_num_seqs=2",
+    ]
 
     def run(out: Path, kill_after_lines: int | None) -> None:
         process = start_command("infer/main.py", ["regenerate", *options, f"out={out}"])

@@ -11,18 +11,18 @@ SMALL = [
     "data=jsonl",
     f"data.path={ANSWERS}",
     "data.length=64",
-    "data.limit=12",
-    "anchors=4",
-    "optim.batch=2",
+    "data.max_examples=12",
+    "anchors_per_sequence=4",
+    "optim.batch_size=2",
     "optim.name=adamw",
     "head=none",
     "drafter.layers=1",
     "evaluation.prompts=1",
-    "evaluation.prompt_tokens=8",
+    "evaluation.max_prompt_tokens=8",
     "evaluation.max_new_tokens=4",
     "evaluation.budgets=[4]",
-    "evaluation.outside=0",
-    "evaluation.sampled=null",
+    "evaluation.external_prompts=0",
+    "evaluation.sampling_temperature=null",
     "checkpoints=1",
 ]
 
@@ -41,7 +41,7 @@ def small(tmp_path, small_options):
     from infer.utils.hydra_app import compose_options as composed
     from train.config import TrainConfig
 
-    own = [*small_options, "ngrams=false", "name=small", f"runs_dir={tmp_path}"]
+    own = [*small_options, "count_ngrams=false", "name=small", f"runs_dir={tmp_path}"]
     return lambda *overrides: composed("train", TrainConfig, [*own, *overrides])
 
 

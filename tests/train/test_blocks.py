@@ -199,7 +199,7 @@ def test_slots_that_no_row_has_room_for_draw_nothing(per_document):
     )
     assert torch.equal(few[all_valid], anchors[valid])
     dataset = Dataset.from_dict({name: column.tolist() for name, column in rows.items()})
-    settings = TrainConfig(anchors=38, document_anchors=per_document)
+    settings = TrainConfig(anchors_per_sequence=38, anchors_per_document=per_document)
     settings.data.length = 40
     assert most_anchors(dataset, settings) == room.max() < 38
 
@@ -224,7 +224,7 @@ def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
     rows = packed([[20, 9], [30]], total=32, seed=1)
     settings = config(kind)
     settings.drafter.block_size = 8
-    settings.anchors = 12
+    settings.anchors_per_sequence = 12
     rows["loss"] = torch.rand(2, 32, generator=torch.Generator().manual_seed(1)) < 0.8
     blocks = draw_blocks(rows, settings, 0)
     expected = torch.zeros_like(blocks.supervised)

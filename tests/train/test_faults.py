@@ -80,7 +80,7 @@ def mixture(tmp_path: Path) -> list[str]:
     parts = ", ".join(
         f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("a", 1), ("b", 2))
     )
-    return ["data=mixture", "data.path=null", f"data.parts=[{parts}]", "data.limit=null"]
+    return ["data=mixture", "data.path=null", f"data.datasets=[{parts}]", "data.max_examples=null"]
 
 
 def features(tmp_path: Path, config: TrainConfig) -> list[str]:
@@ -107,7 +107,7 @@ def test_stopped_and_killed_at_any_step_the_run_ends_the_same(
     with monkeypatch.context() as patch:
         after_steps(patch, 5, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run_here(small(*options, "save_minutes=1e-9"))
+            run_here(small(*options, "save_interval_minutes=1e-9"))
     assert [path.name for path in rolling(run)] == ["rolling-00000006"]
     (run / "checkpoints" / ".rolling-00000007").mkdir()  # half-written when it was killed
     assert left_by(run_here(small(*options))) == whole
@@ -268,7 +268,7 @@ def stopped(small, run_here, tmp_path, shallow, monkeypatch):
     options = [
         "data=jsonl",
         f"data.path={tmp_path}/texts.jsonl",
-        "data.limit=null",
+        "data.max_examples=null",
         "self_check=false",
     ]
     options += [f"target.path={tmp_path}/target", "optim.steps=3"]
@@ -357,7 +357,12 @@ def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_p
 
 def test_a_run_that_is_refused_leaves_nothing(small, run_here, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": ""}\n' * 3)
-    wrong = ["data=jsonl", "data.limit=null", f"data.path={tmp_path}/one.jsonl", "self_check=false"]
+    wrong = [
+        "data=jsonl",
+        "data.max_examples=null",
+        f"data.path={tmp_path}/one.jsonl",
+        "self_check=false",
+    ]
     with pytest.raises(ValueError):
         run_here(small(*wrong, "optim.steps=2"))
     assert not (tmp_path / "small").exists()
@@ -513,7 +518,7 @@ class TestRows:
 
         after_steps(monkeypatch, 2, damage)
         with pytest.raises(Stopped, match=r"shard-00000\.safetensors is altered: its row \d+"):
-            run_here(small(*options, "optim.steps=50", "optim.batch=1", "self_check=false"))
+            run_here(small(*options, "optim.steps=50", "optim.batch_size=1", "self_check=false"))
 
 
 @pytest.mark.robustness
@@ -531,7 +536,7 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_co
         "main.main()\n"
     )
     options = [*small_options, f"runs_dir={tmp_path}", "name=sleepy"]
-    options += ["self_check=false", "stall_minutes=0.1"]
+    options += ["self_check=false", "stall_timeout_minutes=0.1"]
     said = start_command(str(script), options, processes=2).finish(code=3)
     assert (
         "rank 1: nothing has gone on for 0.1 minutes at training: step 4, reading its rows" in said
@@ -555,7 +560,7 @@ def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
     refuse_another(
         replace(config, data=replace(config.data, max_invalid=0.5)), tmp_path / "old"
     )  # decides no row
-    with pytest.raises(ValueError, match=r"drafter.last_tap differ"):
+    with pytest.raises(ValueError, match=r"drafter.last_layer_output differ"):
         refuse_another(
             replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old"
         )

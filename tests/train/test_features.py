@@ -25,7 +25,7 @@ from train.features import (
 from train.step import block_loss
 
 LAYERS = (1, 2)
-DATA = DataConfig(length=64, limit=12)
+DATA = DataConfig(length=64, max_examples=12)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
     assert len(rows.manifest["shards"]) == 3
     drafter = new_drafter(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half)
     drafter.init_weights(seeded(0))
-    options = TrainConfig(anchors=6)
+    options = TrainConfig(anchors_per_sequence=6)
     for draw in (0, 5, 17):
         results = []
         for source in (dataset, rows):
@@ -176,7 +176,7 @@ def test_features_of_something_else_are_refused(half, stored):
     rows.check(dependencies(options, half, LAYERS))
     with pytest.raises(ValueError, match="another layers"):
         rows.check(dependencies(options, half, (0, 2)))
-    options.data.max_invalid = 0.5  # decides no row
+    options.data.max_invalid_fraction = 0.5  # decides no row
     rows.check(dependencies(options, half, LAYERS))
     options.data.length = 32
     with pytest.raises(ValueError, match="another data"):

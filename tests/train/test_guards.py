@@ -62,7 +62,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(
 ):
     states: list = []
     monkeypatch.setattr(loop, "train_step", poisoned({2: "loss", 4: "gradient"}, states))
-    run = run_here(small("optim.steps=5", "optim.micro=1", f"deepspeed.stage={stage}"))
+    run = run_here(small("optim.steps=5", "optim.micro_batch_size=1", f"deepspeed.stage={stage}"))
     for number, (before, after) in enumerate(states, 1):
         same = all(torch.equal(before[name], after[name]) for name in before)
         assert same == (number in (2, 4)), number
@@ -129,9 +129,11 @@ def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
     start_processes(torch.device("cpu"))
     target, drafter = make_tiny(dtype=dtype, **family)
     config = TrainConfig(
-        anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(**objective)
+        anchors_per_sequence=7,
+        drafter=DrafterConfig(block_size=4),
+        objective=ObjectiveConfig(**objective),
     )
-    config.optim.batch = 2
+    config.optim.batch_size = 2
     config.optim.precision = "float32"
     config.objective.chunk_rows = 5
     check = SelfCheck(drafter, target, Rows(6, 30), config)
@@ -171,9 +173,11 @@ def test_passes_are_laid_out_ahead(run_here, make_tiny):
     start_processes(torch.device("cpu"))
     target, drafter = make_tiny()
     config = TrainConfig(
-        anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(chunk_rows=5)
+        anchors_per_sequence=7,
+        drafter=DrafterConfig(block_size=4),
+        objective=ObjectiveConfig(chunk_rows=5),
     )
-    config.optim.batch = 2
+    config.optim.batch_size = 2
     with closing(Prefetch(Rows(6, 30), config, range(3), False)) as prefetch:
         for step in range(3):
             (laid,) = prefetch()
@@ -187,7 +191,9 @@ def test_passes_are_laid_out_ahead(run_here, make_tiny):
         assert prefetch.ahead.result() == []  # nothing is read behind the last step
 
 
-@pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"window": 5}, {"vocabulary": 50}])
+@pytest.mark.parametrize(
+    "family", [{}, {"family": "dart"}, {"sliding_window": 5}, {"draft_vocab_size": 50}]
+)
 @pytest.mark.parametrize("divergence", ["kl", "cross_entropy", "tv", "acceptance", "lk"])
 def test_the_start_agrees_with_blocks_computed_alone(run_here, make_tiny, family, divergence):
     assert "computed alone differ from the training step by at most" in checked(

@@ -29,7 +29,7 @@ WHOLE = ("optim.steps=12", "optim.name=muon", "checkpoints=3", "optim.precision=
 @pytest.fixture(scope="session")
 def small(small_options) -> list[str]:
     """The options of a small run."""
-    return [*small_options, "data.limit=100", "optim.precision=float32"]
+    return [*small_options, "data.max_examples=100", "optim.precision=float32"]
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +99,7 @@ def few_steps(start, make_once):
     def once(drafter: str = "dflash-small", steps: int = 3) -> Path:
         options = [
             f"drafter={drafter}",
-            "ngrams=false",
+            "count_ngrams=false",
             "name=one",
             "optim.name=adamw",
             f"optim.steps={steps}",
@@ -115,9 +115,14 @@ def few_steps(start, make_once):
 @pytest.mark.parametrize(
     "drafter, processes, options",
     [
-        ("dflash-small", 1, ["optim.micro=1", "recompute=true"]),
+        ("dflash-small", 1, ["optim.micro_batch_size=1", "gradient_checkpointing=true"]),
         # its own head's gradient adds up over passes
-        pytest.param("dart", 1, ["optim.micro=1", "recompute=true"], marks=pytest.mark.robustness),
+        pytest.param(
+            "dart",
+            1,
+            ["optim.micro_batch_size=1", "gradient_checkpointing=true"],
+            marks=pytest.mark.robustness,
+        ),
         pytest.param("dflash-small", 2, ["deepspeed=zero1"], marks=pytest.mark.robustness),
         pytest.param(
             "dflash-small",
@@ -142,7 +147,7 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(
     """Same rows a step: more passes, more processes, sharded state, sharded target."""
     one = few_steps(drafter)
     name = "-".join(option.split("=")[-1] for option in [drafter, *options]) + str(processes)
-    options = [f"drafter={drafter}", "ngrams=false", f"name={name}", *options]
+    options = [f"drafter={drafter}", "count_ngrams=false", f"name={name}", *options]
     start(one.parent, *options, "optim.name=adamw", "optim.steps=3", processes=processes).finish()
     same_losses(one, one.parent / name)
 
@@ -193,7 +198,7 @@ def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
         f"runs_dir={tmp_path}",
         "data=jsonl",
         f"data.path={tmp_path / 'a.jsonl'}",
-        "optim.batch=1",
+        "optim.batch_size=1",
     ]
     run = run_here(
         composed("train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"])
@@ -204,8 +209,12 @@ def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
 
 
 def test_rows_that_cannot_be_shared_are_one_sentence(small, run_here):
-    with pytest.raises(ValueError, match=r"^optim.batch=3 .*multiple of 2"):
-        run_here(composed("train", TrainConfig, [*small, "optim.batch=3", "optim.micro=2"]))
+    with pytest.raises(ValueError, match=r"^optim.batch_size=3 .*multiple of 2"):
+        run_here(
+            composed(
+                "train", TrainConfig, [*small, "optim.batch_size=3", "optim.micro_batch_size=2"]
+            )
+        )
 
 
 def test_drafter_folder_is_the_public_layout(whole_run):
@@ -301,7 +310,7 @@ def test_a_run_of_minutes_goes_on_where_its_time_was(
         *small,
         "optim.clock=processor",
         f"runs_dir={tmp_path}",
-        "optim.minutes=0.1",
+        "optim.max_minutes=0.1",
         "optim.steps=99",
         "checkpoints=2",
         "self_check=false",
@@ -361,7 +370,7 @@ def test_log_is_trimmed_to_the_resumed_step(tmp_path):
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
-    optim = OptimConfig(lr=2.0, warmup=0.1)
+    optim = OptimConfig(lr=2.0, warmup_ratio=0.1)
     rates = torch.tensor([learning_rate(optim, step, 100) for step in range(100)])
     assert rates[:10].tolist() == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates.max() == 2.0

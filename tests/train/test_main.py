@@ -24,7 +24,7 @@ def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys
         for i in range(100)
     ]
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    bundle = ["data=jsonl", f"data.path={chats}", "document_anchors=3", "optim.steps=1"]
+    bundle = ["data=jsonl", f"data.path={chats}", "anchors_per_document=3", "optim.steps=1"]
     run_here(
         small(
             "+model=qwen3-4b",
@@ -44,7 +44,7 @@ def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys
     said = r"run        1 steps of 2 rows, 4 blocks a row, at most 3 a document, products in (bfloat16|float32)"
     assert re.fullmatch(said, takes)  # the sooner of the two, where the processor multiplies both
     assert re.match(
-        r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with recompute=true",
+        r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with gradient_checkpointing=true",
         memory,
     )
 

@@ -137,7 +137,7 @@ def test_dpace_weighs_every_position_with_what_lies_behind_it(own):
         for k in range(len(live)):
             worth = sum(math.prod(s[: j + 1]) for j in range(k, len(live)))
             expected = expected + worth * rows[g, live[k]]
-    config = ObjectiveConfig(weights="dpace", chunk_rows=7)
+    config = ObjectiveConfig(position_weights="dpace", chunk_rows=7)
     result = divergence(**args, config=config, own_head=head if own else None)
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     for found, wanted in zip(
@@ -216,8 +216,8 @@ def test_position_weights():
     assert torch.allclose(
         position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36])
     )
-    exponential = position_weights(ObjectiveConfig(weights="exponential", gamma=4.0), 3)
-    assert position_weights(ObjectiveConfig(weights="dpace"), 3).tolist() == [1, 1, 1]
+    exponential = position_weights(ObjectiveConfig(position_weights="exponential", gamma=4.0), 3)
+    assert position_weights(ObjectiveConfig(position_weights="dpace"), 3).tolist() == [1, 1, 1]
     assert torch.allclose(exponential, torch.exp(torch.tensor([0, -0.25, -0.5])))
 
 
@@ -278,7 +278,7 @@ def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, 
     expected = (rows.view(G, L) * args["weights"]).sum()
     inputs = [args["hidden"], own, parts["rows"], parts["out"]]
     gradients = torch.autograd.grad(1.7 * expected, inputs)
-    config = ObjectiveConfig(divergence=kind, unary=unary, chunk_rows=5)
+    config = ObjectiveConfig(divergence=kind, marginal_weight=unary, chunk_rows=5)
     result = divergence(
         **args,
         config=config,

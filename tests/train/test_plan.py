@@ -24,9 +24,9 @@ from train.plan import StepShape, step_memory, target_config, total_steps, with_
 
 def tiny(make_tiny, family="dflash"):
     target, drafter = make_tiny(block_size=4, family=family)
-    config = TrainConfig(anchors=6)
+    config = TrainConfig(anchors_per_sequence=6)
     config.data.length = 32
-    config.optim.batch = 2
+    config.optim.batch_size = 2
     config.drafter.family = family
     config.drafter.layers = drafter.config.num_hidden_layers
     config.drafter.block_size = 4
@@ -111,14 +111,14 @@ def test_memory_on_a_gpu_is_as_its_allocator_counted(repo, monkeypatch, name, ag
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_layers_are_computed_again_where_a_step_does_not_fit(make_tiny, asked):
     _, _, config, shape = tiny(make_tiny)
-    config.recompute = asked
+    config.gradient_checkpointing = asked
     ways = [replace(config, recompute=again) for again in (False, True)]
     without, with_it = (sum(step_memory(shape, way, 1, 4, 4, False).values()) for way in ways)
     assert with_it < without
 
     def chosen(room: float | None) -> tuple[bool, str]:
         found, line = with_recompute(config, shape, 1, 4, 4, False, room)
-        return found.recompute, line
+        return found.gradient_checkpointing, line
 
     assert chosen(2 * without)[0] == chosen(None)[0] == bool(asked)
     assert chosen(without)[0] == (asked is not False)  # a tenth stays free
@@ -185,7 +185,7 @@ def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
     lines = [json.dumps(row) for row in rows]
     lines[701] = lines[702] = "broken"
     file.write_text("\n".join(lines))
-    options = ["data=jsonl", f"data.path={file}", "data.limit=null"]
+    options = ["data=jsonl", f"data.path={file}", "data.max_examples=null"]
     config = small(*options, "optim.steps=1", "self_check=false", "evaluation.prompts=0")
     counted = []
     for run in (
@@ -210,7 +210,7 @@ def test_plan_data_and_training_count_alike(small, run_here, tmp_path, capsys):
 def test_every_named_target_is_planned(repo):
     """conf/target/*.yaml: none is refused, and drafters have sizes for them."""
     named = sorted((repo / "conf" / "target").glob("*.yaml"))
-    sizes = [given for file in named if (given := OmegaConf.load(file).get("sizes"))]
+    sizes = [given for file in named if (given := OmegaConf.load(file).get("model_config"))]
     assert len(sizes) > 18
     for given in sizes:
         theirs = AutoConfig.for_model(**OmegaConf.to_container(given))
@@ -243,6 +243,6 @@ def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys)
     file.write_text('{"no": "columns"}\n' * 9)
     with pytest.raises(
         ValueError,
-        match="9 of 9 examples are invalid; data.max_invalid=0.05 allows 0. First: .*line 1: ",
+        match="9 of 9 examples are invalid; data.max_invalid_fraction=0.05 allows 0. First: .*line 1: ",
     ):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

@@ -51,7 +51,7 @@ def test_a_study_trains_what_is_new_and_says_what_decoding_would(
     sizes = {
         "max_new_tokens": 20,
         "budget": 16,
-        "continuity": "none",
+        "ngrams": "none",
         "loop_period": LONGEST_PERIOD,
     }
     for method in ("chain", "ddtree"):
@@ -62,7 +62,7 @@ def test_a_study_trains_what_is_new_and_says_what_decoding_would(
 
 
 def test_variants_are_trained_for_the_same_processor_time():
-    config = StudyCommand(base=["optim.minutes=5"])
+    config = StudyCommand(base=["optim.max_minutes=5"])
     assert config.run_of("head=markov", 1).optim.clock == "processor"
     assert TrainConfig().optim.clock == "wall"
 

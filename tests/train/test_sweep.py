@@ -15,15 +15,15 @@ from train.sweep import sweep_table
 SHORT = [
     "drafter.layers=1",
     "optim.steps=2",
-    "optim.batch=2",
-    "data.limit=20",
+    "optim.batch_size=2",
+    "data.max_examples=20",
     "self_check=false",
-    "ngrams=false",
+    "count_ngrams=false",
 ]
 SHORT += [
     "evaluation.prompts=1",
-    "evaluation.outside=0",
-    "evaluation.sampled=null",
+    "evaluation.external_prompts=0",
+    "evaluation.sampling_temperature=null",
     "evaluation.max_new_tokens=4",
 ]
 SHORT += ["checkpoints=1", "evaluation.budgets=[3]"]

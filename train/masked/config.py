@@ -9,33 +9,34 @@ from infer.utils.checks import above_zero, at_least, one_of
 
 @dataclass
 class DiffusionConfig:
-    """Options of a masked diffusion model's training; every default is the recipe of the embedded
-    one.
+    """Options of training a masked diffusion model. The defaults are the recipe of the small one
+    that benchmarks/embedded_model.py describes.
 
     out: the folder that is written
     seed: seed of data order and noise
-    start: the causal model to begin as, and its tokenizer: a Qwen3's folder or hub id
-    mask_token_id: id of the mask; None: the tokenizer's mask token, else an id that no text uses
-    block_length: tokens decoded as one block; None: documents are noised whole
-    weighting: how the loss is weighted. elbo: the bound itself; flat: every covered token counts
-        once, less noisy
-    path: texts or chats, a file or folder (see data/rows.py); None: half the standard library, half
-        what the embedded target wrote. The bound is measured on held-out text of the first
-    length: tokens of a packed row, and of a document at most
-    batch: rows a step
+    init: the causal model to start from, with its tokenizer: a folder or hub id of a Qwen3 model
+    mask_token_id: id of the mask token; null: the tokenizer's mask token, else an unused id
+    block_length: tokens of a block in decoding; null: noise is applied to whole documents
+    weighting: weights of the loss. elbo: the exact bound on the log-likelihood; flat: every masked
+        token counts once
+    path: texts or chats, a file or folder (see data/rows.py); null: half the Python standard
+        library, half outputs of the embedded target. The bound is measured on held-out text of the
+        first
+    length: tokens of a packed sequence, and the maximum of a document
+    batch_size: packed sequences per step
     steps: training steps
-    lr: peak rate of both optimisers
+    lr: peak learning rate of both optimisers
     """
 
     out: str = "runs/embedded-diffusion"
     seed: int = 0
-    start: str = "embedded"
+    init: str = "embedded"
     mask_token_id: int | None = None
     block_length: int | None = 32
     weighting: str = "flat"
     path: str | None = None
     length: int = 256
-    batch: int = 16
+    batch_size: int = 16
     steps: int = 440
     lr: float = 1e-3
 
@@ -43,10 +44,10 @@ class DiffusionConfig:
         """Raise ValueError, one sentence, for a run that cannot work."""
         for data in self.sets():
             data.check()
-        at_least(self, batch=1, steps=1)
-        if self.batch % len(self.sets()):
+        at_least(self, batch_size=1, steps=1)
+        if self.batch_size % len(self.sets()):
             raise ValueError(
-                f"batch={self.batch} cannot be shared equally by {len(self.sets())} data sets"
+                f"batch_size={self.batch_size} cannot be shared equally by {len(self.sets())} data sets"
             )
         if self.block_length is not None and not 1 <= self.block_length <= self.length:
             raise ValueError(

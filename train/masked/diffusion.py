@@ -53,10 +53,10 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
     """Return the model to train, on its device in float32, and its tokenizer; the model's config
     carries `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind,
     and for one without an id for the mask."""
-    start = load_target(config.start, "float32")
+    start = load_target(config.init, "float32")
     if start.config.model_type not in NATIVE:
         raise ValueError(
-            f"start={config.start}: only {', '.join(NATIVE)} can become a masked diffusion model here"
+            f"init={config.init}: only {', '.join(NATIVE)} can become a masked diffusion model here"
         )
     mask = config.mask_token_id
     size = start.config.vocab_size
@@ -130,7 +130,7 @@ def products(model: nn.Module) -> torch.autocast:
 def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, torch.Tensor]:
     """Return the rows of a step, equally many of every data set: a pure function of seed and
     step."""
-    share = config.batch // len(sets)
+    share = config.batch_size // len(sets)
     parts = [batch(rows, step * share, share, config.seed) for rows in sets]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -29,6 +29,7 @@ from infer.utils.errors import Stopped, command_line, disk
 from infer.utils.files import atomic_write
 from infer.utils.progress import HEARTBEAT, Progress
 from infer.utils.redact import redact_text
+from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
 from train.processes import first_only
 from train.run.checkpoints import checkpoints, mark_best, step_of
@@ -103,7 +104,7 @@ def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
     if not wanted or config.data.source in ("embedded", "stdlib"):  # the library has thousands
         return None
     there = evaluation_prompts(
-        config.data, target.tokenizer, wanted, config.evaluation.prompt_tokens
+        config.data, target.tokenizer, wanted, config.evaluation.max_prompt_tokens
     )
     return few_prompts(len(there), wanted)
 
@@ -112,9 +113,9 @@ def parts_to_decode(config: TrainConfig, target: Target, last: bool) -> list[Pro
     """Return the prompts of an evaluation, all processes' together: of the last checkpoint all
     parts, of others a quarter of the first."""
     options = config.evaluation
-    outside = options.outside if last else 0
+    outside = options.external_prompts if last else 0
     prompts = evaluation_prompts(
-        config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside
+        config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
     parts = parts_of(prompts, options)
     return parts if last else [brief(parts[0])]
@@ -132,7 +133,7 @@ def decode_share(
         parts = [
             replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts
         ]
-    progress = Progress(what, "prompts", quiet=rank > 0, minutes=parts[0].config.minutes)
+    progress = Progress(what, "prompts", quiet=rank > 0, minutes=parts[0].config.max_minutes)
 
     def onwards(done: int, total: int) -> None:
         HEARTBEAT.at(what)  # in the other processes, too: they are not stalled
@@ -212,8 +213,8 @@ def update_report(run: Path) -> Path | None:
     mark_best(run, best)
     evaluations = evaluations_of(run)
     lines = read_log(run)
-    config = json.loads((run / "config.json").read_text())
-    tokens = config["optim"]["batch"] * config["data"]["length"]
+    config = translate_saved_config(json.loads((run / "config.json").read_text()))
+    tokens = config["optim"]["batch_size"] * config["data"]["length"]
     facts = RunFacts(
         command=command_line(),
         config=config,

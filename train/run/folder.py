@@ -25,6 +25,7 @@ from infer.targets.target import Target
 from infer.utils.errors import disk
 from infer.utils.files import atomic_write, locked, refuse_other_settings, replacing, write_json
 from infer.utils.redact import redact
+from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
 from train.features import StoredRows
 from train.run.checkpoints import remove_partial
@@ -42,17 +43,23 @@ THRESHOLD = (
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = (
     "runs_dir",
-    "save_minutes",
+    "save_interval_minutes",
     "wandb",
     "evaluation",
     "deepspeed",
-    "ngrams",
+    "count_ngrams",
     "compile",
-    "recompute",
+    "gradient_checkpointing",
     "self_check",
 )
-FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device")
-FREE += ("data.max_invalid", "optim.clock")
+FREE += (
+    "stall_timeout_minutes",
+    "optim.micro_batch_size",
+    "optim.precision",
+    "target.shard",
+    "target.device",
+)
+FREE += ("data.max_invalid_fraction", "optim.clock")
 # options of earlier versions, and their values with which a run goes on as it began
 GONE = {
     "target": {"adapter": None},
@@ -106,7 +113,7 @@ def recorded(file: Path) -> dict:
 def refuse_another(config: TrainConfig, run: Path) -> None:
     """Raise ValueError when the folder holds a run of another configuration."""
     if (run / CONFIG).exists() and begun(run):
-        known = completed(recorded(run / CONFIG), compared(TrainConfig()))
+        known = completed(translate_saved_config(recorded(run / CONFIG)), compared(TrainConfig()))
         message = (
             f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
         )

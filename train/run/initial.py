@@ -46,8 +46,8 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
     drafter = reading.drafter()
     known = fixed_options(drafter)
-    if options.vocabulary and drafter.head_row is None:  # a head has weights for every token
-        known["vocabulary"] = options.vocabulary
+    if options.draft_vocab_size and drafter.head_row is None:  # a head has weights for every token
+        known["draft_vocab_size"] = options.draft_vocab_size
     given = {key: getattr(options, key) for key in known}
     wrong = [key for key, value in given.items() if value not in (None, known[key])]
     if wrong:
@@ -109,7 +109,7 @@ def initial_drafter(
     if options.init is None:
         drafter = new_drafter(options, target)
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
-        if options.vocabulary:
+        if options.draft_vocab_size:
             know(drafter, tokens)
         if (
             not drafter.initialize(target, seeded(config.seed), options.warm_start)
@@ -125,7 +125,10 @@ def initial_drafter(
         drop_copies(drafter, target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
-    if options.vocabulary and options.vocabulary != fixed_options(drafter)["vocabulary"]:
+    if (
+        options.draft_vocab_size
+        and options.draft_vocab_size != fixed_options(drafter)["draft_vocab_size"]
+    ):
         know(drafter, tokens)
     if drafter.head_row is None:
         drafter.own.update(new_head(options.head))
@@ -133,8 +136,8 @@ def initial_drafter(
         init_head(drafter, seeded(config.seed))
     if config.target.chat_template_kwargs:
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs
-    drafter.train().requires_grad_(config.train == "all")
-    if config.train == "head":
+    drafter.train().requires_grad_(config.trainable == "all")
+    if config.trainable == "head":
         for part in (drafter.conditional_head, drafter.confidence_head):
             if part is not None:
                 part.requires_grad_(True)

@@ -68,14 +68,16 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
         restore(drafter, engine, state)
 
     # the folder as it was after that checkpoint
-    if config.ngrams:
+    if config.count_ngrams:
         first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: drop_later_steps(folder, done))
     course = first_only(lambda: course_of(config, len(dataset), folder, done))
 
-    if config.anchors < asked.anchors:
-        notes.append(f"anchors={asked.anchors}: no row has room for more than {config.anchors}")
+    if config.anchors_per_sequence < asked.anchors_per_sequence:
+        notes.append(
+            f"anchors_per_sequence={asked.anchors_per_sequence}: no row has room for more than {config.anchors_per_sequence}"
+        )
     notes += [line for line in (check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, course, notes)
 
@@ -95,8 +97,8 @@ def start_drafter(config: TrainConfig, target: Target, dataset: "StoredRows | Da
     """Return the drafter that the run starts from: one of a part of the vocabulary knows the
     training rows' most frequent tokens."""
     known_tokens = None
-    if config.drafter.vocabulary:
-        known_tokens = frequent_tokens(dataset, config.drafter.vocabulary, target)
+    if config.drafter.draft_vocab_size:
+        known_tokens = frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
     return initial_drafter(config, target, known_tokens)
 
 

@@ -47,7 +47,7 @@ class Course:
     """How far a run has come, by its steps or by their seconds."""
 
     optim: OptimConfig
-    length: float  # of the run, in steps, or with optim.minutes in seconds
+    length: float  # of the run, in steps, or with optim.max_minutes in seconds
     checkpoints: int
     step: int  # done
     seconds: float  # that they took
@@ -55,7 +55,7 @@ class Course:
     @property
     def at(self) -> float:
         """The steps done, or the seconds spent."""
-        return self.step if self.optim.minutes is None else self.seconds
+        return self.step if self.optim.max_minutes is None else self.seconds
 
     @property
     def over(self) -> bool:
@@ -79,7 +79,7 @@ class Course:
         """Count a step, after which so many seconds are spent; return whether a checkpoint is due:
         they are evenly spread, the last at the end."""
         before = self.at
-        whole = self.optim.minutes is None
+        whole = self.optim.max_minutes is None
         self.step = self.step + 1
         self.seconds = seconds
         places = (self.length * (i + 1) / self.checkpoints for i in range(self.checkpoints))
@@ -117,7 +117,7 @@ def course_of(config: TrainConfig, rows: int, folder: Path, step: int) -> Course
     """Return the course of a run over so many rows that has done `step` steps; its log, which ends
     with them, says how long they took."""
     spent = max((line.get("seconds", 0.0) for line in read_log(folder)), default=0.0)
-    minutes = config.optim.minutes
+    minutes = config.optim.max_minutes
     length = total_steps(config, rows) if minutes is None else 60 * minutes
     return Course(config.optim, length, config.checkpoints, step, spent)
 
@@ -234,8 +234,10 @@ def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
         loss, documents = (
             torch.from_numpy(np.array(part)).view(-1, config.data.length) for part in columns
         )
-        most = max(most, int(anchor_room(loss, documents.long(), config.document_anchors).max()))
-    return min(config.anchors, most)
+        most = max(
+            most, int(anchor_room(loss, documents.long(), config.anchors_per_document).max())
+        )
+    return min(config.anchors_per_sequence, most)
 
 
 def overview(
@@ -255,7 +257,9 @@ def overview(
         count * config.data.length
     )
     learnt = sum(int(part.sum()) for part in column_parts(rows, "loss"))
-    share = f", at most {config.document_anchors} a document" if config.document_anchors else ""
+    share = (
+        f", at most {config.anchors_per_document} a document" if config.anchors_per_document else ""
+    )
     products = str(compute_dtype(config, device)).removeprefix("torch.")
     part = []
     if known is not None:
@@ -269,7 +273,7 @@ def overview(
         f"{number_format(target)}" + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
-        f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row{share}, "
+        f"run        {length_of(config, count)} of {config.optim.batch_size} rows, {config.anchors_per_sequence} blocks a row{share}, "
         f"products in {products}",
         *part,
     ]
@@ -280,7 +284,7 @@ def described(data: DataConfig) -> str:
     if data.source == "hub":
         return f"{data.path} ({data.split}), answers as published, not this target's: see ./launch.sh regenerate"
     if data.source == "mixture":
-        return " + ".join(f"{part.path} x {part.weight:g}" for part in data.parts)
+        return " + ".join(f"{part.path} x {part.weight:g}" for part in data.datasets)
     return data.path or {"embedded": "what the embedded target wrote"}.get(
         data.source, "Python's standard library"
     )

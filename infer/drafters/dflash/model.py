@@ -218,16 +218,16 @@ class DFlash(Drafter):
             )
         queries = options.block_size - bool(options.sample_from_anchor)
         own = {"block_size": queries, "mask_token_id": mask} | taps(options, theirs)
-        if options.convolutions:
+        if options.conv_kernel_size:
             own |= {
-                "conv_kernel_size": options.convolutions,
+                "conv_kernel_size": options.conv_kernel_size,
                 "conv_group_size": math.gcd(theirs.hidden_size, 16),
             }
         flags = {
             name: vars(options)[name] for name in ("sample_from_anchor", "causal", "layer_fusion")
         }
         own |= (
-            {"causal": False} if options.window else {}
+            {"causal": False} if options.sliding_window else {}
         )  # readers take sliding layers for causal ones
         return own | {key: True for key, value in flags.items() if value}
 

@@ -64,11 +64,15 @@ _ROWS = (
             HeadKey("markov_rank", "rank", least=0),
             HeadKey("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
             HeadKey(
-                "enable_confidence_head", "confidence", False, choices=(True, False), optional=True
+                "enable_confidence_head",
+                "confidence_head",
+                False,
+                choices=(True, False),
+                optional=True,
             ),
             HeadKey(
                 "confidence_head_with_markov",
-                "confidence",
+                "confidence_head",
                 False,
                 choices=(True, False),
                 optional=True,
@@ -96,7 +100,7 @@ _ROWS = (
         key="ar_approximation",
         keys=(
             HeadKey("ar_approximation", new="swiglu", choices=("swiglu",)),
-            HeadKey("ar_hidden_size", "hidden", optional=True),
+            HeadKey("ar_hidden_size", "hidden_size", optional=True),
         ),
         corrects=False,
     ),
@@ -108,7 +112,7 @@ _ROWS = (
         key="gru_hidden_dim",
         keys=(
             HeadKey("emb_dim", "rank", 256),
-            HeadKey("gru_hidden_dim", "hidden", 1024, new=1024, least=0),
+            HeadKey("gru_hidden_dim", "hidden_size", 1024, new=1024, least=0),
             HeadKey("pure_draft_prefix_len", default=0, new=1, least=0),
         ),
         tables=("embed_proj.2.weight",),

@@ -94,7 +94,7 @@ def test_every_drafter_meets_every_tree_in_one_table(
         "budgets": [4],
         "sampled": None,
     }
-    evaluation = EvaluationConfig(**sizes, continuity=str(counted))
+    evaluation = EvaluationConfig(**sizes, ngrams=str(counted))
     checkpoints.append("lookup")
     data = DataConfig(source="jsonl", path=str(counted.parent.parent / "texts.jsonl"))
     command = CompareCommand(

@@ -57,7 +57,12 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(
         chains(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1)
         == reference.by_text
     )
-    engine = Engine(embedded, drafter, EngineConfig("chain", 7, rows=2, positions=None), 300)
+    engine = Engine(
+        embedded,
+        drafter,
+        EngineConfig("chain", 7, max_num_seqs=2, max_num_batched_tokens=None),
+        300,
+    )
     with running(engine) as (url, _), open_client(f"{url}/v1") as client:
         served = examine_engine(client, reference)
     assert served.by_text == reference.by_text and served.drafted == 7
@@ -83,7 +88,7 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(
     assert (
         short.healthy
         and short.cause.name == "trained on shorter texts"
-        and "drafter.window=256" in report(short)
+        and "drafter.sliding_window=256" in report(short)
     )
     hidden = examine(embedded, drafter, reference, replace(served, again=few))
     assert (
@@ -135,7 +140,7 @@ def test_our_own_server_is_healthy_however_it_decodes(
     if budget == "auto":
         monkeypatch.setattr("infer.engine.budget.AutoBudget.choose_nodes", lambda *_: 0)
     ngrams = str(drafter.ngrams) if method == "continuity" else None
-    engine = Engine(embedded, drafter, EngineConfig(method, budget, ngrams, rows=1), 128)
+    engine = Engine(embedded, drafter, EngineConfig(method, budget, ngrams, max_num_seqs=1), 128)
     with running(engine) as (url, _), open_client(url) as client:
         served = examine_engine(client, short_reference)
     assert served.drafting == drafting

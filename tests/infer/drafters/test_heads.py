@@ -22,12 +22,12 @@ from infer.trees.tree import Proposal
 
 KINDS = {
     "vanilla": HeadConfig("markov", rank=6),
-    "gated": HeadConfig("markov", kind="gated", rank=6, confidence=True),
+    "gated": HeadConfig("markov", kind="gated", rank=6, confidence_head=True),
     "rnn": HeadConfig("markov", kind="rnn", rank=6),
     "selector of all": HeadConfig("selector", rank=6),
     "selector": HeadConfig("selector", rank=6, top_k=9),
-    "swiglu": HeadConfig("swiglu", hidden=10),
-    "gru": HeadConfig("gru", rank=6, hidden=10),
+    "swiglu": HeadConfig("swiglu", hidden_size=10),
+    "gru": HeadConfig("gru", rank=6, hidden_size=10),
     "xpress": HeadConfig("xpress", rank=6),
 }
 

@@ -18,8 +18,8 @@ KINDS = {
     "markov": HeadConfig("markov", rank=6),
     "rnn": HeadConfig("markov", kind="rnn", rank=6),
     "selector": HeadConfig("selector", rank=6),
-    "swiglu": HeadConfig("swiglu", hidden=10),
-    "gru": HeadConfig("gru", rank=6, hidden=10),
+    "swiglu": HeadConfig("swiglu", hidden_size=10),
+    "gru": HeadConfig("gru", rank=6, hidden_size=10),
 }
 SOME = torch.randperm(97, generator=torch.Generator().manual_seed(3))
 

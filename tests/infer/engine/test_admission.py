@@ -47,7 +47,7 @@ def costs(monkeypatch):
 
 def alone(target, prompt: list[int], options: TextOptions) -> list[int]:
     engine = Engine(
-        target, None, EngineConfig("plain", rows=1), len(prompt) + options.max_new_tokens
+        target, None, EngineConfig("plain", max_num_seqs=1), len(prompt) + options.max_new_tokens
     )
     text = engine.submit(prompt, options)
     while engine.busy:
@@ -61,10 +61,12 @@ def test_a_stream_waits_for_few_positions(tiny, costs):
     (3 a row or one tree behind the longest context, when that is more), to within the quarter that
     weights are rounded by, and every text is its own. By default these are a few of its own
     trees."""
-    assert EngineConfig().positions < 2.5 * (EngineConfig().budget + 1)
+    assert EngineConfig().max_num_batched_tokens < 2.5 * (EngineConfig().budget + 1)
     target, drafter = tiny
     dice = random.Random(0)
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=16, positions=32), 320)
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 7, max_num_seqs=16, max_num_batched_tokens=32), 320
+    )
     stream = engine.submit([1, 2, 3], TextOptions(max_new_tokens=300))
     engine.step()
     counted = costs(engine)
@@ -98,7 +100,9 @@ def test_a_stream_waits_for_few_positions(tiny, costs):
 
 def test_nobody_in_work_and_all_prompts_enter_at_once(tiny, costs):
     target, drafter = tiny
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=4, positions=16), 128)
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=16), 128
+    )
     counted = costs(engine)
     texts = [engine.submit([5] * length, TextOptions(max_new_tokens=3)) for length in (40, 30, 20)]
     engine.step()
@@ -108,7 +112,9 @@ def test_nobody_in_work_and_all_prompts_enter_at_once(tiny, costs):
 def test_a_text_that_is_given_up_while_it_enters_leaves_nothing(tiny):
     """Its row, half filled, is another's afterwards, while rows in work come and go."""
     target, drafter = tiny
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=2, positions=16), 128)
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
+    )
     writing = engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
     engine.step()
     entering = engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
@@ -134,7 +140,9 @@ def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
     """Two prompts enter together, over several rounds as each is long; one is given up in
     between."""
     target, drafter = tiny
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=4, positions=144), 128)
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=144), 128
+    )
     engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
     engine.step()
     prompts = [[7] * 45, list(range(44))]
@@ -150,7 +158,9 @@ def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
 
 def test_an_engine_that_starts_again_keeps_what_waits(tiny):
     target, drafter = tiny
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=2, positions=16), 128)
+    engine = Engine(
+        target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
+    )
     engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
     engine.step()
     engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
@@ -185,7 +195,7 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny):
     def cost(text) -> int:
         return 9 if text.options.logprobs is not None else 3 if text.options.temperature else 1
 
-    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=4), 40)
+    engine = Engine(target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4), 40)
     to_host = engine.runner._to_host
     failures = 0
     given_up = []
@@ -222,7 +232,10 @@ def test_rows_share_what_the_target_computes(tiny):
 
     def widest(rows: int, limit: int | None, prompt: int = 2) -> int:
         engine = Engine(
-            target, drafter, EngineConfig("ddtree", 14, rows=rows, positions=limit), prompt + 62
+            target,
+            drafter,
+            EngineConfig("ddtree", 14, max_num_seqs=rows, max_num_batched_tokens=limit),
+            prompt + 62,
         )
         texts = [
             engine.submit([i, *[5] * (prompt - 1)], TextOptions(max_new_tokens=9))
@@ -264,7 +277,9 @@ def test_where_prompts_take_long_texts_wait_for_others_to_enter_with(tiny, monke
     )
     found = {}
     for patience in (0, 4):
-        engine = Engine(target, None, EngineConfig("plain", rows=8, positions=None), 64)
+        engine = Engine(
+            target, None, EngineConfig("plain", max_num_seqs=8, max_num_batched_tokens=None), 64
+        )
         engine.runner.patience = patience
         passes.clear()
         texts = [engine.submit(prompt, each) for prompt, each in zip(prompts, options, strict=True)]

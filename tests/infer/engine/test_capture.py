@@ -111,7 +111,9 @@ def test_replayed_rounds_write_what_launched_rounds_write(
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
     texts = {}
     for compile in (False, True):
-        config = EngineConfig(method, budget, rows=3, positions=None, compile=compile)
+        config = EngineConfig(
+            method, budget, max_num_seqs=3, max_num_batched_tokens=None, compile=compile
+        )
         engine = Engine(target, drafter, config, 90)
         engine.runner.captures = compile
         texts[compile] = []
@@ -201,7 +203,10 @@ def test_a_batch_with_a_grammar_stays_captured(
 
     def write(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
         engine = Engine(
-            target, drafter, EngineConfig(method, budget, rows=rows, positions=None), 90
+            target,
+            drafter,
+            EngineConfig(method, budget, max_num_seqs=rows, max_num_batched_tokens=None),
+            90,
         )
         engine.runner.captures = captures
         texts = []
@@ -249,7 +254,12 @@ def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
     target, drafter = make_tiny(seed=3, block_size=6)
     written = {}
     for method in ("plain", "ddtree"):
-        engine = Engine(target, drafter, EngineConfig(method, 1, rows=2, positions=None), 40)
+        engine = Engine(
+            target,
+            drafter,
+            EngineConfig(method, 1, max_num_seqs=2, max_num_batched_tokens=None),
+            40,
+        )
         engine.runner.captures = True
         texts = [
             engine.submit(

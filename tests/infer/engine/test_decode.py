@@ -88,7 +88,7 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
             method,
             file,
         )
-        options = replace(options, rows=4)
+        options = replace(options, max_num_seqs=4)
         scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
         assert max(row.stats.tau for row in scripted) > 1.5

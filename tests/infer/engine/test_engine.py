@@ -59,7 +59,7 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def written_alone(tiny) -> list[list[int]]:
     """What plain decoding writes for twelve prompts, one after the other."""
-    alone = Engine(tiny[0], None, EngineConfig("plain", rows=1), 80)
+    alone = Engine(tiny[0], None, EngineConfig("plain", max_num_seqs=1), 80)
     texts = []
     for i, prompt in enumerate(prompts(12)):
         texts.append(alone.submit(prompt, OPTIONS[i % len(OPTIONS)]))
@@ -77,7 +77,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, written_alone, method,
     target, drafter = tiny
     rows = 4
     everything = prompts(12)
-    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows), 80)
+    engine = Engine(target, drafter, EngineConfig(method, 11, max_num_seqs=rows), 80)
     engine.runner.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
     dice = random.Random(1)
     texts = []
@@ -336,7 +336,9 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
     fast as with a fixed budget of that size."""
     steps = {}
     for budget, nodes in ((2, 2), ("auto", 2), ("auto", 0)):
-        engine = Engine(*tiny, EngineConfig("ddtree", budget, rows=8, positions=60), 200)
+        engine = Engine(
+            *tiny, EngineConfig("ddtree", budget, max_num_seqs=8, max_num_batched_tokens=60), 200
+        )
         if budget == "auto":
             engine.runner.budget.choose_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
             engine.runner.budget._paying_nodes = lambda rows, most, nodes=nodes: min(nodes, most)
@@ -373,7 +375,9 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
     contexts = []
     dice = random.Random(2)
     for auto in (False, True):
-        engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
+        engine = Engine(
+            target, drafter, EngineConfig("ddtree", "auto" if auto else 9, max_num_seqs=2), 80
+        )
         if auto:
             monkeypatch.setattr(
                 engine.runner.budget, "choose_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9])
@@ -433,7 +437,7 @@ def test_a_target_and_a_drafter_are_measured_once(make_tiny, monkeypatch):
         "infer.engine.budget.calibrate", lambda *asked: measured.append(asked) or calibration
     )
     for rows in (1, 2):
-        Engine(target, drafter, EngineConfig("ddtree", "auto", rows=rows), 80)
+        Engine(target, drafter, EngineConfig("ddtree", "auto", max_num_seqs=rows), 80)
     assert len(measured) == 1
     measured.clear()
     del drafter

@@ -62,7 +62,7 @@ def written(target, drafter, method: str, rows: int, **options) -> list[list[int
         for key in ("temperature", "top_p", "top_k", "repetition_penalty")
         if key in options
     }
-    engine = Engine(target, drafter, EngineConfig(method, 24, rows=rows, **options), 700)
+    engine = Engine(target, drafter, EngineConfig(method, 24, max_num_seqs=rows, **options), 700)
     texts = [
         engine.submit(prompt, TextOptions(max_new_tokens=40, seed=5, **text))
         for prompt in prompts()
@@ -126,7 +126,7 @@ def test_texts_in_bfloat16_differ_from_plain_ones_at_ties_only(pair):
 
 def test_a_round_of_greedy_texts_waits_once(pair):
     target, drafter = pair(torch.bfloat16)
-    engine = Engine(target, drafter, EngineConfig("ddtree", 24, rows=2), 700)
+    engine = Engine(target, drafter, EngineConfig("ddtree", 24, max_num_seqs=2), 700)
     engine.submit([1] * 50, TextOptions(max_new_tokens=200, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -153,10 +153,12 @@ def test_a_training_step_lowers_the_loss(pair):
     rows = {"ids": ids, "positions": places, "documents": torch.zeros_like(ids)}
     rows["loss"] = torch.ones_like(ids, dtype=torch.bool)
     config = TrainConfig(
-        anchors=16, drafter=DrafterConfig(layers=2, block_size=8), objective=ObjectiveConfig()
+        anchors_per_sequence=16,
+        drafter=DrafterConfig(layers=2, block_size=8),
+        objective=ObjectiveConfig(),
     )
     config.data.length = 256
-    config.optim.batch = 2
+    config.optim.batch_size = 2
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
     losses = []
     for _ in range(8):

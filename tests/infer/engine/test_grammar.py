@@ -87,7 +87,7 @@ def test_trees_write_what_constrained_plain_decoding_writes(embedded, drafter, k
 def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
     free = TextOptions(max_new_tokens=20)
     bound = TextOptions(max_new_tokens=20, regex=ASKED["regex"])
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, rows=2), 80)
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, max_num_seqs=2), 80)
     ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
     texts = [engine.submit(ids, options) for options in (free, bound)]
     while engine.busy:

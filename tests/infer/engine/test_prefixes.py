@@ -32,7 +32,7 @@ def drafter(target):
 def drafters(target, drafter):
     """One of every kind of memory."""
     sliding = new_drafter(
-        DrafterConfig(layers=2, block_size=6, window=20), target
+        DrafterConfig(layers=2, block_size=6, sliding_window=20), target
     )  # forgets, unless prefixes are kept
     sliding.load_state_dict(drafter.state_dict())
     drafters = {"dflash": drafter, "lookup": Lookup(6), "sliding": sliding}
@@ -46,7 +46,7 @@ def write(target, drafter, prompts, memory, rows=1, together=False):
     """Decode prompts one after the other, or together; return the texts, and how many positions
     were computed."""
     engine = Engine(
-        target, drafter, EngineConfig("ddtree", 8, rows=rows, prefix_memory=memory), 420
+        target, drafter, EngineConfig("ddtree", 8, max_num_seqs=rows, prefix_cache_mib=memory), 420
     )
     computed = []
     run = engine.runner.prefill

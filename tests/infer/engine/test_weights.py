@@ -60,7 +60,7 @@ def by_generate(target, drafter):
 
 
 def by_engine(target, drafter):
-    engine = Engine(target, drafter, EngineConfig(budget=6, prefix_memory=8), 256)
+    engine = Engine(target, drafter, EngineConfig(budget=6, prefix_cache_mib=8), 256)
 
     def write() -> list[int]:
         text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS))
@@ -97,7 +97,7 @@ def test_a_text_is_that_of_the_new_weights(make_tiny, route, change):
 
 def test_a_server_answers_with_the_new_weights(shallow_target, running):
     target = Target(deepcopy(shallow_target.model), shallow_target.tokenizer)
-    engine = Engine(target, None, EngineConfig("plain", rows=2, prefix_memory=8), 256)
+    engine = Engine(target, None, EngineConfig("plain", max_num_seqs=2, prefix_cache_mib=8), 256)
     with running(engine) as (url, _):
 
         def ask() -> list[int]:
@@ -118,7 +118,7 @@ def test_a_server_answers_with_the_new_weights(shallow_target, running):
 def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny, change):
     """Its tokens stay; what follows is what the new weights write behind them."""
     target, drafter = make_tiny(seed=4)
-    engine = Engine(target, drafter, EngineConfig(budget=6, rows=2), 256)
+    engine = Engine(target, drafter, EngineConfig(budget=6, max_num_seqs=2), 256)
     text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS, logprobs=0))
     while len(text.ids) < 6:
         engine.step()

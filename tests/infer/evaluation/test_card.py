@@ -46,7 +46,7 @@ def checkpoint(make_tiny, tmp_path_factory):
     config.target.chat_template_kwargs = {"enable_thinking": False}
     config.data.source = "jsonl"
     config.data.path = f"{SECRET}/secret.jsonl"
-    config.evaluation.continuity = f"{SECRET}/secret.ngrams"
+    config.evaluation.ngrams = f"{SECRET}/secret.ngrams"
     config.drafter.init = f"{SECRET}/drafter"
     (run / "config.json").write_text(json.dumps(asdict(config)))
     return run / "checkpoints" / "best"

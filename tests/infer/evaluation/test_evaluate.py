@@ -51,7 +51,7 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
     """With a file beside the weights: DDTree without it and with it, and the n-grams in the
     drafter's place."""
     target, drafter = make_tiny(block_size=6)
-    text = variants(drafter, EvaluationConfig(max_new_tokens=4, budgets=[3], continuity="text"))
+    text = variants(drafter, EvaluationConfig(max_new_tokens=4, budgets=[3], ngrams="text"))
     assert [one.name for one in text] == [
         "plain",
         "generate",
@@ -60,7 +60,7 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
         "ddtree+ngrams",
         "n-grams alone",
     ]
-    assert [one.options.continuity for one in text][-3:] == ["none", "text", "text"]
+    assert [one.options.ngrams for one in text][-3:] == ["none", "text", "text"]
     texts = [[7, 8, 9, 10, 11, 12, 13, 7, 8, 9]]
     drafter.ngrams = count_ngrams(
         texts, len(target.head_weight), 3, tmp_path / "ngrams", "0" * 64
@@ -72,7 +72,7 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
         *[("ddtree+ngrams", 4), ("n-grams alone", 4)],
     ]
     assert "n-grams" not in " ".join(
-        one.name for one in variants(drafter, replace(config, continuity="none"))
+        one.name for one in variants(drafter, replace(config, ngrams="none"))
     )
     measured = measure(target, drafter, every, PROMPTS[:1])
     rounds = {(one.variant.name, one.variant.budget): one.texts[0].commits for one in measured}
@@ -105,7 +105,7 @@ def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
     monkeypatch.setattr(measuring, "synchronised_clock", lambda device: slow_clock)
     monkeypatch.setattr(measuring, "open_engine", lambda *args: opened(*args[:-1]))
     plain, _, chain, *_ = variants(
-        drafter, EvaluationConfig(max_new_tokens=4, budgets=[2], continuity="none")
+        drafter, EvaluationConfig(max_new_tokens=4, budgets=[2], ngrams="none")
     )
     measured = measure(target, drafter, [plain, chain], PROMPTS[:4])
     assert sorted(one.again for one in measured) == [0, 1]
@@ -120,14 +120,16 @@ def test_an_evaluation_keeps_to_its_minutes(make_tiny, minutes):
     """A limit that has room for little leaves one prompt of the first part, and names what is left
     out."""
     target, drafter = make_tiny()
-    config = EvaluationConfig(max_new_tokens=4, budgets=[2], sampled=None, minutes=minutes)
+    config = EvaluationConfig(
+        max_new_tokens=4, budgets=[2], sampling_temperature=None, max_minutes=minutes
+    )
     prompts = [Prompt(ids, "any", beside) for ids in PROMPTS[:3] for beside in (None, "outside")]
     result = evaluate.evaluate(target, drafter, prompts, config)
     evaluations = [(one.prompts, one.cut) for one in (result, *result.beside)]
     if minutes is None:
         assert evaluations == [(3, None)] * 2
     else:
-        cut = "evaluation.minutes=1e-09 had time for 1 of 3 prompts, and none for outside"
+        cut = "evaluation.max_minutes=1e-09 had time for 1 of 3 prompts, and none for outside"
         assert evaluations == [(1, cut)] and f"\n{cut}" in table(result)
 
 
@@ -138,7 +140,9 @@ def test_slow_plain_decoders_are_left_out_beside_an_evaluation(make_tiny, monkey
     prompts = [
         Prompt(PROMPTS[0], "starts", beside) for beside in (None, None, "outside", "outside")
     ]
-    parts = parts_of(prompts, EvaluationConfig(max_new_tokens=4, budgets=[2], sampled=None))
+    parts = parts_of(
+        prompts, EvaluationConfig(max_new_tokens=4, budgets=[2], sampling_temperature=None)
+    )
     monkeypatch.setattr(evaluate, "fastest_plain", lambda measured: measured[1])
     patient = decode_all(target, drafter, parts)
     monkeypatch.setattr(evaluate, "fastest_plain", lambda measured: measured[0])

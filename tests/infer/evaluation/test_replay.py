@@ -23,7 +23,7 @@ TINY = {
     "windowed": {"window": 5},
     "dart": {"family": "dart"},
     "part": {"vocabulary": 60, "head": HEAD},
-    "recurrent": {"head": HeadConfig("gru", rank=6, hidden=10)},
+    "recurrent": {"head": HeadConfig("gru", rank=6, hidden_size=10)},
 }
 
 

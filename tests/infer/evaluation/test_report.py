@@ -245,7 +245,7 @@ def test_evaluation_adds_up(shallow_target, temperature):
         Prompt(ids[1], "prose", "outside"),
     ]
     config = EvaluationConfig(
-        max_new_tokens=9, budgets=[2, 30], temperature=temperature, sampled=0.7
+        max_new_tokens=9, budgets=[2, 30], temperature=temperature, sampling_temperature=0.7
     )
     calls = []
     result = evaluate(

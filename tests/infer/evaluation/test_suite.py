@@ -143,14 +143,14 @@ def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
     """No question begins when the time is over, and the table says so; a set that was cut is no
     finished one."""
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
-    command.evaluation = replace(command.evaluation, minutes=1e-6)
+    command.evaluation = replace(command.evaluation, max_minutes=1e-6)
     run_eval(command)
     text = Path(command.out, "suite.md").read_text()
-    assert "Alpaca: evaluation.minutes=1e-06 had time for 1 of 2 prompts" in text
+    assert "Alpaca: evaluation.max_minutes=1e-06 had time for 1 of 2 prompts" in text
     assert "AIME 2024: " not in text
     monkeypatch.setattr(infer.evaluation.suite, "measure", None)
     run_eval(command)  # as it was
-    command.evaluation = replace(command.evaluation, minutes=None)
+    command.evaluation = replace(command.evaluation, max_minutes=None)
     with pytest.raises(
         ValueError, match=r"alpaca-0\.json was measured with another minutes: give another out="
     ):

@@ -168,13 +168,16 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
             block_size=4,
             mask_token_id=96,
             target_layer_ids=[LAYERS - 1, 1],
-            last_tap=kind,
+            last_layer_output=kind,
         )
         drafter = new_drafter(options, target)
         drafter.init_weights(torch.Generator().manual_seed(0))
         export_drafter(drafter, "dflash", None, tmp_path / kind)
         again = load_drafter(tmp_path / kind)
-        assert again.layer_ids == drafter.layer_ids and fixed_options(again)["last_tap"] == kind
+        assert (
+            again.layer_ids == drafter.layer_ids
+            and fixed_options(again)["last_layer_output"] == kind
+        )
         cache = target.cache(1, 40)
         with cache.add(1) as row:
             prefilled = target.extend(IDS.tolist(), row, again.layer_ids).context
@@ -191,10 +194,11 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
     assert torch.allclose(target.body.norm(raw), theirs[LAYERS], atol=1e-5)
     with pytest.raises(ValueError, match="last layer, 5, is not tapped"):
         new_drafter(
-            DrafterConfig(mask_token_id=96, target_layer_ids=[1, 4], last_tap="normed"), target
+            DrafterConfig(mask_token_id=96, target_layer_ids=[1, 4], last_layer_output="normed"),
+            target,
         )
     with pytest.raises(ValueError, match="last_tap=both"):
-        DrafterConfig(last_tap="both").check()
+        DrafterConfig(last_layer_output="both").check()
 
 
 def test_check_says_what_each_engine_makes_of_a_tap_of_the_last_layer(make_tiny, tmp_path):
@@ -206,7 +210,7 @@ def test_check_says_what_each_engine_makes_of_a_tap_of_the_last_layer(make_tiny,
             block_size=4,
             mask_token_id=96,
             target_layer_ids=[1, LAYERS - 1],
-            last_tap=kind,
+            last_layer_output=kind,
         )
         drafter = new_drafter(options, target)
         export_drafter(drafter, "dflash", None, tmp_path / kind)

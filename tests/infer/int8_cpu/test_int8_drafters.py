@@ -18,7 +18,7 @@ KINDS = {
     "fusion": {"layer_fusion": True},
     "window": {"window": 6, "block_size": 4},
     "part": {"vocabulary": 40, "head": HeadConfig("selector", rank=6)},
-    "dart": {"family": "dart", "head": HeadConfig("gru", rank=6, hidden=10)},
+    "dart": {"family": "dart", "head": HeadConfig("gru", rank=6, hidden_size=10)},
 }
 
 

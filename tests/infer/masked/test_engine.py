@@ -39,7 +39,7 @@ def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: Maske
     while engine.busy:
         engine.step()
     assert not engine.scheduler.writing
-    assert sorted(engine.runner.free_rows) == list(range(engine.options.rows))
+    assert sorted(engine.runner.free_rows) == list(range(engine.options.max_num_seqs))
     return done
 
 
@@ -54,7 +54,7 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
         TextOptions(max_new_tokens=length, temperature=temperature, seed=at)
         for at, (length, temperature) in enumerate(zip(LENGTHS, (0.0, 0.9, 0.0, 1.3), strict=True))
     ]
-    how = MaskedConfig(rows=3, block_length=8, cache=cache)
+    how = MaskedConfig(max_num_seqs=3, block_length=8, cache=cache)
     steps = replace(how, method="steps", rows=1)
     alone = [
         written(model, [prompt], [text], steps)[0]
@@ -110,7 +110,7 @@ def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
 
 def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
     model = make_masked()
-    engine = MaskedEngine(model, MaskedConfig(rows=1, cache="dual"), 64)
+    engine = MaskedEngine(model, MaskedConfig(max_num_seqs=1, cache="dual"), 64)
     first, second, third = (
         engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in PROMPTS[:3]
     )
@@ -219,7 +219,9 @@ def test_the_server_answers_with_a_masked_model(running, folder):
             model, None, prompt, method="steps", max_new_tokens=length, cache="dual", **more
         ).text
 
-    engine = open_engine(model, None, MaskedConfig(rows=3, block_length=8, cache="dual"), 60)
+    engine = open_engine(
+        model, None, MaskedConfig(max_num_seqs=3, block_length=8, cache="dual"), 60
+    )
     with (
         running(engine, max_texts=40) as (url, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -439,7 +441,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     )
     assert said.out == f"import os{answer.text}\n"
     assert f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
-    evaluation = EvaluationConfig(prompts=1, prompt_tokens=8, max_new_tokens=5)
+    evaluation = EvaluationConfig(prompts=1, max_prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
         target=place,
         out=str(tmp_path / "out"),

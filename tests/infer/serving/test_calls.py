@@ -182,7 +182,10 @@ def served(running, embedded):
     target.tokenizer = copy.deepcopy(embedded.tokenizer)
     target.tokenizer.chat_template = TEMPLATE
     engine = Engine(
-        target, load_drafter("embedded"), EngineConfig("ddtree", 16, rows=2, prefix_memory=64), 1600
+        target,
+        load_drafter("embedded"),
+        EngineConfig("ddtree", 16, max_num_seqs=2, prefix_cache_mib=64),
+        1600,
     )
     with running(engine) as (url, service):
         yield url, service

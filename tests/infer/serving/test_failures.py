@@ -24,7 +24,7 @@ BODY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 @pytest.fixture
 def engine(pair):
-    return Engine(*pair, EngineConfig("ddtree", 6, rows=3), 64)
+    return Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=3), 64)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(
 ):
     """Those in work and those that wait get 500, later ones no connection; `serve` ends with a
     sentence."""
-    engine = Engine(*pair, EngineConfig("ddtree", 6, rows=1), 64)
+    engine = Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=1), 64)
     ended = []
     options = ServerConfig(port=free_port)
     bound = threading.Event()

@@ -14,7 +14,7 @@ KEY = "0123456789abcdef-key"
 
 @pytest.fixture
 def engine(pair):
-    return Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64)
+    return Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=4), 64)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def bounded_server(pair, running):
     """The port of a server whose requests may have 20,000 bytes, and pause for a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.serving.guard.MAX_PAUSE_SECONDS", 1)
-        with running(Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64), max_body=20_000) as (
+        with running(
+            Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=4), 64), max_body=20_000
+        ) as (
             url,
             _,
         ):
@@ -66,7 +68,7 @@ def test_other_machines_are_let_in_with_a_key_or_a_word(monkeypatch):
             ValueError, match="other machines can reach that; set BLOCKDRAFT_API_KEY"
         ):
             ServerConfig(host=host).check()
-        ServerConfig(host=host, open=True).check()
+        ServerConfig(host=host, allow_unauthenticated=True).check()
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", KEY)
     ServerConfig(host="0.0.0.0").check()
     assert ServerConfig().key() == KEY.encode()

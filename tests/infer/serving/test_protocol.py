@@ -33,7 +33,10 @@ def served(running, load_program):
     target, drafter = load_program("fuzz_http").small()
     target.tokenizer = load_tokenizer("embedded")
     target.tokenizer.chat_template = TEMPLATE
-    with running(Engine(target, drafter, EngineConfig("ddtree", 6, rows=4), 64)) as (url, service):
+    with running(Engine(target, drafter, EngineConfig("ddtree", 6, max_num_seqs=4), 64)) as (
+        url,
+        service,
+    ):
         yield url, service
 
 
@@ -243,7 +246,7 @@ def test_what_curl_sends_without_a_content_type_is_told_so(served):
 @pytest.fixture(scope="module")
 def embedded_server(running, embedded):
     with running(
-        Engine(embedded, load_drafter("embedded"), EngineConfig("ddtree", 8, rows=4), 96)
+        Engine(embedded, load_drafter("embedded"), EngineConfig("ddtree", 8, max_num_seqs=4), 96)
     ) as (url, _):
         yield url
 
@@ -289,7 +292,7 @@ def test_every_malformed_field_is_refused_with_a_sentence(load_program):
     """A value of every type of JSON at every field of both requests, and of their parts."""
     program = load_program("fuzz_http")
     app = create_app(
-        Engine(program.small()[0], None, EngineConfig("plain", rows=2), 64), ServerConfig()
+        Engine(program.small()[0], None, EngineConfig("plain", max_num_seqs=2), 64), ServerConfig()
     )
     service = app.state.service
     refused = set()

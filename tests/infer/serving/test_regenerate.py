@@ -136,9 +136,9 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
     asked = [
         "data=self",
         "data.path=null",
-        "data.limit=30",
+        "data.max_examples=30",
         "questions.system=[Fast, 'Slow, but sure']",
-        "questions.tokens=[2,24]",
+        "questions.length_range=[2,24]",
     ]
     out = tmp_path / "a.jsonl"
     written = tmp_path / "a.jsonl.questions"
@@ -156,11 +156,11 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
     assert len(set(names)) == len(names) and not any("(" in name for name in names)
     out.unlink()
     written.write_text(questions[: len(questions) // 2])
-    command(*asked, "decoding.rows=3")
+    command(*asked, "decoding.max_num_seqs=3")
     assert (written.read_text(), out.read_text()) == (questions, whole)
     assert len(list(read_rows(DataConfig("jsonl", str(out))))) == len(rows)
     out.write_text(whole[: len(whole) // 2])
-    command(*asked, "data.limit=45")
+    command(*asked, "data.max_examples=45")
     assert (
         out.read_text().startswith(whole)
         and len(lines(out)) > len(rows)
@@ -226,7 +226,7 @@ def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
 
 
 def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
-    """Its settings have data.bad_rows, which data.max_invalid replaced: neither changes an
+    """Its settings have data.bad_rows, which data.max_invalid_fraction replaced: neither changes an
     answer."""
     out = tmp_path / "a.jsonl"
     regenerate(rows()[:3], lengths, out, {"rows": 30, "data": {"path": "x", "bad_rows": 100.0}}, 0)
@@ -412,7 +412,9 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(
     regenerate(wanted, by_engine(shallow_target, None, few, capacity), out, {}, 0)
     assert out.read_text() == (tmp_path / "whole").read_text()
     for first in range(3):  # each server has a third of the rows
-        engine = Engine(shallow_target, None, EngineConfig("plain", rows=2 + first), capacity)
+        engine = Engine(
+            shallow_target, None, EngineConfig("plain", max_num_seqs=2 + first), capacity
+        )
         with running(engine) as (url, _):
             regenerate(
                 wanted[first::3],

@@ -34,7 +34,7 @@ def drafter(shallow_target):
 
 @pytest.fixture(scope="module")
 def served(running, shallow_target, drafter):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=8), CAPACITY)
     with running(engine, max_texts=300, max_body=20_000) as (url, service):
         yield url, service
 
@@ -247,7 +247,7 @@ def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
 
 
 def test_a_full_server_says_so(running, idle, shallow_target, drafter):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
     with running(engine, max_texts=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -271,7 +271,10 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
     )
     drafter = scripted_drafter([prompt["input_ids"] + own.ids] * 2, 6, embedded.config.vocab_size)
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
-    with running(Engine(embedded, drafter, EngineConfig("chain", 5, rows=1), CAPACITY)) as (url, _):
+    with running(Engine(embedded, drafter, EngineConfig("chain", 5, max_num_seqs=1), CAPACITY)) as (
+        url,
+        _,
+    ):
         config = ChatCommand(url=url, max_tokens=40)
         with httpx.Client(base_url=config.url, timeout=60) as http:
             said = answer(http, messages, config, console)
@@ -286,7 +289,7 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
 
 
 def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypatch):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
     monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as free:
         config = ChatCommand(max_tokens=10, server=ServerConfig(port=free.getsockname()[1]))
@@ -300,7 +303,7 @@ def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypa
 
 
 def test_chat_says_what_ended_its_server(shallow_target, drafter, monkeypatch):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
     monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ChatCommand(server=ServerConfig(port=taken.getsockname()[1]))

@@ -114,7 +114,11 @@ WRONG = [  # command, arguments, what the message says: Hydra's where it refuses
     ("train", ["deepspeed.stage=1"], "optim.name=muon"),
     ("train", ["objective.divergence=l2"], "objective.divergence=l2: use"),
     ("train", ["evaluation.budgets=[]"], "budgets"),
-    ("train", ["anchors=5000"], "a row of data.length=256 tokens has room for 254 at most"),
+    (
+        "train",
+        ["anchors_per_sequence=5000"],
+        "a row of data.length=256 tokens has room for 254 at most",
+    ),
     ("eval", ["optim=laptop"], "Could not override 'optim'"),
     ("generate", ["def f(x):"], "See https://hydra.cc"),
     ("generate", ["target.device=gpu0!"], "See https://hydra.cc"),
@@ -180,7 +184,7 @@ def test_help_explains_every_key(name, capsys):
     assert any(line.startswith("  objective: acceptance, annealed-kl") for line in lines)
     if name == "train":
         run_command("train", options_class, None, ["+model=qwen3-4b", "--help"])
-        assert "  anchors=1536  (int)" in capsys.readouterr().out
+        assert "  anchors_per_sequence=1536  (int)" in capsys.readouterr().out
 
 
 INFORMATION = [
@@ -267,7 +271,7 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
     best = f"{a_run}/checkpoints/best"
     config = compose_options("eval", EvalCommand, [f"checkpoint={best}"])
     assert (config.target.path, config.target.dtype) == ("/models/it's mine", "bfloat16")
-    assert (config.data.source, config.data.parts[0].weight, config.data.length) == (
+    assert (config.data.source, config.data.datasets[0].weight, config.data.length) == (
         "mixture",
         2.0,
         3072,

@@ -327,4 +327,4 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     )
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="only qwen3 can become a masked"):
-        train(DiffusionConfig(out=str(tmp_path / "run"), start=str(tmp_path)))
+        train(DiffusionConfig(out=str(tmp_path / "run"), init=str(tmp_path)))

@@ -17,7 +17,7 @@ GATED = [
     "head=markov",
     "drafter.head.kind=gated",
     "drafter.head.rank=8",
-    "drafter.head.confidence=true",
+    "drafter.head.confidence_head=true",
 ]
 
 
@@ -29,7 +29,7 @@ def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shal
     )
     first = load_drafter(both / "checkpoints" / "best")
     assert HeadConfig(**head_options(first.own)) == HeadConfig(
-        "markov", "gated", 8, confidence=True
+        "markov", "gated", 8, confidence_head=True
     )
     changed = {name for name, weight in first.named_parameters() if weight.abs().sum() > 0}
     assert {
@@ -41,7 +41,7 @@ def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shal
     alone = [
         "name=alone",
         f"drafter.init={tmp_path}/dspark",
-        "train=head",
+        "trainable=head",
         "objective.chunk_rows=7",
     ]
     alone += ["drafter.sample_from_anchor=true", "optim.name=muon", "optim.steps=2"]
@@ -72,7 +72,7 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "plain")
     options = [
         f"drafter.init={tmp_path}/plain",
-        "train=head",
+        "trainable=head",
         "head=selector",
         "drafter.head.rank=8",
     ]
@@ -88,13 +88,13 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
 @pytest.mark.parametrize(
     "options, word",
     [
-        (["train=head"], "give drafter.init="),
+        (["trainable=head"], "give drafter.init="),
         (["head=markov", "deepspeed=zero3"], "head=markov needs weights whole"),
-        (["objective.unary=1"], "objective.unary=1.0 is for head=markov"),
-        (["head=swiglu", "objective.unary=1"], "not for head=swiglu"),
+        (["objective.marginal_weight=1"], "objective.marginal_weight=1.0 is for head=markov"),
+        (["head=swiglu", "objective.marginal_weight=1"], "not for head=swiglu"),
         (["drafter=dart", "drafter.causal=true"], "drafter=dart has no such thing"),
-        (["drafter=dart", "drafter.window=64"], "drafter=dart has no such thing"),
-        (["drafter.window=7"], "give at least drafter.block_size=8"),
+        (["drafter=dart", "drafter.sliding_window=64"], "drafter=dart has no such thing"),
+        (["drafter.sliding_window=7"], "give at least drafter.block_size=8"),
         (["train=everything"], "train=everything"),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_loads(small, options,
 
 def test_what_the_folder_says_is_refused_before_a_model_loads(small, shallow, tmp_path):
     target = load_target(str(shallow))
-    for name, head in (("plain", HeadConfig()), ("gru", HeadConfig("gru", rank=8, hidden=8))):
+    for name, head in (("plain", HeadConfig()), ("gru", HeadConfig("gru", rank=8, hidden_size=8))):
         drafter = new_drafter(DrafterConfig(layers=1, head=head), target)
         save_drafter(drafter.config, drafter.state_dict(), tmp_path / name)
 
@@ -115,10 +115,10 @@ def test_what_the_folder_says_is_refused_before_a_model_loads(small, shallow, tm
         check_head_training(config)
         return config.drafter.head
 
-    assert resolved(f"drafter.init={tmp_path}/gru") == HeadConfig("gru", rank=8, hidden=8)
+    assert resolved(f"drafter.init={tmp_path}/gru") == HeadConfig("gru", rank=8, hidden_size=8)
     with pytest.raises(ValueError, match="has a conditional head already"):
         resolved(f"drafter.init={tmp_path}/gru", "head=markov")
     with pytest.raises(ValueError, match="the drafter has no conditional head"):
-        resolved(f"drafter.init={tmp_path}/plain", "train=head")
+        resolved(f"drafter.init={tmp_path}/plain", "trainable=head")
     with pytest.raises(ValueError, match="head=gru needs weights whole"):
         resolved(f"drafter.init={tmp_path}/gru", "deepspeed=zero3")

@@ -102,7 +102,7 @@ def test_another_number_of_tokens_is_chosen_anew(embedded, tmp_path):
     tokens = torch.arange(3, 83, 2)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     options = resolve_init(
-        DrafterConfig(init=str(tmp_path), layers=1, block_size=6, vocabulary=40), EMBEDDED
+        DrafterConfig(init=str(tmp_path), layers=1, block_size=6, draft_vocab_size=40), EMBEDDED
     )
     started = initial_drafter(TrainConfig(drafter=options), embedded, tokens)
     save_drafter(started.config, started.state_dict(), tmp_path / "part")

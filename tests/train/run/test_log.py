@@ -45,9 +45,9 @@ def test_offline_the_report_is_kept_for_later_without_secrets(
     hub = "hf_" + "Q" * 30
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(sys, "argv", ["main.py", f"evaluation.continuity={hub}"])
+    monkeypatch.setattr(sys, "argv", ["main.py", f"evaluation.ngrams={hub}"])
     config = small("wandb=true", "optim.steps=1", "self_check=false")
-    config.target.sizes = {"note": hub}
+    config.target.model_config = {"note": hub}
     run = run_here(config)
     (record,) = run.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 60
@@ -62,7 +62,7 @@ def test_offline_the_report_is_kept_for_later_without_secrets(
         for file in written
         if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()
     ]
-    assert json.loads((run / "config.json").read_text())["target"]["sizes"]["note"] == HIDDEN
+    assert json.loads((run / "config.json").read_text())["target"]["model_config"]["note"] == HIDDEN
     printed = capfd.readouterr()
     assert key not in printed.out + printed.err and "wandb stopped working" not in printed.out
     assert record.parent.name.endswith((run / "wandb_id").read_text())

@@ -20,7 +20,7 @@ from train.run.log import read_log
 )
 def test_the_tokens_are_the_most_frequent_ones(small, run_here, shallow, tmp_path, capsys, options):
     """The run checks itself before its first step (train/selfcheck.py), and decodes at its end."""
-    config = small(*options, "drafter.vocabulary=60", "optim.steps=2")
+    config = small(*options, "drafter.draft_vocab_size=60", "optim.steps=2")
     run = run_here(config)
     target = load_target(str(shallow))
     counts = Counter()
@@ -55,6 +55,6 @@ def test_more_tokens_than_there_are_are_refused_before_the_target_loads(
 ):
     monkeypatch.setattr("train.run.state.open_target", None)
     with pytest.raises(ValueError, match=r"drafter\.vocabulary=513: the target has 512 tokens"):
-        run_here(small("drafter.vocabulary=513"))
+        run_here(small("drafter.draft_vocab_size=513"))
     with pytest.raises(ValueError, match=r"drafter\.vocabulary=513: the target has 512 tokens"):
-        run_here(small("drafter.vocabulary=513", "drafter.init=embedded", "drafter.layers=2"))
+        run_here(small("drafter.draft_vocab_size=513", "drafter.init=embedded", "drafter.layers=2"))
