@@ -76,7 +76,7 @@ def without_selector(drafter: Drafter) -> Drafter:
 def ours(target: Target, drafter: Drafter | None, asked: dict) -> dict:
     method = "chain" if drafter else "plain"
     options = DecodeOptions(
-        method=method, max_new_tokens=asked["more"], ignore_eos=True, positions=None
+        method=method, max_new_tokens=asked["more"], ignore_eos=True, max_num_batched_tokens=None
     )
     begun = process_time()
     texts = [decode(target, drafter, [prompt], options)[0] for prompt in asked["prompts"]]
@@ -320,7 +320,7 @@ def main() -> None:
     whole = load_drafter(
         work / "dflash", torch.float32
     )  # what the engines read: it drafts from the whole vocabulary
-    prompts = prompts_of(args, target.tokenizer, outside=24)
+    prompts = prompts_of(args, target.tokenizer, external_prompts=24)
     asked = {
         "target": resolve_path(args.target),
         "prompts": prompts,

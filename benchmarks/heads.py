@@ -101,7 +101,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     prompts = evaluation_prompts(data, target.tokenizer, arguments.prompts, 96, arguments.outside)
     options = DecodeOptions(
-        arguments.tokens, method="plain", positions=None, loop_period=LONGEST_PERIOD
+        arguments.tokens, method="plain", max_num_batched_tokens=None, loop_period=LONGEST_PERIOD
     )
     done = decode(target, None, [prompt.ids for prompt in prompts], options)
     texts = []

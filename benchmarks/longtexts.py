@@ -62,7 +62,7 @@ ids = [*turns[-1][0], *turns[-1][1]]
 spans = [(len(prompt), len(prompt) + len(own)) for prompt, own in turns]
 features = features_of(target, [8, 18, 27], (ids, [])).clone()
 for window in map(int, sys.argv[1:]):
-    drafter = load_drafter("smollm2", quantization="int8", window=window or None)
+    drafter = load_drafter("smollm2", quantization="int8", sliding_window=window or None)
     found = rounds(target, drafter, torch.tensor(ids), features, spans)
     for place in range(0, len(ids), 1000):
         here = found[found[:, 0] // 1000 == place // 1000]

@@ -74,7 +74,9 @@ def main() -> None:
         prompts = prompts_of(args, target.tokenizer)
         drafters = [load_drafter(path, target.dtype) for path in args.drafters]
         for temperature in args.temperatures:
-            options = DecodeOptions(args.new_tokens, temperature, seed=1, method="plain", rows=1)
+            options = DecodeOptions(
+                args.new_tokens, temperature, seed=1, method="plain", max_num_seqs=1
+            )
             expected = [text.ids for text in decode(target, None, prompts, options)]
             kind = f"{dtype}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}:"
             if temperature == 0:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from infer.config import TargetConfig
 from infer.main import COMMANDS
 from infer.utils.hydra_app import CONF, compose_options, run_command
+from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
 
 
@@ -76,7 +77,7 @@ def test_a_suite_brings_the_papers_settings_which_may_be_changed():
     config = composed(
         "eval", ["suite=ddtree", "evaluation.max_new_tokens=64", "suite.max_questions=3"]
     )
-    assert (config.evaluation.max_new_tokens, config.suite.limit) == (64, 3)
+    assert (config.evaluation.max_new_tokens, config.suite.max_questions) == (64, 3)
     assert composed("eval", []).suite.name is None
 
 
@@ -91,7 +92,7 @@ def test_a_model_preset_is_what_the_committed_file_says(repo, model, capsys):
 
 def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
     """tests/golden/models.json is what the code of 4e0af7d composed: every file of conf/model, and
-    Qwen3 4B by both recipes; with what was renamed or added since."""
+    Qwen3 4B by both recipes. Options that were renamed since are translated."""
     expected = json.loads((repo / "tests" / "golden" / "models.json").read_text())
     assert {name for name in expected if " " not in name} == {"default", *options_of("model")}
     for name, options in expected.items():
@@ -104,8 +105,9 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
         if model in ("hf", "smollm2"):  # they say what is missing: a target, answers
             overrides += {"hf": ["target.path=/model"], "smollm2": [f"data.path={__file__}"]}[model]
             options["target" if model == "hf" else "data"]["path"] = overrides[-1].partition("=")[2]
+        options = translate_saved_config(options)
         del options["data"]["bad_rows"]
-        options["data"]["max_invalid"] = 0.05
+        options["data"]["max_invalid_fraction"] = 0.05
         options["optim"]["clock"] = "wall"
         assert json.loads(json.dumps(asdict(composed("train", overrides)))) == options, name
 
@@ -126,7 +128,7 @@ def test_every_experiment_composes_alone_and_over_a_model(tmp_path):
 
 
 def test_the_preset_of_any_model_asks_for_its_target():
-    assert composed("train", ["+model=hf", "target.path=/some/folder"]).document_anchors == 512
+    assert composed("train", ["+model=hf", "target.path=/some/folder"]).anchors_per_document == 512
     with pytest.raises(ValueError, match=r"target\.path"):
         composed("train", ["+model=hf"])
 

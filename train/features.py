@@ -40,6 +40,7 @@ from infer.utils.files import (
     save_readable,
 )
 from infer.utils.redact import redact
+from infer.utils.renamed_options import translate_saved_config
 from train.config import FeaturesConfig, TrainConfig
 
 MANIFEST = "manifest.json"
@@ -118,6 +119,7 @@ def write_features(
     manifest["shards"] = []
     if (out / MANIFEST).exists():
         found = read_manifest(out)
+        found |= translate_saved_config({"data": found["data"]})
         message = f"{out} holds features of another {{keys}}: choose another out="
         refuse_other_settings(found, manifest, message, free=("shards", "sha256", *NO_INFLUENCE))
         manifest = found
@@ -231,6 +233,7 @@ class StoredRows:
         """Raise ValueError, naming what differs, unless the features are what `dependencies` says
         that a run needs, or have more layers: rows then have the run's."""
         known = {key: self.manifest[key] for key in expected}
+        known |= translate_saved_config({"data": known["data"]})
         layers = expected["layers"]
         # once not recorded
         known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]

@@ -170,7 +170,7 @@ def with_recompute(
     """Return the configuration, with layers computed again in the backward pass where that is left
     open and a step would not fit otherwise, and a line that says what it takes. room: bytes of a
     device, None where it is not at hand; otherwise as `step_memory`."""
-    ways = {again: replace(config, recompute=again) for again in (False, True)}
+    ways = {again: replace(config, gradient_checkpointing=again) for again in (False, True)}
     sizes = {
         again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values())
         for again in ways

@@ -151,7 +151,10 @@ class Ruler:
         length = base.evaluation.max_new_tokens
         self.quantization, (self.target, _) = base.target.quantization, load(base.target, None)
         self.plain = DecodeOptions(
-            max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None
+            max_new_tokens=length,
+            method="plain",
+            loop_period=LONGEST_PERIOD,
+            max_num_batched_tokens=None,
         )
         if not file.exists():
             prompts = evaluation_prompts(

@@ -76,7 +76,10 @@ def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[AnyPro
     if not prompts:
         raise ValueError("there is no prompt that could be sent to a server")
     options = DecodeOptions(
-        method="chain", max_new_tokens=TOKENS, loop_period=LONGEST_PERIOD, positions=None
+        method="chain",
+        max_new_tokens=TOKENS,
+        loop_period=LONGEST_PERIOD,
+        max_num_batched_tokens=None,
     )
     return reference_of(
         target,

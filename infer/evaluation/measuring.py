@@ -112,9 +112,9 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
     found = []
     shared = {name: value for name, value in asdict(config).items() if name in SHARED}
     # positions: every method gets the budget that is measured
-    shared |= {"loop_period": LONGEST_PERIOD, "rows": 1, "positions": None}
+    shared |= {"loop_period": LONGEST_PERIOD, "max_num_seqs": 1, "max_num_batched_tokens": None}
     for row in TREES.values():
-        options = DecodeOptions(method=row.name, continuity=NO_NGRAMS, **shared)
+        options = DecodeOptions(method=row.name, ngrams=NO_NGRAMS, **shared)
         budgets = config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)]
         if row.ngrams:  # where nobody asked for any, the engine takes the drafter's
             options = replace(options, method=row.name if asked else "ddtree", ngrams=asked)
@@ -128,7 +128,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
     if asked != NO_NGRAMS and drafter.family is not LOOKUP:
         file = None if asked else drafter.ngrams
         options = DecodeOptions(
-            budget=most, continuity=asked or (None if file else TEXT_NGRAMS), **shared
+            budget=most, ngrams=asked or (None if file else TEXT_NGRAMS), **shared
         )
         trees.append(Variant(ALONE.name, most, options, Lookup(drafter.block_size, file)))
     return [plain, replace(plain, name=GENERATE.name), *trees]

@@ -32,6 +32,7 @@ from infer.evaluation.results import SetResult, SuiteResult, read_result, write_
 from infer.formats.folders import find_folder
 from infer.targets.target import Target, number_format
 from infer.utils.files import file_digest, json_digest, refuse_other_settings
+from infer.utils.renamed_options import translate_section
 
 
 def evaluate_suite(
@@ -211,8 +212,9 @@ def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
         return None
     known = read_result(file, SetResult)
     message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
-    theirs = {key: known.settings.get(key) for key in settings}
-    free = () if known.result.cut else ("minutes",)
+    saved = translate_section(known.settings, "evaluation.")
+    theirs = {key: saved.get(key) for key in settings}
+    free = () if known.result.cut else ("max_minutes",)
     refuse_other_settings(theirs, settings, message, free)
     return known
 

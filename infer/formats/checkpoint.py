@@ -43,13 +43,13 @@ def load_drafter(
     device: str | torch.device = "cpu",
     target_layers: int | None = None,
     quantization: str = "none",
-    window: int | None = None,
+    sliding_window: int | None = None,
 ) -> Drafter | Lookup:
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
     checkpoint (which holds one in `drafter/`), or from the model hub by its id; "lookup": the
     text's own n-grams. `target_layers`, how many layers the target has, is needed for a config that
     does not say which ones are tapped (DART's published ones). `quantization`: none or int8
-    (`infer.int8_cpu`), for float32 on the CPU. `window`: see `infer.drafters.base.narrow`.
+    (`infer.int8_cpu`), for float32 on the CPU. `sliding_window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
     tensor that is missing, unknown, wrong or not finite, for int8 elsewhere, and for a window that
@@ -95,8 +95,8 @@ def load_drafter(
     drafter.ngrams = opened.path / NGRAMS if (opened.path / NGRAMS).is_file() else None
     kind = torch.float32 if quantization == "int8" else dtype or weights["norm.weight"].dtype
     drafter.to(device, kind).eval().requires_grad_(False)
-    if window is not None:
-        narrow(drafter, window)
+    if sliding_window is not None:
+        narrow(drafter, sliding_window)
     if quantization == "int8":
         del weights
         int8_package().quantise_drafter(drafter)

@@ -48,7 +48,7 @@ def evaluate_masked(
     ]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
     for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
-        way = replace(options, method=method, draft_length=length, nodes=states)
+        way = replace(options, method=method, draft_length=length, budget=states)
         variants.append(
             Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way)
         )

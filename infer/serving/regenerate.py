@@ -18,6 +18,7 @@ from infer.utils.errors import disk, going_on
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
+from infer.utils.renamed_options import translate_saved_config
 
 # Settings that change no answer; the first one is of earlier versions.
 NO_INFLUENCE = ("data.bad_rows", "data.max_invalid_fraction")
@@ -106,7 +107,7 @@ def regenerate(
     settings = {"rows": total} | settings
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
-        known = json.loads(settings_path.read_text())
+        known = translate_saved_config(json.loads(settings_path.read_text()))
         known = {
             key: value for key, value in known.items() if key in settings
         }  # options that are no more

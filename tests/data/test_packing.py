@@ -154,7 +154,7 @@ def test_the_key_of_cached_rows_is_what_shapes_them(tmp_path):
     ]
     for same in (
         replace(config, length=64),
-        replace(config, max_invalid=0.3),
+        replace(config, max_invalid_fraction=0.3),
     ):  # of packed rows only; of what is refused
         assert source_digest(same) == source_digest(config)
     assert source_digest(config) not in {source_digest(one) for one in others}
@@ -190,7 +190,9 @@ def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
         ValueError,
         match=r"2 of 16 examples are invalid; data.max_invalid_fraction=0.1 allows 1. First: .*line 16",
     ):
-        prepare_rows(replace(config, max_invalid=0.1), tokenizer, tokenizer_digest(tokenizer))
+        prepare_rows(
+            replace(config, max_invalid_fraction=0.1), tokenizer, tokenizer_digest(tokenizer)
+        )
 
 
 @pytest.mark.parametrize("size", [2000, 60_000], ids=["rows", "packed rows"])

@@ -166,7 +166,7 @@ def test_a_mixed_set_with_broken_rows_is_read(tmp_path):
     assert "a.jsonl, line 63: no JSON (" in counts.first_invalid
     wanted = r"9 of 100 examples are invalid; data.max_invalid_fraction=0.08 allows 8. First: .*line 63: no JSON"
     with pytest.raises(ValueError, match=wanted):
-        list(read_rows(replace(config, max_invalid=0.08)))
+        list(read_rows(replace(config, max_invalid_fraction=0.08)))
 
 
 def test_a_path_that_exists_is_the_users_own_data(tmp_path):

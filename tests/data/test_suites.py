@@ -270,7 +270,7 @@ def test_a_missing_column_is_named(tmp_path):
         (SuiteConfig("ddtree", "nowhere"), "no such file or folder"),
         (SuiteConfig("ddtree", "."), r"suite\.folder=\.: no questions"),
         (SuiteConfig("ddtree", sets=["gsm9k"]), "no gsm9k among aime24"),
-        (SuiteConfig("ddtree", max_questions=0), r"suite\.limit=0"),
+        (SuiteConfig("ddtree", max_questions=0), r"suite\.max_questions=0"),
         (SuiteConfig("ddtree", temperatures=[]), r"suite\.temperatures"),
         (SuiteConfig("ddtree", temperatures=[-1.0]), r"suite\.temperatures"),
         (SuiteConfig(None, "."), "need a suite"),

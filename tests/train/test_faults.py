@@ -549,20 +549,21 @@ def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
     compared only where it had decided what is learnt."""
     config = TrainConfig(name="old", runs_dir=str(tmp_path))
     written = plain(config)
-    del written["drafter"]["last_tap"], written["anchors"]
+    del written["drafter"]["last_layer_output"], written["anchors_per_sequence"]
     written["gone"] = written["data"]["gone"] = 3
-    del written["data"]["max_invalid"]
+    del written["data"]["max_invalid_fraction"]
     written["data"]["bad_rows"] = 100.0  # its place before
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))
     (tmp_path / "old" / "metrics.jsonl").touch()
     refuse_another(config, tmp_path / "old")
     refuse_another(
-        replace(config, data=replace(config.data, max_invalid=0.5)), tmp_path / "old"
+        replace(config, data=replace(config.data, max_invalid_fraction=0.5)), tmp_path / "old"
     )  # decides no row
     with pytest.raises(ValueError, match=r"drafter.last_layer_output differ"):
         refuse_another(
-            replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old"
+            replace(config, drafter=replace(config.drafter, last_layer_output="normed")),
+            tmp_path / "old",
         )
     written["optim"]["weight_decay"] = 0.1
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))

@@ -83,7 +83,7 @@ def test_a_run_takes_the_layers_that_it_taps(half, stored):
 
 def test_eight_bits_are_close(half, dataset, tmp_path):
     out = write_features(
-        config(tmp_path / "i8", store="int8"), half, LAYERS, dataset, lambda done, total: None
+        config(tmp_path / "i8", store_dtype="int8"), half, LAYERS, dataset, lambda done, total: None
     )
     columns = StoredRows(out)[[3, 4]]
     exact = half.packed_features(columns["ids"], columns["positions"], columns["documents"], LAYERS)

@@ -225,7 +225,7 @@ def test_position_weights():
     "options, word",
     [
         ({"divergence": "l2"}, "l2"),
-        ({"weights": "linear"}, "linear"),
+        ({"position_weights": "linear"}, "linear"),
         ({"gamma": 0.0}, "gamma=0.0"),
         ({"gamma": 1.5}, "gamma=1.5"),
         ({"chunk_rows": 0}, "chunk_rows=0"),

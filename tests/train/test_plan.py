@@ -112,7 +112,7 @@ def test_memory_on_a_gpu_is_as_its_allocator_counted(repo, monkeypatch, name, ag
 def test_layers_are_computed_again_where_a_step_does_not_fit(make_tiny, asked):
     _, _, config, shape = tiny(make_tiny)
     config.gradient_checkpointing = asked
-    ways = [replace(config, recompute=again) for again in (False, True)]
+    ways = [replace(config, gradient_checkpointing=again) for again in (False, True)]
     without, with_it = (sum(step_memory(shape, way, 1, 4, 4, False).values()) for way in ways)
     assert with_it < without
 

@@ -62,7 +62,7 @@ def test_a_users_own_configuration_is_found_from_any_folder(repo, own_files):
     text = run(
         [*train, "+model=hf", "target=small", "data=tickets", "--cfg", "job"], own_files, repo
     )
-    assert "document_anchors: 512" in text and "  path: embedded" in text
+    assert "anchors_per_document: 512" in text and "  path: embedded" in text
     text = run([*train, "+experiment=short", "--help"], own_files, repo)
     assert "experiment: fine-tune, objectives, short" in text
     search = [

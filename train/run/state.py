@@ -164,7 +164,7 @@ def completed(
     again; and the line that says so."""
     drafter = with_mask_token(as_begun(config), target, rows)
     config = replace(
-        config, drafter=drafter, anchors=first_only(lambda: most_anchors(rows, config))
+        config, drafter=drafter, anchors_per_sequence=first_only(lambda: most_anchors(rows, config))
     )
     room = torch.tensor(
         device_memory(device, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)), dtype=torch.float64

@@ -63,10 +63,10 @@ def test_the_command_counts_what_training_would_read(counted, embedded):
 def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded, shallow, ngrams):
     drafter = new_drafter(DrafterConfig(layers=1), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    options = DecodeOptions(4, continuity=str(counted))
+    options = DecodeOptions(4, ngrams=str(counted))
     assert len(decode(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
     with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
-        decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, continuity=str(ngrams)))
+        decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, ngrams=str(ngrams)))
 
 
 @pytest.mark.robustness

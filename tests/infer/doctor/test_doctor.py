@@ -229,7 +229,9 @@ def test_what_an_engine_does_otherwise_is_named(embedded, drafter, reference, na
     pair = FAULTS[name](embedded, drafter)
     texts = []
     for text in reference.texts:
-        options = DecodeOptions(tokens_of(text, reference), method="chain", budget=7, rows=1)
+        options = DecodeOptions(
+            tokens_of(text, reference), method="chain", budget=7, max_num_seqs=1
+        )
         texts += decode(*pair, [text.prompt], options)
     counts = [
         Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)])

@@ -194,7 +194,7 @@ def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head,
                 method,
                 budget,
             )
-        options = DecodeOptions(12, budget=20, continuity=str(ngrams), **sampled)
+        options = DecodeOptions(12, budget=20, ngrams=str(ngrams), **sampled)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted
 
 
@@ -262,11 +262,11 @@ EXPORTS = [  # kind, format, what the drafter has besides, and the engines that 
     ("gru", "specforge", {"sample_from_anchor": True}, {SGLANG}),
     ("gated", "speculators", {}, {SPECULATORS}),
     ("rnn", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
-    ("selector", "speculators", {"convolutions": 2}, {SPECULATORS}),
+    ("selector", "speculators", {"conv_kernel_size": 2}, {SPECULATORS}),
     ("selector of all", "speculators", {}, {SPECULATORS}),
     ("xpress", "speculators", {}, {SPECULATORS}),
     ("xpress", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
-    ("selector", "dflash2", {"convolutions": 2}, {VLLM, SGLANG, AUTHORS}),
+    ("selector", "dflash2", {"conv_kernel_size": 2}, {VLLM, SGLANG, AUTHORS}),
     ("selector of all", "dflash2", {}, {VLLM, SGLANG, AUTHORS}),
 ]
 
@@ -333,7 +333,7 @@ def test_no_engine_is_given_a_drafter_that_it_would_run_in_another_way(
 def test_convolutions_start_as_the_identity_and_are_read_back(make_tiny, tmp_path):
     """Their formula: tests/infer/formats/test_layouts.py."""
     target, plain = make_tiny(block_size=5)
-    _, drafter = make_tiny(block_size=5, convolutions=3)
+    _, drafter = make_tiny(block_size=5, conv_kernel_size=3)
     drafter.load_state_dict(plain.state_dict(), strict=False)
     bonus, block = drafted(target, drafter.eval())
     assert torch.allclose(block.marginals, drafted(target, plain.eval())[1].marginals, atol=1e-6)

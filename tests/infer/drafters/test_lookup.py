@@ -60,7 +60,7 @@ def test_texts_are_plain_decodings_and_repetition_pays(make_tiny, temperature):
     """Several rows of different lengths that end at different times, chain and tree."""
     target, _ = make_tiny()
     prompts = [[3, 1, 4, 1, 5, 9], [2, 7], [8] * 11, [6, 6, 1]]
-    shared = {"max_new_tokens": 40, "temperature": temperature, "rows": 2}
+    shared = {"max_new_tokens": 40, "temperature": temperature, "max_num_seqs": 2}
     plain = decode(target, None, prompts, DecodeOptions(method="plain", **shared))
     for method in ("chain", "ddtree"):
         drafter = load_drafter("lookup")

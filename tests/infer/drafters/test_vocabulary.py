@@ -31,7 +31,7 @@ def pair(make_tiny, kind: str, family: str, tokens: torch.Tensor):
     generator = torch.Generator().manual_seed(1)
     for weight in whole.parameters():
         weight.data = 0.4 * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
-    part = make_tiny(**options, vocabulary=len(tokens))[1]
+    part = make_tiny(**options, draft_vocab_size=len(tokens))[1]
     weights = whole.state_dict() | {"d2t": tokens - torch.arange(len(tokens))}
     for name in weights.keys() & {
         name for name, weight in part.state_dict().items() if len(weight) == len(tokens)
@@ -82,7 +82,7 @@ def test_texts_are_the_targets_own_with_a_vocabulary_of_few_tokens(
     for method in (
         {"method": "chain"},
         {"method": "ddtree"},
-        {"method": "ddtree", "continuity": str(ngrams)},
+        {"method": "ddtree", "ngrams": str(ngrams)},
     ):
         found = generate(target, part, [3, 1, 4], budget=12, **method, **options)
         assert found.ids == expected

@@ -53,7 +53,7 @@ def rounds(ends, most):
 def test_a_causal_layer_is_transformers_own_sliding_one(make_tiny):
     """Its layer over the context's states and the block's embeddings, under its own mask, with
     nothing forgotten."""
-    target, drafter = make_tiny(layers=1, window=WINDOW, causal=True)
+    target, drafter = make_tiny(layers=1, sliding_window=WINDOW, causal=True)
     layer = drafter.layers[0]
     size = drafter.config.hidden_size
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_drafts_do_not_depend_on_what_is_forgotten_and_when(make_tiny):
     """Rows of several lengths, taken in at once or round by round, kept whole or not, and one that
     another moves up
     for: the drafts are those of the training's blocks."""
-    target, drafter = make_tiny(window=WINDOW)
+    target, drafter = make_tiny(sliding_window=WINDOW)
     features = torch.randn(3, LENGTH, drafter.fc.in_features)
     ends = [333, 7, 150]
     bonus = torch.tensor([7, 8, 9])
@@ -133,7 +133,7 @@ def test_drafts_do_not_depend_on_what_is_forgotten_and_when(make_tiny):
 def test_a_trained_drafter_is_given_a_window(make_tiny):
     """It then drafts as one that was trained with it and has its weights, and forgets what is
     beyond."""
-    (target, drafter), (_, sliding) = make_tiny(), make_tiny(window=WINDOW)
+    (target, drafter), (_, sliding) = make_tiny(), make_tiny(sliding_window=WINDOW)
     sliding.load_state_dict(drafter.state_dict())
     features = torch.randn(1, LENGTH, drafter.fc.in_features)
     bonus = torch.tensor([7])

@@ -105,7 +105,7 @@ def test_replayed_rounds_write_what_launched_rounds_write(
     monkeypatch.setattr(
         "infer.drafters.base.WIDEST", 6
     )  # a cache that slides forgets within these texts
-    kind = {"window": 7} if family == "sliding" else {"family": family}
+    kind = {"sliding_window": 7} if family == "sliding" else {"family": family}
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head), **kind)
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]

@@ -82,7 +82,7 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     trees += [("ddtree", 20, str(ngrams)), ("ddtree", 20, "text")]
     for method, budget, file in [tree for tree in trees if tree[0] in TREES]:
         options = DecodeOptions(
-            20, method=method, budget=budget, continuity=file, rows=2, **controls
+            20, method=method, budget=budget, ngrams=file, max_num_seqs=2, **controls
         )
         assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (
             method,
@@ -103,7 +103,7 @@ def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny)
     expected = plain(target, prompts, 150)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for continuity in ("none", "text"):
-        options = DecodeOptions(150, budget=8, continuity=continuity, rows=3)
+        options = DecodeOptions(150, budget=8, ngrams=continuity, max_num_seqs=3)
         rows = decode(target, scripted_drafter(known, 6, 97, 0.4), prompts, options)
         assert [row.ids for row in rows] == expected
         taus[continuity] = sum(len(row.ids) - 1 for row in rows) / sum(
@@ -126,14 +126,14 @@ def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_t
     draws = 20_000
     counts = torch.zeros(97, 97)
     for first in range(0, draws, 2000):
-        options = DecodeOptions(2, temperature, method="plain", rows=2000)
+        options = DecodeOptions(2, temperature, method="plain", max_num_seqs=2000)
         rows = decode(
             target, None, [prompt] * 2000, options, seeds=list(range(first, first + 2000))
         )
         for row in rows:
             counts[row.ids[0], row.ids[1]] += 1
         if first == 0:
-            options = DecodeOptions(2, temperature, budget=7, rows=2000)
+            options = DecodeOptions(2, temperature, budget=7, max_num_seqs=2000)
             again = decode(target, drafter, [prompt] * 2000, options, seeds=list(range(2000)))
             assert [row.ids for row in again] == [row.ids for row in rows]
     with torch.no_grad():
@@ -240,10 +240,10 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
     target, drafter = make_tiny()
     for options, word in [
         ({"method": "tree"}, "tree"),
-        ({"method": "ddtree+ngrams"}, "continuity=<n-gram file>"),
-        ({"method": "chain", "continuity": "x"}, "continuity=x"),
-        ({"method": "chain", "continuity": "text"}, "method=ddtree"),
-        ({"continuity": "missing.ngrams"}, "missing.ngrams"),
+        ({"method": "ddtree+ngrams"}, "ngrams=<n-gram file>"),
+        ({"method": "chain", "ngrams": "x"}, "ngrams=x"),
+        ({"method": "chain", "ngrams": "text"}, "method=ddtree"),
+        ({"ngrams": "missing.ngrams"}, "missing.ngrams"),
         ({"method": "static", "width": 0}, "width=0"),
         ({"method": "static", "width": 9, "budget": 8}, "width=9"),
         ({"budget": 0}, "budget=0"),

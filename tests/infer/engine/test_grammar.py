@@ -75,7 +75,7 @@ def test_trees_write_what_constrained_plain_decoding_writes(embedded, drafter, k
         assert answer.finish_reason == "length" or valid(kind, answer.text), answer.text
     for rows, method, budget in ((1, "chain", 7), (2, "ddtree", 12)):
         found = generate(
-            embedded, drafter, PROMPTS, method=method, budget=budget, rows=rows, **options
+            embedded, drafter, PROMPTS, method=method, budget=budget, max_num_seqs=rows, **options
         )
         assert [answer.ids for answer in found] == [answer.ids for answer in plain], (method, rows)
         # trees that did not follow the grammar would hardly ever draft what comes
@@ -167,7 +167,9 @@ def test_sampled_texts_have_the_distribution_of_the_masked_target(embedded, rand
     drafter.init_weights(torch.Generator().manual_seed(0))
     prompt = [5, 6, 7]
     count = 800
-    options = DecodeOptions(regex="[ab]{1,3}", temperature=1.0, max_new_tokens=8, budget=8, rows=16)
+    options = DecodeOptions(
+        regex="[ab]{1,3}", temperature=1.0, max_new_tokens=8, budget=8, max_num_seqs=16
+    )
     shares: dict[tuple[int, ...], float] = {}
 
     def spread(ids: tuple[int, ...], share: float) -> None:

@@ -120,7 +120,7 @@ config = Qwen3Config(vocab_size=151936, num_hidden_layers=2, tie_word_embeddings
 target = Target(Qwen3ForCausalLM(config), None)
 drafter = new_drafter(DrafterConfig(layers=1, block_size=8, mask_token_id=5), target)
 drafter.init_weights(torch.Generator().manual_seed(0))
-engine = Engine(target, drafter, EngineConfig(rows=1, budget=63, compile=False), 200)
+engine = Engine(target, drafter, EngineConfig(max_num_seqs=1, budget=63, compile=False), 200)
 
 def resident(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024

@@ -99,7 +99,7 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
         "2 layers, block size 4, fed by the target's layers 1, 3" in card.text
         and "step 7." in card.text
     )
-    assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
+    assert "| optim.lr | 0.0006 |" in card.text and "| anchors_per_sequence | 64 |" in card.text
     assert "| steps taken | 7 |" in card.text and "optim.steps" not in card.text
     assert "| target.chat_template_kwargs | {'enable_thinking': False} |" in card.text
     served = re.search(r"vllm serve Qwen/Qwen3-4B --speculative-config '(.*)'", card.text)
@@ -113,13 +113,19 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
 
 @pytest.mark.parametrize(
     "given, shown",
-    [({}, "epochs"), ({"steps": 1600}, "steps"), ({"steps": 1600, "minutes": 4.0}, "minutes")],
+    [
+        ({}, "epochs"),
+        ({"steps": 1600}, "steps"),
+        ({"steps": 1600, "max_minutes": 4.0}, "max_minutes"),
+    ],
 )
 def test_a_card_says_what_set_the_runs_length_and_the_steps_taken(checkpoint, given, shown):
     config = json.loads((checkpoint.resolve().parent.parent / "config.json").read_text())
     config["optim"] |= given
     names = [name for name, _ in recipe_of(config)]
-    assert [name for name in ("epochs", "steps", "minutes") if f"optim.{name}" in names] == [shown]
+    assert [name for name in ("epochs", "steps", "max_minutes") if f"optim.{name}" in names] == [
+        shown
+    ]
 
 
 def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):

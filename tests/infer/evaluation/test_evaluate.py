@@ -34,7 +34,7 @@ def test_sampled_prompts_have_noise_of_their_own_on_any_process(make_tiny):
     every = measure(target, drafter, variants(drafter, config), PROMPTS)
     assert len({tuple(text) for text in ids(every[0])}) == 6
     assert all(ids(one) == ids(every[0]) for one in every if one.variant.name != "generate")
-    options = DecodeOptions(max_new_tokens=6, temperature=1.0, method="plain", rows=1)
+    options = DecodeOptions(max_new_tokens=6, temperature=1.0, method="plain", max_num_seqs=1)
     for number, text in enumerate(ids(every[0])):
         assert generate(target, None, PROMPTS[0], options=options_of(options, number)).ids == text
     second = measure(
@@ -77,7 +77,7 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
     measured = measure(target, drafter, every, PROMPTS[:1])
     rounds = {(one.variant.name, one.variant.budget): one.texts[0].commits for one in measured}
     own = [
-        generate(target, drafter, PROMPTS[0], max_new_tokens=12, budget=4, continuity=file)
+        generate(target, drafter, PROMPTS[0], max_new_tokens=12, budget=4, ngrams=file)
         for file in (None, "none")
     ]
     assert [rounds["ddtree+ngrams", 4], rounds["ddtree", 4]] == [text.commits for text in own]

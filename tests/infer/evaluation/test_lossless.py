@@ -83,8 +83,10 @@ def test_differences_in_bfloat16_are_ties(make_tiny):
     """A random target has many near-ties, which passes over trees round otherwise."""
     target, drafter = make_tiny(torch.bfloat16, seed=2)
     prompts = [[i, 2 * i % 97, 3 * i % 97] for i in range(1, 33)]
-    plain = decode(target, None, prompts, DecodeOptions(16, method="plain", rows=32))
-    trees = decode(target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, rows=32))
+    plain = decode(target, None, prompts, DecodeOptions(16, method="plain", max_num_seqs=32))
+    trees = decode(
+        target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, max_num_seqs=32)
+    )
     found = [
         find_difference(target, a.prompt, a.ids, b.ids, a.options)
         for a, b in zip(trees, plain, strict=True)

@@ -20,9 +20,9 @@ from infer.trees.vocabulary import ALL
 
 HEAD = HeadConfig("markov", rank=6)
 TINY = {
-    "windowed": {"window": 5},
+    "windowed": {"sliding_window": 5},
     "dart": {"family": "dart"},
-    "part": {"vocabulary": 60, "head": HEAD},
+    "part": {"draft_vocab_size": 60, "head": HEAD},
     "recurrent": {"head": HeadConfig("gru", rank=6, hidden_size=10)},
 }
 
@@ -31,9 +31,9 @@ def decoded(target, drafter, prompts, order: Order, tokens: int) -> list:
     asked = {
         "method": order.method,
         "budget": order.nodes,
-        "continuity": "none",
-        "rows": 1,
-        "positions": None,
+        "ngrams": "none",
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": None,
     }
     return decode(target, drafter, prompts, DecodeOptions(max_new_tokens=tokens, **asked))
 

@@ -152,7 +152,7 @@ def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
     run_eval(command)  # as it was
     command.evaluation = replace(command.evaluation, max_minutes=None)
     with pytest.raises(
-        ValueError, match=r"alpaca-0\.json was measured with another minutes: give another out="
+        ValueError, match=r"alpaca-0\.json was measured with another max_minutes: give another out="
     ):
         run_eval(command)
 

@@ -137,7 +137,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
 @pytest.mark.parametrize("anchor", [None, True])
 @pytest.mark.parametrize("block_size", [2, 3, 5, 6, 8])
 def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(make_tiny, block_size, anchor):
-    options = {"target_layer_ids": [1], "convolutions": 2, "sample_from_anchor": anchor}
+    options = {"target_layer_ids": [1], "conv_kernel_size": 2, "sample_from_anchor": anchor}
     target, drafter = make_tiny(depth=4, layers=1, block_size=block_size, **options)
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
     assert torch.equal(

@@ -123,7 +123,7 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
 def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(make_tiny, tmp_path):
     """speculators' layout stores the rows of the target's head; readers of the others take them
     all."""
-    target, drafter = make_tiny(vocabulary=30)
+    target, drafter = make_tiny(draft_vocab_size=30)
     drafter.d2t.copy_(torch.arange(30) * 2)
     expected = marginals(target, drafter)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
@@ -147,7 +147,7 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
         known = marginals(target, whole)[..., again.vocabulary.tokens]
         assert whole.d2t is None
         assert torch.allclose(known.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
-    _, headed = make_tiny(vocabulary=30, head=HeadConfig("markov", rank=8))
+    _, headed = make_tiny(draft_vocab_size=30, head=HeadConfig("markov", rank=8))
     with pytest.raises(ValueError, match="conditional head knows a part of the vocabulary only"):
         export_drafter(headed, "dspark", target, tmp_path / "no")
 
@@ -528,7 +528,7 @@ def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
 
 
 def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(make_tiny, tmp_path):
-    target, drafter = make_tiny(window=8)
+    target, drafter = make_tiny(sliding_window=8)
     expected = marginals(target, drafter)
     runners = {
         "dflash": [VLLM, AUTHORS, OURS],
@@ -539,7 +539,7 @@ def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(m
         export_drafter(drafter, format, target, tmp_path / format)
         assert [i for i, fits in enumerate(engines(tmp_path / format)) if fits] == takers
         assert torch.equal(marginals(target, load_drafter(tmp_path / format)), expected)
-    causal = make_tiny(window=8, causal=True)[1]
+    causal = make_tiny(sliding_window=8, causal=True)[1]
     export_drafter(causal, "dflash", target, tmp_path / "causal")
     assert engines(tmp_path / "causal") == [True, True, False, True, False, False, True]
     causal.config.rope_parameters["rope_type"] = "llama3"

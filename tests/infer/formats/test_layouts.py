@@ -761,7 +761,7 @@ def test_trees_and_sampling_survive_tokens_without_probability(
     }
     options |= {"repetition_penalty": 1.3, "top_p": 0.9, "compile": False}
     if method in ("continuity", "guided"):
-        options |= {"method": "ddtree" if method == "guided" else method, "continuity": str(ngrams)}
+        options |= {"method": "ddtree" if method == "guided" else method, "ngrams": str(ngrams)}
     if method == "static":
         options["width"] = 4
     answer = generate(target, drafter, IDS.tolist(), **options)

@@ -197,7 +197,7 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
             DrafterConfig(mask_token_id=96, target_layer_ids=[1, 4], last_layer_output="normed"),
             target,
         )
-    with pytest.raises(ValueError, match="last_tap=both"):
+    with pytest.raises(ValueError, match="last_layer_output=both"):
         DrafterConfig(last_layer_output="both").check()
 
 

@@ -14,10 +14,10 @@ from infer.int8_cpu.recording import RecordedDecoder
 from infer.targets.lean import LeanDecoder
 
 KINDS = {
-    "convolutions": {"convolutions": 2},
+    "convolutions": {"conv_kernel_size": 2},
     "fusion": {"layer_fusion": True},
-    "window": {"window": 6, "block_size": 4},
-    "part": {"vocabulary": 40, "head": HeadConfig("selector", rank=6)},
+    "window": {"sliding_window": 6, "block_size": 4},
+    "part": {"draft_vocab_size": 40, "head": HeadConfig("selector", rank=6)},
     "dart": {"family": "dart", "head": HeadConfig("gru", rank=6, hidden_size=10)},
 }
 

@@ -49,7 +49,9 @@ def options_of(length: int = 16, block_length: int = 8, **more) -> MaskedOptions
 
 def fill(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> MaskedSequence:
     """One text, alone."""
-    engine = MaskedEngine(model, replace(options, rows=1), len(prompt) + options.max_new_tokens)
+    engine = MaskedEngine(
+        model, replace(options, max_num_seqs=1), len(prompt) + options.max_new_tokens
+    )
     text = engine.submit(prompt, options)
     while engine.busy:
         engine.step()
@@ -150,7 +152,7 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(
         assert plain.writes == expected
         assert plain.stats.rounds == plain.stats.written == 16 and plain.stats.histogram[0] == 16
         for method, length in WAYS:
-            way = replace(options, method=method, draft_length=length, nodes=9)
+            way = replace(options, method=method, draft_length=length, budget=9)
             done = fill(model, prompt, way)
             assert done.writes == expected, way
             accepted = [sum(counts) for counts in zip(accepted, done.stats.histogram, strict=True)]

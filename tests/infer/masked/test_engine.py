@@ -55,7 +55,7 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
         for at, (length, temperature) in enumerate(zip(LENGTHS, (0.0, 0.9, 0.0, 1.3), strict=True))
     ]
     how = MaskedConfig(max_num_seqs=3, block_length=8, cache=cache)
-    steps = replace(how, method="steps", rows=1)
+    steps = replace(how, method="steps", max_num_seqs=1)
     alone = [
         written(model, [prompt], [text], steps)[0]
         for prompt, text in zip(PROMPTS, texts, strict=True)
@@ -132,7 +132,7 @@ def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
 
 def test_answers_are_regenerated_with_a_masked_model(folder):
     model = load_masked(str(folder), "float32", "cpu")
-    options = MaskedOptions(max_new_tokens=12, rows=2, method="greedy")
+    options = MaskedOptions(max_new_tokens=12, max_num_seqs=2, method="greedy")
     prompts = ["import os", "def f(", "x = "]
     answers = list(
         by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)])
@@ -141,7 +141,7 @@ def test_answers_are_regenerated_with_a_masked_model(folder):
         generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts
     ]
     assert [answer["response"] for answer in answers] == steps
-    assert options_of(options) == options_of(replace(options, nodes=3, method="steps"))
+    assert options_of(options) == options_of(replace(options, budget=3, method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
     assert "block_length" not in options_of(DecodeOptions(method="plain"))
 
@@ -171,7 +171,7 @@ def test_options_of_other_models_are_refused(make_masked, changes):
     "changes, words",
     [
         ({"block_length": 0}, "block_length=0: at least 1"),
-        ({"nodes": 0}, "nodes=0: at least 1"),
+        ({"budget": 0}, "budget=0: at least 1"),
         ({"cache": "prefix"}, "cache=prefix: use none or dual"),
         ({"draft_length": 9}, "draft_length=9: use 1, 2, 3, 4, 5, 6, 7 or 8"),
         ({"method": "ddtree"}, "method=ddtree: use guided, greedy, mixed or steps"),
@@ -223,7 +223,7 @@ def test_the_server_answers_with_a_masked_model(running, folder):
         model, None, MaskedConfig(max_num_seqs=3, block_length=8, cache="dual"), 60
     )
     with (
-        running(engine, max_texts=40) as (url, _),
+        running(engine, max_requests=40) as (url, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         done = client.completions.create(
@@ -355,7 +355,7 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
         settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
         expected = [
             answer.ids
-            for answer in generate(model, None, prompts, method="steps", rows=1, **settings)
+            for answer in generate(model, None, prompts, method="steps", max_num_seqs=1, **settings)
         ]
         for way in ("greedy", "mixed", "guided"):
             done = generate(

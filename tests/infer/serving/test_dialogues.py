@@ -14,7 +14,7 @@ from infer.serving.clients import Client
 from infer.serving.dialogue import Dialogue, Row, Turn
 from infer.serving.regenerate import by_engine, regenerate
 
-OPTIONS = DecodeOptions(max_new_tokens=8, temperature=1.0, method="plain", rows=4)
+OPTIONS = DecodeOptions(max_new_tokens=8, temperature=1.0, method="plain", max_num_seqs=4)
 
 
 def chats(count: int = 90) -> list[Row]:
@@ -175,7 +175,7 @@ def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeyp
     ends early."""
     monkeypatch.setattr("infer.serving.dialogue.WHOLE", ("length",))  # nothing else ends them here
     rows = [Row(row.index, row.prompt) for row in chats(7)]
-    options = DecodeOptions(max_new_tokens=6, method="plain", rows=3, ignore_eos=True)
+    options = DecodeOptions(max_new_tokens=6, method="plain", max_num_seqs=3, ignore_eos=True)
     regenerate(rows, by_engine(shallow_target, None, options, 400), tmp_path / "a.jsonl", {}, 0)
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     for row, line in zip(rows, lines, strict=True):

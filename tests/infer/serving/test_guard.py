@@ -23,7 +23,7 @@ def bounded_server(pair, running):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.serving.guard.MAX_PAUSE_SECONDS", 1)
         with running(
-            Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=4), 64), max_body=20_000
+            Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=4), 64), max_body_bytes=20_000
         ) as (
             url,
             _,
@@ -126,7 +126,7 @@ def test_a_server_for_this_machine_answers_to_its_names_only(running, engine, mo
             ), host
     for key in ("", KEY):  # a proxy's name, as it may be
         monkeypatch.setenv("BLOCKDRAFT_API_KEY", key)
-        with running(engine, open=not key) as (url, _):
+        with running(engine, allow_unauthenticated=not key) as (url, _):
             headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
 

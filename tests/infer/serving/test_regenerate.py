@@ -23,7 +23,7 @@ from infer.utils.errors import Stopped
 from infer.utils.files import locked
 
 PROMPTS = [f"def f{i}(x" * (1 + i % 3) for i in range(30)]
-OPTIONS = DecodeOptions(max_new_tokens=12, method="plain", rows=4)
+OPTIONS = DecodeOptions(max_new_tokens=12, method="plain", max_num_seqs=4)
 
 
 def rows() -> list[Row]:
@@ -214,7 +214,7 @@ def test_rows_count_as_finished_whatever_their_order(shallow_target, answering):
             [Row(0, "y0"), *others], lambda: finished.append(1)
         )
     )
-    assert len(finished) == OPTIONS.rows  # texts of one length, side by side
+    assert len(finished) == OPTIONS.max_num_seqs  # texts of one length, side by side
     finished.clear()
     with answering(say) as url:
         next(
@@ -230,10 +230,10 @@ def test_answers_of_an_earlier_version_are_gone_on_with(tmp_path):
     answer."""
     out = tmp_path / "a.jsonl"
     regenerate(rows()[:3], lengths, out, {"rows": 30, "data": {"path": "x", "bad_rows": 100.0}}, 0)
-    settings = {"data": {"path": "x", "max_invalid": 0.05}}
+    settings = {"data": {"path": "x", "max_invalid_fraction": 0.05}}
     assert regenerate(rows(), lengths, out, settings, 0) == {"answers": 30, "failed": 0}
     with pytest.raises(ValueError, match=r"begun with another data\.path"):
-        regenerate(rows(), lengths, out, {"data": {"path": "y", "max_invalid": 0.05}}, 0)
+        regenerate(rows(), lengths, out, {"data": {"path": "y", "max_invalid_fraction": 0.05}}, 0)
 
 
 def test_progress_is_of_finished_rows(tmp_path, monkeypatch, capsys):
@@ -391,7 +391,7 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(
     wanted = rows()[:24]
     capacity = 60
     sampled = DecodeOptions(
-        8, 1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, method="plain", rows=32, seed=3
+        8, 1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, method="plain", max_num_seqs=32, seed=3
     )
     regenerate(
         wanted, by_engine(shallow_target, None, sampled, capacity), tmp_path / "whole", {}, 0
@@ -400,7 +400,7 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(
     assert [line["response"] for line in lines(tmp_path / "whole")] == [
         answer.text for answer in answers
     ]
-    few = replace(sampled, rows=3)
+    few = replace(sampled, max_num_seqs=3)
     out = tmp_path / "stopped"
 
     def stopped(rows, finished):

@@ -35,7 +35,7 @@ def drafter(shallow_target):
 @pytest.fixture(scope="module")
 def served(running, shallow_target, drafter):
     engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=8), CAPACITY)
-    with running(engine, max_texts=300, max_body=20_000) as (url, service):
+    with running(engine, max_requests=300, max_body_bytes=20_000) as (url, service):
         yield url, service
 
 
@@ -248,7 +248,7 @@ def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
 
 def test_a_full_server_says_so(running, idle, shallow_target, drafter):
     engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
-    with running(engine, max_texts=2) as (url, service):
+    with running(engine, max_requests=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
             assert response.status_code == 200

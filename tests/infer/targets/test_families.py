@@ -306,7 +306,7 @@ def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face,
     drafter.init_weights(torch.Generator().manual_seed(0))
     for guess in (drafter, scripted_drafter(whole, 5, V)):
         options = DecodeOptions(
-            method="ddtree", budget=7, max_new_tokens=9, rows=2, ignore_eos=True
+            method="ddtree", budget=7, max_new_tokens=9, max_num_seqs=2, ignore_eos=True
         )
         written = decode(target, guess, texts, options)
         assert [text.ids for text in written] == expected

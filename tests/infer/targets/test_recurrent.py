@@ -156,7 +156,7 @@ def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, mo
     monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 20)  # prompts enter over several passes
     texts = prompts(47, 12, 30)
     options = DecodeOptions(
-        20, temperature=temperature, seed=3, method="plain", rows=2, ignore_eos=True
+        20, temperature=temperature, seed=3, method="plain", max_num_seqs=2, ignore_eos=True
     )
     plain = [text.ids for text in decode(target, None, texts, options)]
     whole = [[*text, *ids] for text, ids in zip(texts, plain, strict=True)]

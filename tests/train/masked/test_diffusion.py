@@ -207,8 +207,8 @@ def small(start, monkeypatch):
     monkeypatch.setattr(diffusion, "products", lambda model: nullcontext())
     monkeypatch.setattr(diffusion, "SAVE_EVERY", 2)
     monkeypatch.setattr(diffusion, "HELD_OUT_ROWS", 4)
-    sizes = {"steps": 6, "block_length": 8, "length": 64, "batch": 4, "lr": 1e-2}
-    own = {"path": str(start / "texts.jsonl"), "start": str(start / "model")} | sizes
+    sizes = {"steps": 6, "block_length": 8, "length": 64, "batch_size": 4, "lr": 1e-2}
+    own = {"path": str(start / "texts.jsonl"), "init": str(start / "model")} | sizes
     return lambda out, **options: DiffusionConfig(str(out), **(own | options))
 
 
@@ -285,12 +285,12 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_p
     ("arguments", "sentence"),
     [
         (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null"),
-        (["batch=3"], "batch=3 cannot be shared equally by 2 data sets"),
+        (["batch_size=3"], "batch_size=3 cannot be shared equally by 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
         (["length=8", "block_length=4"], "data.length=8: at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
         (["mask_token_id=512"], "mask_token_id=512: the vocabulary has ids 0 to 511"),
-        (["start=/nowhere/at/all"], "/nowhere/at/all"),
+        (["init=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(arguments, sentence, tmp_path, capsys):
@@ -312,7 +312,7 @@ def test_a_vocabulary_without_a_spare_id_is_refused(small, start, tmp_path):
     with pytest.raises(
         ValueError, match="no token id is free for the mask: name one by mask_token_id=<id>"
     ):
-        train(small(tmp_path / "run", start=str(folder)))
+        train(small(tmp_path / "run", init=str(folder)))
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):

@@ -95,7 +95,7 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
         (["drafter=dart", "drafter.causal=true"], "drafter=dart has no such thing"),
         (["drafter=dart", "drafter.sliding_window=64"], "drafter=dart has no such thing"),
         (["drafter.sliding_window=7"], "give at least drafter.block_size=8"),
-        (["train=everything"], "train=everything"),
+        (["trainable=everything"], "trainable=everything"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_loads(small, options, word):

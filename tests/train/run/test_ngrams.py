@@ -50,7 +50,7 @@ def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_pa
             == expected
         )
     assert (
-        open_engine(target, drafter, DecodeOptions(continuity="none"), 50).runner.method.name
+        open_engine(target, drafter, DecodeOptions(ngrams="none"), 50).runner.method.name
         == "ddtree"
     )
     target.tokenizer = (
@@ -58,11 +58,11 @@ def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_pa
     )  # with another digest than the file: another template leaves the ids alone
     assert open_engine(target, drafter, DecodeOptions(), 50).runner.method.name == "ddtree+ngrams"
     with pytest.raises(ValueError, match="another tokenizer"):
-        open_engine(target, drafter, DecodeOptions(continuity=str(drafter.ngrams)), 50)
+        open_engine(target, drafter, DecodeOptions(ngrams=str(drafter.ngrams)), 50)
     target.tokenizer = None
 
     texts = [
-        decode(target, drafter, [[5, 6]], DecodeOptions(20, continuity=file))[0].ids
+        decode(target, drafter, [[5, 6]], DecodeOptions(20, ngrams=file))[0].ids
         for file in (None, "none")
     ]
     assert (

@@ -54,7 +54,11 @@ def test_more_tokens_than_there_are_are_refused_before_the_target_loads(
     small, run_here, monkeypatch
 ):
     monkeypatch.setattr("train.run.state.open_target", None)
-    with pytest.raises(ValueError, match=r"drafter\.vocabulary=513: the target has 512 tokens"):
+    with pytest.raises(
+        ValueError, match=r"drafter\.draft_vocab_size=513: the target has 512 tokens"
+    ):
         run_here(small("drafter.draft_vocab_size=513"))
-    with pytest.raises(ValueError, match=r"drafter\.vocabulary=513: the target has 512 tokens"):
+    with pytest.raises(
+        ValueError, match=r"drafter\.draft_vocab_size=513: the target has 512 tokens"
+    ):
         run_here(small("drafter.draft_vocab_size=513", "drafter.init=embedded", "drafter.layers=2"))
