@@ -161,6 +161,7 @@ def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
     assert [call[2:] for call in calls] == [
         [str(repo), "-m", "ruff", "check", "."],
         [str(repo), "-m", "ruff", "format", "--check", "."],
+        [str(repo), "-m", "ty", "check", "--quiet", "--python", calls[2][-1]],
         [str(repo), "-c", "import xdist"],
         [str(repo), "-m", "pytest", *SIDE_BY_SIDE, "-k", "tree and not slow"],
     ]
