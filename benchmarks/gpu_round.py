@@ -1,22 +1,22 @@
-"""A decoding round on a GPU: its stages against the time of reading the weights, and what it asks
-of the device.
+"""Measure a decoding round on a GPU, with random weights: stage times and device work.
 
-    python benchmarks/gpu_round.py                         # Qwen3-4B's shape, bfloat16, random weights; minutes
+    python benchmarks/gpu_round.py                         # Qwen3-4B's shape; minutes
     python benchmarks/gpu_round.py --shape qwen3-8b --rows 8
     python benchmarks/gpu_round.py --head selector         # with a conditional head
-    python benchmarks/gpu_round.py --shape tiny            # does the script work?
+    python benchmarks/gpu_round.py --shape tiny            # a tiny shape, to try the script
 
-First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of
-its stages, captured one by one; kernels launched outside the graph, graphs replayed, waits; kernels
-of the same round without a graph; memory of caches and graphs over that of the caches alone.
-Second: counts and memory of rounds with other options.
-Third: rounds of texts that come and go with mixed lengths, after as many others: what was still
-    made.
+First table: greedy rounds by method and nodes, each a CUDA graph. It has the milliseconds of the
+whole round, also as a multiple of the time to read the weights, and of its stages, captured one by
+one; kernels launched outside the graph, replayed graphs and host waits; kernels of the same round
+without a graph; and the memory of caches and graphs relative to that of the caches.
+Second table: device work and memory of rounds with sampling options.
+Third: rounds of sequences of mixed lengths that come and go: what is still compiled or captured
+after as many such rounds before.
 
-Fails where a round is not one graph with at most 25 launches beside it and one wait; where, with 16
-rows, memory is above 1.1 times the cache up to 64 nodes; where mixed rounds never have 16 rows or
-make plans or programs; and where a device that computes takes other tokens in captured rounds than
-in launched ones.
+Fails if a round is not one graph with at most 25 launches outside it and one wait; if, with 16
+rows, memory is above 1.1 times the cache for up to 64 nodes; if mixed rounds never have 16 rows or
+make plans or programs; and, on a device that computes, if captured rounds generate other tokens
+than rounds without graphs.
 """
 
 import argparse
@@ -24,23 +24,34 @@ import gc
 import random
 
 import torch
-from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu, random_pair, watch
+from gpu import (
+    DeviceWork,
+    build_random_models,
+    count_device_work,
+    exit_with_failures,
+    measure_copy_bandwidth,
+    measure_milliseconds,
+    nullgpu,
+    record_failure,
+    require_cuda,
+)
 
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
-from infer.engine.capture import Graphs
-from infer.engine.choices import RowsAsked, piece, walk
-from infer.engine.runner import Runner, propose
-from infer.engine.sampling import Sampling
+from infer.engine.capture import CudaGraphs
+from infer.engine.proposals import make_proposal
+from infer.engine.runner import Runner
+from infer.engine.sampling import SamplingTensors
+from infer.engine.verification import SamplingBatch, count_chunk_nodes, walk
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
 
-METHODS = [
+ROUND_METHODS = [
     ("plain", 0),
     ("chain", 15),
     *(("ddtree", nodes) for nodes in (16, 32, 64, 128, 256, 512)),
 ]
-OPTIONS = {
+SAMPLING_CASES = {
     "sampled": {"temperature": 1.0},
     "top-k": {"temperature": 1.0, "top_k": 50},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
@@ -50,15 +61,19 @@ OPTIONS = {
 }
 
 
-def make(target, drafter, method: str, nodes: int, args, compile: bool = True) -> Engine:
+def build_engine(target, drafter, method: str, nodes: int, args, compile: bool = True) -> Engine:
+    """Return an engine for a method with a tree of `nodes` nodes."""
     options = EngineConfig(
         method, max(nodes, 1), max_num_seqs=args.rows, max_num_batched_tokens=None, compile=compile
     )
     return Engine(target, None if method == "plain" else drafter, options, args.capacity)
 
 
-def begin(engine: Engine, args, **text) -> Engine:
-    """Return the engine in the middle of a text in every row."""
+def fill_rows(engine: Engine, args, **text) -> Engine:
+    """Submit a prompt for every row and run four rounds; return the engine.
+
+    text: sampling options of the sequences
+    """
     for row in range(args.rows):
         prompt = [2 + (7 * i + row) % 400 for i in range(args.context + row)]
         engine.submit(
@@ -70,175 +85,206 @@ def begin(engine: Engine, args, **text) -> Engine:
     return engine
 
 
-def reserved() -> int:
-    """Return the bytes that torch holds and cannot give back."""
+def reserved_bytes() -> int:
+    """Return the bytes that torch's allocator holds and cannot free."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
-def build(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
-    tree = runner.build(proposal)
+def build_tree_and_ancestors(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
+    """Return the draft tree of a proposal and its ancestor mask."""
+    tree = runner.build_tree(proposal)
     return tree, tree.ancestors()
 
 
 @torch.inference_mode()
-def stages(engine: Engine, nodes: int) -> dict[str, float]:
-    """Return milliseconds of the parts of a round, each a graph of its own."""
-    target, runner, memory = engine.target, engine.runner, engine.runner.memory
-    rows = len(engine.scheduler.writing)
-    graphs = Graphs(target.device, runner.graphs.models)
-    found = {}
+def time_stages(engine: Engine, nodes: int) -> dict[str, float]:
+    """Return the milliseconds of the stages of a round, each captured as a graph of its own."""
+    target = engine.target
+    runner = engine.runner
+    memory = runner.batch_state
+    rows = len(engine.scheduler.running)
+    graphs = CudaGraphs(target.device, runner.graphs.models)
+    milliseconds_by_stage = {}
 
-    def timed(name: str, function) -> object:
+    def time_stage(name: str, function) -> object:
         for _ in range(3):
             result = graphs.run(name, function)
-        found[name] = milliseconds(lambda: graphs.run(name, function))
+        milliseconds_by_stage[name] = measure_milliseconds(lambda: graphs.run(name, function))
         return result
 
-    with memory.cache.fixed(rows):
-        proposal = Proposal(memory.bonus, None)
-        asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), memory.bonus, 1, 1, None)
-        if memory.state is not None:
-            with memory.state.cache.fixed(rows):
-                proposal = timed(
-                    "draft", lambda: propose(memory, nodes, engine.options, runner.ngram, (), asked)
+    with memory.cache.pad_batch(rows):
+        proposal = Proposal(memory.bonus_tokens, None)
+        sampling_batch = SamplingBatch(
+            SamplingTensors.from_options([], 1, memory.bonus_tokens.device),
+            memory.bonus_tokens,
+            1,
+            1,
+            None,
+        )
+        if memory.draft_state is not None:
+            with memory.draft_state.cache.pad_batch(rows):
+                proposal = time_stage(
+                    "draft",
+                    lambda: make_proposal(
+                        memory, nodes, engine.options, runner.ngram_model, (), sampling_batch
+                    ),
                 )
-        tree, ancestors = timed("tree", lambda: build(runner, proposal))
-        features = timed(
-            "verify", lambda: target.verify(tree, ancestors, memory.cache, memory.layers)
+        tree, ancestors = time_stage("tree", lambda: build_tree_and_ancestors(runner, proposal))
+        features = time_stage(
+            "verify", lambda: target.verify(tree, ancestors, memory.cache, memory.feature_layers)
         )
-        pieces = features.last.split(piece(rows), 1)
-        chosen = timed(
-            "head", lambda: torch.cat([target.head(part).argmax(-1) for part in pieces], 1)
+        pieces = features.last_hidden_states.split(count_chunk_nodes(rows), 1)
+        chosen = time_stage(
+            "head",
+            lambda: torch.cat([target.compute_logits(part).argmax(-1) for part in pieces], 1),
         )
-        timed("walk", lambda: walk(tree, chosen, ancestors))
-    return found
+        time_stage("walk", lambda: walk(tree, chosen, ancestors))
+    return milliseconds_by_stage
 
 
-def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None:
+def print_greedy_table(
+    target, drafter, args, weight_read_milliseconds: float, failures: list[str]
+) -> None:
+    """Print the table of greedy rounds and check them."""
     names = ("draft", "tree", "verify", "head", "walk")
     print(f"{'':<12}{'ms':>8}{'x reading':>10}" + "".join(f"{name:>8}" for name in names), end="")
     print(f"{'launches':>10}{'graphs':>8}{'waits':>7}{'kernels':>8}{'memory':>8}{'same':>6}")
-    for method, nodes in METHODS:
-        engine = make(target, drafter, method, nodes, args)
-        memory = begun_memory(engine, args)
-        with watch() as seen:
-            engine.step()
-        texts = [list(text.ids) for text in engine.scheduler.writing]
-        whole = milliseconds(engine.step)
-        parts = stages(engine, nodes)
-        del engine
-        same = "-"
-        launched = begin(make(target, drafter, method, nodes, args, compile=False), args)
-        with watch() as apart:
-            launched.step()
-        if nullgpu is None:
-            writing = launched.scheduler.writing
-            while min(len(text.ids) for text in writing) < max(map(len, texts)):
-                launched.step()
-            agree = all(
-                text.ids[: len(ids)] == ids for text, ids in zip(writing, texts, strict=True)
-            )
-            same = "yes" if agree else "NO"
-            check(
-                agree,
-                f"{method} {nodes}: captured rounds write other texts than launched ones",
-                faults,
-            )
+    for method, nodes in ROUND_METHODS:
         name = f"{method} {nodes}" if nodes else method
-        print(f"{name:<12}{whole:>8.2f}{whole / floor:>10.2f}", end="")
-        print("".join(f"{parts.get(part, 0):>8.2f}" for part in names), end="")
-        print(f"{seen.launches:>10}{seen.graphs:>8}{len(seen.waits):>7}", end="")
-        print(f"{apart.launches:>8}{memory:>8.3f}{same:>6}", flush=True)
-        check_round(name, seen, faults)
+        engine = build_engine(target, drafter, method, nodes, args)
+        memory = fill_and_measure_memory(engine, args)
+        with count_device_work() as work:
+            engine.step()
+        captured_ids = [list(text.ids) for text in engine.scheduler.running]
+        round_milliseconds = measure_milliseconds(engine.step)
+        stage_milliseconds = time_stages(engine, nodes)
+        del engine
+
+        uncaptured = build_engine(target, drafter, method, nodes, args, compile=False)
+        fill_rows(uncaptured, args)
+        with count_device_work() as uncaptured_work:
+            uncaptured.step()
+        same = "-"
+        if nullgpu is None:
+            writing = uncaptured.scheduler.running
+            while min(len(text.ids) for text in writing) < max(map(len, captured_ids)):
+                uncaptured.step()
+            pairs = zip(writing, captured_ids, strict=True)
+            is_equal = all(text.ids[: len(ids)] == ids for text, ids in pairs)
+            same = "yes" if is_equal else "NO"
+            record_failure(
+                is_equal,
+                f"{method} {nodes}: captured rounds generate other tokens than uncaptured ones",
+                failures,
+            )
+        ratio = round_milliseconds / weight_read_milliseconds
+        print(f"{name:<12}{round_milliseconds:>8.2f}{ratio:>10.2f}", end="")
+        print("".join(f"{stage_milliseconds.get(stage, 0):>8.2f}" for stage in names), end="")
+        print(f"{work.launches:>10}{work.graphs:>8}{len(work.waits):>7}", end="")
+        print(f"{uncaptured_work.launches:>8}{memory:>8.3f}{same:>6}", flush=True)
+        check_device_work(name, work, failures)
         if nodes <= 64:
-            check_memory(name, memory, args, faults)
+            check_memory_ratio(name, memory, args, failures)
 
 
-def begun_memory(engine: Engine, args, **text) -> float:
-    """Begin a text in every row; return the memory of caches and graphs over that of the caches."""
-    memory = engine.runner.memory
-    cache = sum(part.cache.buffer.nbytes for part in (memory, memory.state) if part is not None)
-    before = reserved()
-    begin(engine, args, **text)
-    return 1 + (reserved() - before) / cache
-
-
-def check_memory(name: str, memory: float, args, faults: list[str]) -> None:
-    """Note where 16 rows take too much more than their caches."""
-    if args.shape != "tiny" and args.rows >= 16:
-        check(memory <= 1.1, f"{name}: {memory:.3f} times the cache", faults)
-
-
-def check_round(name: str, seen: Seen, faults: list[str]) -> None:
-    """Note what a round asked too much of the device."""
-    check(seen.graphs == 1, f"{name}: {seen.graphs} graphs replayed, not 1", faults)
-    check(
-        seen.launches <= 25,
-        f"{name}: {seen.launches} launches beside the graph, more than 25",
-        faults,
+def fill_and_measure_memory(engine: Engine, args, **text) -> float:
+    """Fill all rows; return the memory of caches and graphs relative to that of the caches."""
+    memory = engine.runner.batch_state
+    cache = sum(
+        part.cache.buffer.nbytes for part in (memory, memory.draft_state) if part is not None
     )
-    check(len(seen.waits) == 1, f"{name}: waits at {seen.waits}", faults)
+    before = reserved_bytes()
+    fill_rows(engine, args, **text)
+    return 1 + (reserved_bytes() - before) / cache
 
 
-def options_table(target, drafter, args, faults: list[str]) -> None:
+def check_memory_ratio(name: str, memory: float, args, failures: list[str]) -> None:
+    """Record a failure if graphs of 16 rows take too much memory beyond the caches."""
+    if args.shape != "tiny" and args.rows >= 16:
+        record_failure(memory <= 1.1, f"{name}: {memory:.3f} times the cache", failures)
+
+
+def check_device_work(name: str, work: DeviceWork, failures: list[str]) -> None:
+    """Record a failure for each limit of device work that a round exceeds."""
+    record_failure(work.graphs == 1, f"{name}: {work.graphs} graphs replayed, not 1", failures)
+    record_failure(
+        work.launches <= 25,
+        f"{name}: {work.launches} launches outside the graph, more than 25",
+        failures,
+    )
+    record_failure(len(work.waits) == 1, f"{name}: waits at {work.waits}", failures)
+
+
+def print_sampling_table(target, drafter, args, failures: list[str]) -> None:
+    """Print the table of rounds with sampling options and check them."""
     print(f"\n{'ddtree 64':<12}{'launches':>10}{'graphs':>8}{'waits':>7}{'memory':>8}")
-    for name, text in {**OPTIONS, "static": {}, "static sampled": {"temperature": 1.0}}.items():
+    for name, text in {
+        **SAMPLING_CASES,
+        "static": {},
+        "static sampled": {"temperature": 1.0},
+    }.items():
         method = "static" if name.startswith("static") else "ddtree"
-        engine = make(target, drafter, method, 14 if method == "static" else 64, args)
-        memory = begun_memory(engine, args, **text)
-        with watch() as seen:
+        engine = build_engine(target, drafter, method, 14 if method == "static" else 64, args)
+        memory = fill_and_measure_memory(engine, args, **text)
+        with count_device_work() as work:
             engine.step()
         print(
-            f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}{memory:>8.3f}",
+            f"{name:<15}{work.launches:>7}{work.graphs:>8}{len(work.waits):>7}{memory:>8.3f}",
             flush=True,
         )
         del engine
-        check_round(name, seen, faults)
-        check_memory(name, memory, args, faults)
+        check_device_work(name, work, failures)
+        check_memory_ratio(name, memory, args, failures)
 
 
-def programs() -> int:
-    """Return how many programs Triton has made of our kernels."""
+def count_triton_programs() -> int:
+    """Return how many programs Triton has compiled from our kernels."""
     from infer.kernels import triton_attention, triton_search
 
-    kernels = triton_attention._attend, triton_attention._join, triton_search._search
+    kernels = (
+        triton_attention._attend_split,
+        triton_attention._combine_splits,
+        triton_search._search_tree,
+    )
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
-def mixed(target, drafter, args, faults: list[str]) -> None:
-    """Texts of all lengths come and go in 16 rows."""
-    dice = random.Random(0)
+def check_mixed_rounds(target, drafter, args, failures: list[str]) -> None:
+    """Run sequences of mixed lengths in 16 rows, and check that nothing is compiled again."""
+    random_numbers = random.Random(0)
     options = EngineConfig("ddtree", 64, max_num_seqs=16)
     engine = Engine(target, drafter, options, args.capacity)
     rows = set()
 
     def run() -> None:
-        for _ in range(24):  # a crowd with short prompts, so that all rows are soon in use
+        for _ in range(24):  # short prompts, so that all rows are soon in use
             engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
         for _ in range(args.rounds):
-            if dice.random() < 0.4:
+            if random_numbers.random() < 0.4:
                 prompt = [
-                    2 + dice.randrange(400) for _ in range(dice.randrange(1, args.capacity // 2))
+                    2 + random_numbers.randrange(400)
+                    for _ in range(random_numbers.randrange(1, args.capacity // 2))
                 ]
                 engine.submit(
-                    prompt, TextOptions(max_new_tokens=dice.randrange(1, 300), ignore_eos=True)
+                    prompt,
+                    TextOptions(max_new_tokens=random_numbers.randrange(1, 300), ignore_eos=True),
                 )
             engine.step()
-            rows.add(len(engine.scheduler.writing))
+            rows.add(len(engine.scheduler.running))
 
     run()
-    before = programs()
+    before = count_triton_programs()
     graphs = len(engine.runner.graphs.graphs)
-    with watch() as seen:
+    with count_device_work() as work:
         run()
-    made = {"plans": seen.plans, "programs": programs() - before}
+    new_objects = {"plans": work.plans, "programs": count_triton_programs() - before}
     more = len(engine.runner.graphs.graphs) - graphs
     print(f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: ", end="")
-    print(f"{graphs} and {more} graphs, {made}")
-    check(max(rows) == 16, f"mixed rounds have {max(rows)} rows at most, not 16", faults)
-    check(not any(made.values()), f"mixed rounds made {made}", faults)
+    print(f"{graphs} and {more} graphs, {new_objects}")
+    record_failure(max(rows) == 16, f"mixed rounds have {max(rows)} rows at most, not 16", failures)
+    record_failure(not any(new_objects.values()), f"mixed rounds made {new_objects}", failures)
 
 
 def main() -> None:
@@ -254,28 +300,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=500, help="of mixed lengths")
+    parser.add_argument(
+        "--rounds", type=int, default=500, help="rounds with sequences of mixed lengths"
+    )
     args = parser.parse_args()
-    device = need_cuda()
-    faults = []
+    device = require_cuda()
+    failures = []
     dtype = torch.float32 if args.shape == "tiny" else torch.bfloat16
-    target, drafter = random_pair(args.shape, device, dtype, head=args.head)
+    target, drafter = build_random_models(args.shape, device, dtype, head=args.head)
     weights = sum(parameter.nbytes for parameter in target.model.parameters())
-    speed = bandwidth(device)
-    floor = 1000 * weights / speed
+    speed = measure_copy_bandwidth(device)
+    weight_read_milliseconds = 1000 * weights / speed
     print(
-        f"{describe_device(device)}, {args.shape}, {dtype}, {weights / 1e9:.2f} GB of weights, {args.rows} rows",
+        f"{describe_device(device)}, {args.shape}, {dtype}, {weights / 1e9:.2f} GB of weights, "
+        f"{args.rows} rows",
         end="",
     )
     print(
-        f", {args.context} positions; copies at {speed / 1e9:.0f} GB/s: reading the weights takes {floor:.2f} ms"
+        f", {args.context} positions; copies at {speed / 1e9:.0f} GB/s: reading the weights takes "
+        f"{weight_read_milliseconds:.2f} ms"
     )
     if nullgpu is not None:
         print("a stand-in for a GPU that computes nothing: times are meaningless, counts are not")
-    greedy_table(target, drafter, args, floor, faults)
-    options_table(target, drafter, args, faults)
-    mixed(target, drafter, args, faults)
-    finish(faults)
+    print_greedy_table(target, drafter, args, weight_read_milliseconds, failures)
+    print_sampling_table(target, drafter, args, failures)
+    check_mixed_rounds(target, drafter, args, failures)
+    exit_with_failures(failures)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Conditional heads on one backbone, of several seeds, trained for the same time: tokens a round.
+"""Compare conditional heads on one backbone, trained for the same time: tokens per round.
 
-    python benchmarks/heads.py prepare               # the backbone, training rows, the target's texts
-    python benchmarks/heads.py frozen --seeds 0 1 2  # each head on the frozen backbone; "none": the backbone itself
-    python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together, as many seconds more
+    python benchmarks/heads.py prepare               # backbone, training data, outputs
+    python benchmarks/heads.py frozen --seeds 0 1 2  # each head on the frozen backbone
+    python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together
     python benchmarks/heads.py report                # tables
 
-Greedy decoding is lossless: the target's text is known before anything is drafted. Texts are
-replayed (infer/evaluation/replay.py), from features that are computed once for all drafters; τ is
-exactly what decoding gives. What is measured already is left out, so that the work can be done in
-pieces. Seconds are processor time of the one thread that trains, the same for every drafter.
+Greedy decoding is lossless, so that the target's outputs are known before anything is drafted. They
+are replayed (infer/evaluation/replay.py) from features that are computed once for all drafters; τ
+is exactly that of decoding. Drafters that are measured already are skipped, so that the work can be
+split. Seconds are processor time of the one training thread, the same for every drafter.
 """
 
 import argparse
@@ -21,27 +21,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from infer.evaluation.replay import ReplayVariant, extract_features, replay_sequences
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.packing import batch, packed_rows
-from data.prompts import evaluation_prompts
+from data.packing import load_packed_dataset, read_batch
+from data.prompts import select_evaluation_prompts
 from data.rows import DataConfig
 from infer import load_target
-from infer.api import decode
+from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.engine.loops import LONGEST_PERIOD
-from infer.evaluation.replay import Order, features_of, replay
-from infer.evaluation.ruler import acceptance_length
+from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
+from infer.evaluation.replay import acceptance_length
 from infer.formats.checkpoint import load_drafter, save_drafter
 from infer.targets.target import Features
-from train.batches import draw_blocks, seeded
+from train.batches import draw_blocks
 from train.blocks import Blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
-from train.optim import learning_rate, make_optimizer, set_rate
-from train.run.initial import initial_drafter, resolve_init
-from train.step import draft_states, score
+from train.optim import cosine_learning_rate, make_optimizer, set_learning_rate
+from train.run.initial import create_initial_drafter, resolve_drafter_options
+from train.seeding import seeded_generator
+from train.step import compute_drafter_states, compute_loss_from_states
 
-HEADS = {
+COMPARED_HEAD_CONFIGS = {
     "none": HeadConfig(),
     "vanilla": HeadConfig("markov", rank=64, confidence_head=True),
     "gated": HeadConfig("markov", kind="gated", rank=64),
@@ -53,32 +55,35 @@ HEADS = {
     "swiglu": HeadConfig("swiglu"),
     "gru": HeadConfig("gru", rank=64, hidden_size=64),
 }
-BUDGETS = (8, 16, 32, 64)
-CACHED = 120  # blocks a row whose states a frozen drafter keeps; a step draws as many as it takes
+HEAD_TREE_BUDGETS = (8, 16, 32, 64)
+CACHED_BLOCKS_PER_SEQUENCE = 120  # drafted once by a frozen drafter; a step samples from them
 
 
 @dataclass(frozen=True)
-class Text:
-    """What the target wrote behind a prompt, on its own."""
+class TargetOutput:
+    """Output of the target for a prompt."""
 
-    ids: list[int]
-    prompt: int  # tokens of the prompt; a round's bonus token stands there or further on
-    context: torch.Tensor  # (T, F) features of the tapped layers
+    ids: list[int]  # of prompt and output
+    prompt: int  # tokens of the prompt
+    context: torch.Tensor  # (T, F) context features
 
 
 @dataclass(frozen=True)
-class Taught:
-    """A step's packed row, its blocks, what the target says, and the frozen drafter's states."""
+class TrainingSample:
+    """Packed sequence of a training step, its blocks, and the features of the target."""
 
     rows: dict[str, torch.Tensor]
     blocks: Blocks
     features: Features
-    drafted: torch.Tensor | None = None  # (N * L, D)
+    drafted: torch.Tensor | None = None  # (N * L, D) states of a frozen drafter
 
 
-def configured(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainConfig:
-    """Return the configuration of a run with a head; joint ones are the default run's, with its
-    weights."""
+def build_train_config(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainConfig:
+    """Return the configuration of a run with a head.
+
+    init: folder of the drafter to start from
+    joint: train head and backbone together, as the default run does
+    """
     config = TrainConfig(
         seed=seed,
         trainable="all" if joint else "head",
@@ -87,11 +92,11 @@ def configured(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainCon
         objective=ObjectiveConfig(gamma=0.6 if joint else 1.0),
         optim=OptimConfig(name="muon", lr=2e-3 if joint else 1e-2, batch_size=1, steps=1000),
     )
-    return replace(config, drafter=resolve_init(config.drafter, config.target))
+    return replace(config, drafter=resolve_drafter_options(config.drafter, config.target))
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write what all later stages share: texts, features of training rows, and the backbone."""
+    """Write what all later stages use: outputs, training features, and the backbone."""
     target = load_target("embedded")
     data = DataConfig(source="embedded", length=256)
     start = load_drafter(
@@ -99,152 +104,190 @@ def prepare(arguments: argparse.Namespace) -> None:
     )
     layers = start.layer_ids
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    prompts = evaluation_prompts(data, target.tokenizer, arguments.prompts, 96, arguments.outside)
-    options = DecodeOptions(
-        arguments.tokens, method="plain", max_num_batched_tokens=None, loop_period=LONGEST_PERIOD
+    prompts = select_evaluation_prompts(
+        data, target.tokenizer, arguments.prompts, 96, arguments.external_prompts
     )
-    done = decode(target, None, [prompt.ids for prompt in prompts], options)
+    options = DecodeOptions(
+        arguments.tokens,
+        method="plain",
+        max_num_batched_tokens=None,
+        loop_period=MAX_LOOP_PERIOD_TOKENS,
+    )
+    done = decode_prompts(target, None, [prompt.ids for prompt in prompts], options)
     texts = []
     for text in done:
-        context = features_of(target, layers, (text.prompt, text.ids))
-        texts.append(asdict(Text(text.prompt + text.ids, len(text.prompt), context)))
+        context = extract_features(target, layers, (text.prompt, text.ids))
+        texts.append(asdict(TargetOutput(text.prompt + text.ids, len(text.prompt), context)))
     torch.save(texts, arguments.folder / "texts.pt")
-    dataset = packed_rows(data, target.tokenizer, target.tokenizer_digest)
-    stored = []
+    dataset = load_packed_dataset(data, target.tokenizer, target.tokenizer_digest)
+    stored_rows = []
     for first in range(0, arguments.rows, 8):
-        rows = batch(dataset, first, 8, 0)
-        found = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
+        rows = read_batch(dataset, first, 8, 0)
+        features = target.compute_packed_features(
+            rows["ids"], rows["positions"], rows["documents"], layers
+        )
         for i in range(8):
-            one = {name: column[i : i + 1].clone() for name, column in rows.items()}
-            stored.append((one, found.context[i : i + 1].clone(), found.last[i : i + 1].clone()))
-    torch.save(stored, arguments.folder / "rows.pt")
+            columns = {name: column[i : i + 1].clone() for name, column in rows.items()}
+            stored_rows.append(
+                (
+                    columns,
+                    features.context[i : i + 1].clone(),
+                    features.last_hidden_states[i : i + 1].clone(),
+                )
+            )
+    torch.save(stored_rows, arguments.folder / "rows.pt")
     save_drafter(start.config, start.state_dict(), arguments.folder / "backbone")
-    if start.head_row is not None:
+    if start.head_spec is not None:
         weights = {
             k: v
             for k, v in start.state_dict().items()
-            if not k.startswith(start.head_row.attribute)
+            if not k.startswith(start.head_spec.attribute)
         }
-        keys = {key.name for key in start.head_row.keys}
-        start.config.dflash_config = {k: v for k, v in start.own.items() if k not in keys}
+        keys = {key.name for key in start.head_spec.config_keys}
+        start.config.dflash_config = {k: v for k, v in start.family_config.items() if k not in keys}
         save_drafter(start.config, weights, arguments.folder / "backbone")
-        # marginals that were trained beside a head are not the best there are: the same backbone,
-        # trained without
-        config = configured(arguments.folder / "backbone", HEADS["none"], True, 0)
-        drafter, steps = learn(config, target, stored, {}, arguments.backbone_seconds)
+        # Marginals that were trained together with a head are not the best ones. Train the same
+        # backbone without it.
+        config = build_train_config(
+            arguments.folder / "backbone", COMPARED_HEAD_CONFIGS["none"], True, 0
+        )
+        drafter, steps = train_drafter(config, target, stored_rows, {}, arguments.backbone_seconds)
         save_drafter(drafter.config, drafter.state_dict(), arguments.folder / "backbone")
         print(f"backbone: {steps} steps without a head", flush=True)
 
 
-def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float):
-    """Return a drafter that was trained for so many seconds of processor time, and the steps that
-    it took. A frozen drafter's states are computed once for all heads and seeds, by whether they
-    stand before the last norm: `cache`."""
-    drafter = initial_drafter(config, target)
+def train_drafter(config: TrainConfig, target, stored_rows: list, cache: dict, seconds: float):
+    """Train a drafter for some seconds of processor time; return it and the number of steps.
+
+    cache: states of a frozen drafter, computed once for all heads and seeds; the key says whether
+        they are taken before the last norm
+    """
+    drafter = create_initial_drafter(config, target)
     joint = config.trainable == "all"
     if not joint and drafter.conditional_head.raw not in cache:
-        cache[drafter.conditional_head.raw] = states_of(drafter, config, target, stored)
+        cache[drafter.conditional_head.raw] = compute_training_samples(
+            drafter, config, target, stored_rows
+        )
     optimizer = make_optimizer(drafter, config.optim)
     steps = 0
-    began = time.process_time()
-    order = torch.randperm(len(stored), generator=seeded(config.seed, "order")).tolist()
-    while (spent := time.process_time() - began) < seconds:
-        set_rate(optimizer, learning_rate(config.optim, int(1000 * spent / seconds), 1000))
+    start_time = time.process_time()
+    order = torch.randperm(
+        len(stored_rows), generator=seeded_generator(config.seed, "order")
+    ).tolist()
+    while (elapsed := time.process_time() - start_time) < seconds:
+        set_learning_rate(
+            optimizer, cosine_learning_rate(config.optim, int(1000 * elapsed / seconds), 1000)
+        )
         number = order[steps % len(order)]
         steps = steps + 1
         if joint:
-            rows, context, last = stored[number]
-            one = Taught(rows, draw_blocks(rows, config, steps), Features(context, last))
+            rows, context, last = stored_rows[number]
+            sample = TrainingSample(rows, draw_blocks(rows, config, steps), Features(context, last))
         else:
-            drawn = seeded(config.seed, steps, number)
-            one = some_of(
-                cache[drafter.conditional_head.raw][number], config.anchors_per_sequence, drawn
+            generator_of_step = seeded_generator(config.seed, steps, number)
+            sample = select_blocks(
+                cache[drafter.conditional_head.raw][number],
+                config.anchors_per_sequence,
+                generator_of_step,
             )
-        if not one.blocks.supervised.any():  # a row of short texts has no room for an anchor
+        if not sample.blocks.supervised.any():  # a sequence of short texts may have no anchor
             continue
-        drafted = (
-            draft_states(drafter, target, one.rows, one.blocks, one.features)
-            if joint
-            else one.drafted
+        drafted = sample.drafted
+        if joint:
+            drafted = compute_drafter_states(
+                drafter, target, sample.rows, sample.blocks, sample.features
+            )
+        result = compute_loss_from_states(
+            drafter, drafted, target, sample.rows, sample.blocks, sample.features, config
         )
-        found = score(drafter, drafted, target, one.rows, one.blocks, one.features, config)
         optimizer.zero_grad()
-        (found.loss / one.blocks.supervised.sum()).backward()
+        (result.loss / sample.blocks.supervised.sum()).backward()
         torch.nn.utils.clip_grad_norm_([p for p in drafter.parameters() if p.requires_grad], 1.0)
         optimizer.step()
     return drafter.eval().requires_grad_(False), steps
 
 
 @torch.no_grad()
-def states_of(drafter, config: TrainConfig, target, stored: list) -> list[Taught]:
-    """Return every row with as many blocks as are kept, and the drafter's states."""
-    found = []
-    for i, (rows, context, last) in enumerate(stored):
-        one = Taught(
+def compute_training_samples(
+    drafter, config: TrainConfig, target, stored_rows: list
+) -> list[TrainingSample]:
+    """Return every packed sequence with its cached blocks and their states by the drafter."""
+    samples = []
+    for i, (rows, context, last) in enumerate(stored_rows):
+        sample = TrainingSample(
             rows,
-            draw_blocks(rows, replace(config, anchors_per_sequence=CACHED), i),
+            draw_blocks(rows, replace(config, anchors_per_sequence=CACHED_BLOCKS_PER_SEQUENCE), i),
             Features(context, last),
         )
-        drafted = draft_states(drafter, target, one.rows, one.blocks, one.features)
-        found.append(replace(one, drafted=drafted))
-    return found
+        drafted = compute_drafter_states(
+            drafter, target, sample.rows, sample.blocks, sample.features
+        )
+        samples.append(replace(sample, drafted=drafted))
+    return samples
 
 
-def some_of(one: Taught, count: int, generator: torch.Generator) -> Taught:
-    """Return a row with `count` of its blocks."""
-    picked = torch.randperm(CACHED, generator=generator)[:count]
-    drafted = one.drafted.unflatten(0, (CACHED, -1))[picked].flatten(0, 1)
+def select_blocks(sample: TrainingSample, count: int, generator: torch.Generator) -> TrainingSample:
+    """Return a training sample with `count` random blocks of it."""
+    selected_blocks = torch.randperm(CACHED_BLOCKS_PER_SEQUENCE, generator=generator)[:count]
+    drafted = sample.drafted.unflatten(0, (CACHED_BLOCKS_PER_SEQUENCE, -1))[
+        selected_blocks
+    ].flatten(0, 1)
     return replace(
-        one,
-        blocks=Blocks(*(part[:, picked] for part in vars(one.blocks).values())),
+        sample,
+        blocks=Blocks(*(column[:, selected_blocks] for column in vars(sample.blocks).values())),
         drafted=drafted,
     )
 
 
-def measure(drafter, target, texts: list[Text]) -> dict[str, list[int]]:
-    """Return how many rounds every text takes, by budget."""
-    orders = {str(budget): Order("ddtree", budget) for budget in BUDGETS}
-    orders["chain"] = Order("chain", drafter.block_size - 1)
-    written = [(text.ids[: text.prompt], text.ids[text.prompt :]) for text in texts]
-    found = replay(
-        target, drafter, written, list(orders.values()), [text.context for text in texts]
+def count_rounds(drafter, target, texts: list[TargetOutput]) -> dict[str, list[int]]:
+    """Return the rounds that every output takes, by budget."""
+    orders = {str(budget): ReplayVariant("ddtree", budget) for budget in HEAD_TREE_BUDGETS}
+    orders["chain"] = ReplayVariant("chain", drafter.block_size - 1)
+    outputs = [(text.ids[: text.prompt], text.ids[text.prompt :]) for text in texts]
+    replayed = replay_sequences(
+        target, drafter, outputs, list(orders.values()), [text.context for text in texts]
     )
     return {
-        name: [len(text.commits[order]) - 1 for text in found] for name, order in orders.items()
+        name: [len(text.commits[order]) - 1 for text in replayed] for name, order in orders.items()
     }
 
 
 @torch.no_grad()
-def record(arguments, target, drafter, mode: str, name: str, seed: int, steps: int) -> None:
-    """Measure a drafter: a line in results.jsonl."""
-    texts = [Text(**text) for text in torch.load(arguments.folder / "texts.pt", weights_only=True)]
-    rounds = measure(drafter, target, texts)
+def measure_and_record(
+    arguments, target, drafter, mode: str, name: str, seed: int, steps: int
+) -> None:
+    """Measure a drafter and append a line to results.jsonl."""
+    texts = [
+        TargetOutput(**text)
+        for text in torch.load(arguments.folder / "texts.pt", weights_only=True)
+    ]
+    rounds = count_rounds(drafter, target, texts)
     line = {"mode": mode, "head": name, "seed": seed, "steps": steps, "rounds": rounds}
     line["tokens"] = [len(text.ids) - text.prompt - 1 for text in texts]
     with (arguments.folder / "results.jsonl").open("a") as lines:
         lines.write(json.dumps(line) + "\n")
-    shown = {k: round(sum(line["tokens"]) / sum(v), 3) for k, v in rounds.items()}
-    print(f"{mode} {name} {seed}: {steps} steps, {shown}", flush=True)
+    taus = {k: round(sum(line["tokens"]) / sum(v), 3) for k, v in rounds.items()}
+    print(f"{mode} {name} {seed}: {steps} steps, {taus}", flush=True)
 
 
 def read_results(arguments: argparse.Namespace) -> list[dict]:
-    """Return what was measured so far."""
+    """Return the measurements so far."""
     file = arguments.folder / "results.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Train and measure heads, until the time is over; what is there already is left out."""
-    began = time.monotonic()
+def train_and_measure(arguments: argparse.Namespace) -> None:
+    """Train and measure heads that are not measured yet, until the time is over."""
+    start_time = time.monotonic()
     joint = arguments.stage == "joint"
     cache = {}
     target = load_target("embedded")
-    stored = torch.load(arguments.folder / "rows.pt", weights_only=True, mmap=True)
-    done = {(one["mode"], one["head"], one["seed"]) for one in read_results(arguments)}
+    stored_rows = torch.load(arguments.folder / "rows.pt", weights_only=True, mmap=True)
+    done = {(result["mode"], result["head"], result["seed"]) for result in read_results(arguments)}
     for seed in arguments.seeds:
         for name in arguments.heads.split(","):
-            if time.monotonic() - began > 60 * arguments.minutes:
-                return print("more is to be done: the same command goes on", flush=True)
+            if time.monotonic() - start_time > 60 * arguments.minutes:
+                return print("not finished: run the same command again to continue", flush=True)
             if (arguments.stage, name, seed) in done:
                 continue
             folder = arguments.folder / f"{arguments.stage}-{name}-{seed}"
@@ -253,46 +296,59 @@ def run(arguments: argparse.Namespace) -> None:
                 steps = int((folder / "steps").read_text())
             else:
                 start = arguments.folder / (f"frozen-{name}-{seed}" if joint else "backbone")
-                head = HeadConfig() if joint else HEADS[name]  # a drafter that has one keeps it
-                config = configured(start, head, joint or name == "none", seed)
-                drafter, steps = learn(config, target, stored, cache, arguments.seconds)
+                head = (
+                    HeadConfig() if joint else COMPARED_HEAD_CONFIGS[name]
+                )  # an existing head is kept
+                config = build_train_config(start, head, joint or name == "none", seed)
+                drafter, steps = train_drafter(
+                    config, target, stored_rows, cache, arguments.seconds
+                )
                 save_drafter(drafter.config, drafter.state_dict(), folder)
                 (folder / "steps").write_text(str(steps))
-            record(arguments, target, drafter, arguments.stage, name, seed, steps)
+            measure_and_record(arguments, target, drafter, arguments.stage, name, seed, steps)
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Print tables: τ with intervals over prompts, seeds pooled; the gain over no head."""
-    grouped: dict[tuple, list[dict]] = {}
-    for one in read_results(arguments):
-        grouped.setdefault((one["mode"], one["head"]), []).append(one)
+    """Print tables: τ with intervals over prompts, seeds pooled; and the gain over no head."""
+    runs_by_head: dict[tuple, list[dict]] = {}
+    for result in read_results(arguments):
+        runs_by_head.setdefault((result["mode"], result["head"]), []).append(result)
     for mode in ("frozen", "joint"):
         print(
             f"\n{mode}\n| head | seeds | steps | "
-            + " | ".join(["chain", *map(str, BUDGETS)])
+            + " | ".join(["chain", *map(str, HEAD_TREE_BUDGETS)])
             + " |"
         )
-        for (kind, name), runs in grouped.items():
-            if kind == mode:
-                base = grouped.get((mode, "none"))
-                cells = [cell(runs, base, budget) for budget in ("chain", *map(str, BUDGETS))]
-                steps = sum(run["steps"] for run in runs) // len(runs)
+        for (group_mode, name), runs in runs_by_head.items():
+            if group_mode == mode:
+                baseline_runs = runs_by_head.get((mode, "none"))
+                cells = [
+                    format_cell(runs, baseline_runs, budget)
+                    for budget in ("chain", *map(str, HEAD_TREE_BUDGETS))
+                ]
+                steps = sum(train_and_measure["steps"] for train_and_measure in runs) // len(runs)
                 print(f"| {name} | {len(runs)} | {steps:,} | " + " | ".join(cells) + " |")
 
 
-def cell(runs: list[dict], base: list[dict] | None, budget: str) -> str:
-    """Return τ, and its gain over no head with the interval that it would have over other
-    prompts."""
+def format_cell(runs: list[dict], baseline_runs: list[dict] | None, budget: str) -> str:
+    """Return τ with its interval, or its gain over no head with the interval over prompts."""
     sides = [
-        (runs[0]["tokens"], np.mean([run["rounds"][budget] for run in side], 0))
-        for side in (runs, base or runs)
+        (
+            runs[0]["tokens"],
+            np.mean([train_and_measure["rounds"][budget] for train_and_measure in side], 0),
+        )
+        for side in (runs, baseline_runs or runs)
     ]
-    own, others = (np.stack(side, -1) for side in sides)  # (n, 2) tokens and rounds of every prompt
-    tau, (low, high) = acceptance_length(own)
-    if base is None or base is runs:
+    tokens_and_rounds, baseline_tokens_and_rounds = (
+        np.stack(side, -1) for side in sides
+    )  # (n, 2) tokens and rounds of every prompt
+    tau, (low, high) = acceptance_length(tokens_and_rounds)
+    if baseline_runs is None or baseline_runs is runs:
         return f"{tau:.3f} ({low:.2f} to {high:.2f})"
-    gain, (low, high) = acceptance_length(own, others)
-    return f"{tau:.3f} +{100 * (gain - 1):.1f} % ({100 * (low - 1):.0f} to {100 * (high - 1):.0f})"
+    speedup, (low, high) = acceptance_length(tokens_and_rounds, baseline_tokens_and_rounds)
+    return (
+        f"{tau:.3f} +{100 * (speedup - 1):.1f} % ({100 * (low - 1):.0f} to {100 * (high - 1):.0f})"
+    )
 
 
 def main() -> None:
@@ -300,22 +356,28 @@ def main() -> None:
     parser.add_argument("stage", choices=("prepare", "frozen", "joint", "report"))
     parser.add_argument("--folder", type=Path, default=Path("runs/heads"))
     parser.add_argument(
-        "--checkpoint", default="data/embedded/drafter", help="prepare: what becomes the backbone"
+        "--checkpoint",
+        default="data/embedded/drafter",
+        help="prepare: the drafter whose backbone is used",
     )
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--outside", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rows", type=int, default=800, help="prepare: packed rows to learn from")
+    parser.add_argument(
+        "--rows", type=int, default=800, help="prepare: packed sequences to train on"
+    )
     parser.add_argument("--backbone-seconds", type=float, default=180)
-    parser.add_argument("--heads", default=",".join(HEADS))
+    parser.add_argument("--heads", default=",".join(COMPARED_HEAD_CONFIGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
-        "--seconds", type=float, default=30, help="of processor time, to train each"
+        "--seconds", type=float, default=30, help="processor time to train each drafter"
     )
-    parser.add_argument("--minutes", type=float, default=8, help="begin nothing new after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="start no further drafter after this time"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    {"prepare": prepare, "report": report}.get(arguments.stage, run)(arguments)
+    {"prepare": prepare, "report": report}.get(arguments.stage, train_and_measure)(arguments)
 
 
 if __name__ == "__main__":

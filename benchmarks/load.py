@@ -1,31 +1,32 @@
-"""Is the budget that follows the load ever slower than the best of plain decoding and all fixed
-budgets?
+"""Check that the automatic node budget is never slower than the best fixed method, by load.
 
-    python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2  # 12 minutes, quiet
+    python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2
     python benchmarks/load.py DRAFTER --clients 1 64 --minutes 4
-    python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES --threads
-    2 --clients 1 8
+    python benchmarks/load.py smollm2 --target smollm2 --quantization int8 --suite SUITES \
+        --threads 2 --clients 1 8
 
-As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the
-server's default has rows. All ways write the same texts in a turn, one a client and at least eight,
-other texts in the next turn, and every way keeps its engine: what `auto` learns, it keeps, and it
-meets another load each turn. Before the first turn every engine writes sixteen texts. In a turn the
-engines' steps alternate, the next one always by the engine that has used least time so far, so that
-a machine that is faster in one second than in the next is so for all ways; every way's clock counts
-its own steps alone.
+The methods are baseline decoding, a chain, DDTrees of fixed budgets, and `auto`, the budget that
+follows the load. `--clients` requests of 16 to 64 tokens run at once, up to the server's default
+number of rows. In a turn all methods decode the same requests, at least eight and at least one a
+client; the next turn has other requests. Every method keeps its engine between turns, so that
+`auto` keeps what it has learnt although the load changes each turn. Before the first turn every
+engine decodes sixteen requests as a warm-up. In a turn the steps of the engines are interleaved:
+the next step is always that of the engine that has used the least time, so that changes of the
+machine's speed affect all methods alike. Every method's clock counts its own steps only.
 
-The first three turns at each number of clients choose the best way other than `auto`, by the tokens
-a second in all of them; what falls below 0.9 of the best leaves. The turns after them compare
-`auto` with that way alone on texts that did not choose it: the best of many noisy figures would
-flatter it. Numbers of clients take turns so that each has as much of the time.
+The first three turns at each number of clients select the best fixed method by tokens per second.
+Methods below 0.9 of the best are dropped early. Later turns compare `auto` with the selected method
+on requests that did not select it, since the best of several noisy results is biased upwards. The
+numbers of clients take turns such that each gets the same time.
 
-Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed:
-tokens a second of every way in the turns that choose (- after it left: of the first ones), the
-chosen way, how many turns compare; tokens a second of `auto` over those of that way in the first
-turn by itself, and in all turns that compare, with the interval of 95% (turns resampled); whether
-all ways wrote the same texts; of plain decoding and `auto`, in the turns that choose, the
-milliseconds to a text's first piece and between two pieces, the 50th and 99th percentile. Last: at
-which numbers of clients the interval begins at 0.95 or above.
+Times are processor times of one thread (`--threads`: wall-clock times, for a quiet machine). The
+table has, for each number of clients: tokens per second of every method in the selecting turns (for
+a dropped method, of its turns); the selected method; the number of comparing turns; the ratio of
+tokens per second of `auto` and the selected method in the first turn, and in all comparing turns
+with its 95 % interval (turns resampled); whether all methods gave the same outputs; and for the
+baseline and `auto`, in the selecting turns, the 50th and 99th percentile of the milliseconds to the
+first token and between two updates. The last line names the numbers of clients at which the
+interval begins at 0.95 or above.
 """
 
 import argparse
@@ -39,165 +40,170 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from inputs import add_prompts, add_target, prompts_of
+from inputs import add_prompt_options, add_target_options, load_cli_prompts
 
 from infer import Engine
 from infer.cli import models
 from infer.config import EngineConfig, TargetConfig, TextOptions
-from infer.evaluation.ruler import FEWEST, interval
+from infer.evaluation.metrics import MIN_INTERVAL_PROMPTS, bootstrap_interval
 
-BUDGETS = (2, 4, 8, 16, 64)
-WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
-    f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS
+FIXED_TREE_BUDGETS = (2, 4, 8, 16, 64)
+# (decoding.method, budget) by name.
+FIXED_METHODS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
+    f"{nodes} nodes": ("ddtree", nodes) for nodes in FIXED_TREE_BUDGETS
 }
-BESIDE = ("plain", "auto")  # whose waiting times are printed
-# texts side by side at most; of a turn at least
-ROWS = EngineConfig().max_num_seqs
-LEAST = 8
-CHOOSING = 3  # turns
-LEAVES = 0.9  # of the best: a way that is slower is not compared any more
-GOAL = 0.95
+LATENCY_METHODS = ("plain", "auto")  # methods whose latencies are printed
+MAX_ENGINE_ROWS = EngineConfig().rows
+MIN_REQUESTS_PER_TURN = 8
+SELECTING_TURNS = 3
+MIN_RELATIVE_SPEED = 0.9  # of the best method; slower ones are dropped
+SUFFICIENT_RATIO = 0.95
+
+Request = tuple[list[int], TextOptions]  # prompt and options
 
 
 @dataclass
-class Seen:
-    """What a way did with a number of clients."""
+class MethodTimes:
+    """Times of a method at one number of clients."""
 
-    seconds: list[float] = field(default_factory=list)  # turn by turn
-    firsts: list[float] = field(default_factory=list)  # milliseconds to a text's first piece
-    pauses: list[float] = field(default_factory=list)  # and between two pieces
+    seconds: list[float] = field(default_factory=list)  # of each turn
+    first_token_milliseconds: list[float] = field(default_factory=list)  # of each request
+    update_milliseconds: list[float] = field(default_factory=list)  # between two updates
 
 
 @dataclass
-class Load:
-    """A number of clients: which ways still take part, and what they did."""
+class ClientLoad:
+    """One number of clients: the methods that are still measured, and their times."""
 
     clients: int
-    ways: list[str]
-    seen: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
-    tokens: list[int] = field(default_factory=list)  # turn by turn
-    same: bool = True
+    methods: list[str]
+    times: dict[str, MethodTimes] = field(default_factory=lambda: defaultdict(MethodTimes))
+    tokens: list[int] = field(default_factory=list)  # of each turn
+    has_equal_outputs: bool = True
 
     @property
-    def compared(self) -> float:
-        """Seconds of the turns that compare."""
-        return sum(sum(seen.seconds[CHOOSING:]) for seen in self.seen.values())
+    def comparing_seconds(self) -> float:
+        """Seconds of all methods in the comparing turns."""
+        return sum(sum(times.seconds[SELECTING_TURNS:]) for times in self.times.values())
 
-    def speed(self, way: str) -> float:
-        """Return the tokens a second of a way in the turns that choose, as far as it took part."""
-        seconds = self.seen[way].seconds[:CHOOSING]
+    def tokens_per_second(self, method: str) -> float:
+        """Return the tokens per second of a method in its selecting turns."""
+        seconds = self.times[method].seconds[:SELECTING_TURNS]
         return sum(self.tokens[: len(seconds)]) / sum(seconds)
 
-    def choose(self) -> None:
-        """Let ways leave that are slow; all but the best and `auto` after the last turn that
-        chooses."""
-        fixed = [way for way in self.ways if way != "auto"]
-        best = max(fixed, key=self.speed)
-        if len(self.tokens) < CHOOSING:
-            self.ways = [
-                way
-                for way in self.ways
-                if way in BESIDE or self.speed(way) > LEAVES * self.speed(best)
+    def drop_slow_methods(self) -> None:
+        """Drop slow methods; after the last selecting turn keep only the best one and `auto`."""
+        fixed_methods = [method for method in self.methods if method != "auto"]
+        best = max(fixed_methods, key=self.tokens_per_second)
+        if len(self.tokens) < SELECTING_TURNS:
+            min_speed = MIN_RELATIVE_SPEED * self.tokens_per_second(best)
+            self.methods = [
+                method
+                for method in self.methods
+                if method in LATENCY_METHODS or self.tokens_per_second(method) > min_speed
             ]
-        elif len(self.tokens) == CHOOSING:
-            self.ways = [best, "auto"]
+        elif len(self.tokens) == SELECTING_TURNS:
+            self.methods = [best, "auto"]
 
-    def ratio(self, turns: Sequence[int]) -> float:
-        """Return the tokens a second of `auto` over those of the chosen way, in these turns."""
-        best, auto = (self.seen[way].seconds for way in self.ways)
+    def speed_ratio(self, turns: Sequence[int]) -> float:
+        """Return the speed of `auto` relative to the selected method in these turns."""
+        best, auto = (self.times[method].seconds for method in self.methods)
         return sum(best[turn] for turn in turns) / sum(auto[turn] for turn in turns)
 
-    def interval(self) -> tuple[float, float]:
-        """Return the interval of that ratio in the turns that compare; of a few turns nothing is
-        known."""
-        best, auto = (np.array(self.seen[way].seconds[CHOOSING:]) for way in self.ways)
-        return tuple(
-            interval(lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best))
-            or (0, np.inf)
+    def ratio_interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the speed ratio; (0, inf) if there are too few turns."""
+        best, auto = (np.array(self.times[name].seconds[SELECTING_TURNS:]) for name in self.methods)
+        limits = bootstrap_interval(
+            lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best)
         )
+        low, high = limits or (0, np.inf)
+        return low, high
 
 
-class Part:
-    """A way's part of a turn: the texts that are asked for, as many at a time as there are clients.
-    All times are seconds of its own steps."""
+class MethodTurn:
+    """The requests of a turn in the engine of one method, `clients` at a time.
 
-    def __init__(
-        self, engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]]
-    ) -> None:
+    All times are seconds of this engine's own steps.
+    """
+
+    def __init__(self, engine: Engine, clients: int, requests: list[Request]) -> None:
         self.engine = engine
         self.clients = clients
-        self.asked = asked
-        # by text: when it was asked for, and when it grew
-        self.took = 0.0
+        self.requests = requests
+        self.elapsed = 0.0
+        # By sequence: the time of its submission, and of each update.
         self.times = {}
 
     @property
     def busy(self) -> bool:
-        return self.engine.busy or len(self.times) < len(self.asked)
+        """Whether requests are left."""
+        return self.engine.busy or len(self.times) < len(self.requests)
 
     def step(self) -> None:
-        began = self.took
-        mark = self.engine.clock()
+        """Run one step of the engine; submit the next requests if it is idle."""
+        submit_time = self.elapsed
+        start = self.engine.clock()
         if not self.engine.busy:
-            for each in self.asked[len(self.times) :][: self.clients]:
-                self.times[self.engine.submit(*each)] = [began]
-        grown = self.engine.step()
-        self.took += self.engine.clock() - mark
-        for text in grown:
-            self.times[text].append(self.took)
+            for request in self.requests[len(self.times) :][: self.clients]:
+                self.times[self.engine.submit(*request)] = [submit_time]
+        updated = self.engine.step()
+        self.elapsed += self.engine.clock() - start
+        for text in updated:
+            self.times[text].append(self.elapsed)
 
-    def note(self, seen: Seen) -> list[list[int]]:
-        """Note what it took, once it is done; return the texts."""
-        times = self.times.values()
-        if len(seen.seconds) < CHOOSING:
-            seen.firsts += [1000 * (time[1] - time[0]) for time in times]
-            seen.pauses += [
-                1000 * (after - before) for time in times for before, after in pairwise(time[1:])
-            ]
-        seen.seconds.append(self.took)
+    def record_times(self, method_times: MethodTimes) -> list[list[int]]:
+        """Append the times of the finished turn to `method_times`; return the outputs."""
+        if len(method_times.seconds) < SELECTING_TURNS:
+            for times in self.times.values():
+                method_times.first_token_milliseconds.append(1000 * (times[1] - times[0]))
+                for before, after in pairwise(times[1:]):
+                    method_times.update_milliseconds.append(1000 * (after - before))
+        method_times.seconds.append(self.elapsed)
         return [text.ids for text in self.times]
 
 
-def write(parts: Collection[Part]) -> None:
-    """Let all parts write their texts, a step at a time, of the part that is behind."""
-    while busy := [part for part in parts if part.busy]:
-        min(busy, key=lambda part: part.took).step()
+def run_interleaved(turns: Collection[MethodTurn]) -> None:
+    """Run all methods to their end, always a step of the one that has used the least time."""
+    while busy := [turn for turn in turns if turn.busy]:
+        min(busy, key=lambda turn: turn.elapsed).step()
 
 
-def take_turn(
-    load: Load, engines: dict[str, Engine], asked: list[tuple[list[int], TextOptions]]
-) -> None:
-    """Let all ways that still take part write the next texts."""
-    turn = len(load.tokens)
-    count = max(load.clients, LEAST)
-    texts = [asked[(turn * count + i) % len(asked)] for i in range(count)]
-    order = load.ways[:: -1 if turn % 2 else 1]
-    parts = {way: Part(engines[way], load.clients, texts) for way in order}
-    write(parts.values())
-    written = [part.note(load.seen[way]) for way, part in parts.items()]
-    load.same &= all(each == written[0] for each in written)
-    load.tokens.append(sum(map(len, written[0])))
-    load.choose()
+def run_turn(load: ClientLoad, engines: dict[str, Engine], requests: list[Request]) -> None:
+    """Run the next requests with all methods that are still measured."""
+    number = len(load.tokens)
+    count = max(load.clients, MIN_REQUESTS_PER_TURN)
+    turn_requests = [requests[(number * count + i) % len(requests)] for i in range(count)]
+    order = load.methods[:: -1 if number % 2 else 1]
+    turns = {method: MethodTurn(engines[method], load.clients, turn_requests) for method in order}
+    run_interleaved(turns.values())
+    outputs = [turn.record_times(load.times[method]) for method, turn in turns.items()]
+    load.has_equal_outputs &= all(other == outputs[0] for other in outputs)
+    load.tokens.append(sum(map(len, outputs[0])))
+    load.drop_slow_methods()
 
 
-def row(load: Load) -> str:
-    """Return a line of the table."""
-    cells = [f"{load.speed(way):.0f}" for way in load.seen]
-    cells += [load.ways[0], f"{len(load.tokens) - CHOOSING}", f"{load.ratio([0]):.2f}"]
-    compared = range(CHOOSING, len(load.tokens))
-    cells.append("{:.3f}, {:.3f} to {:.3f}".format(load.ratio(compared), *load.interval()))
-    cells.append("yes" if load.same else "NO")
-    for what in ("firsts", "pauses"):
-        for way in BESIDE:
-            cuts = statistics.quantiles(getattr(load.seen[way], what), n=100)
-            cells.append(f"{cuts[49]:.0f}, {cuts[98]:.0f}")
-    return "".join(f"{cell:>{WIDTH[i]}}" for i, cell in enumerate([str(load.clients), *cells]))
+def format_row(load: ClientLoad) -> str:
+    """Return a row of the table."""
+    cells = [f"{load.tokens_per_second(method):.0f}" for method in load.times]
+    cells += [load.methods[0], f"{len(load.tokens) - SELECTING_TURNS}"]
+    cells.append(f"{load.speed_ratio([0]):.2f}")
+    ratio = load.speed_ratio(range(SELECTING_TURNS, len(load.tokens)))
+    low, high = load.ratio_interval()
+    cells.append(f"{ratio:.3f}, {low:.3f} to {high:.3f}")
+    cells.append("yes" if load.has_equal_outputs else "NO")
+    for name in ("first_token_milliseconds", "update_milliseconds"):
+        for method in LATENCY_METHODS:
+            percentiles = statistics.quantiles(getattr(load.times[method], name), n=100)
+            cells.append(f"{percentiles[49]:.0f}, {percentiles[98]:.0f}")
+    cells.insert(0, str(load.clients))
+    return "".join(f"{cell:>{COLUMN_WIDTHS[i]}}" for i, cell in enumerate(cells))
 
 
-COLUMNS = [*WAYS, "auto", "best", "turns", "first turn", "auto / best, 95%", "same"]
-COLUMNS += [f"{way}, {what}" for what in ("first", "pause") for way in BESIDE]
-WIDTH = [7, *(max(9, len(name) + 2) for name in COLUMNS)]
-WIDTH[1 + COLUMNS.index("auto / best, 95%")] = 24
+RATIO_COLUMN = "auto / best, 95%"
+TABLE_COLUMNS = [*FIXED_METHODS, "auto", "best", "turns", "first turn", RATIO_COLUMN, "same"]
+TABLE_COLUMNS += [f"{method}, {what}" for what in ("first", "pause") for method in LATENCY_METHODS]
+COLUMN_WIDTHS = [7, *(max(9, len(name) + 2) for name in TABLE_COLUMNS)]
+COLUMN_WIDTHS[1 + TABLE_COLUMNS.index(RATIO_COLUMN)] = 24
 
 
 def main() -> None:
@@ -209,45 +215,53 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument(
-        "--minutes", type=float, default=12, help="it ends by then, after five turns that compare"
+        "--minutes", type=float, default=12, help="time limit; at least five turns compare"
     )
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
-    add_target(parser)
-    add_prompts(parser)
+    add_target_options(parser)
+    add_prompt_options(parser)
     parser.set_defaults(prompts=64, prompt_tokens=64)
     args = parser.parse_args()
-    began = time.monotonic()
+    start_time = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
-    place = TargetConfig(
+    target_config = TargetConfig(
         args.target, dtype=args.dtype, device="cpu", quantization=args.quantization or "none"
     )
-    target, drafter = models.load(place, args.drafter)
-    prompts = prompts_of(args, target.tokenizer)
+    target, drafter = models.load_target_and_drafter(target_config, args.drafter)
+    prompts = load_cli_prompts(args, target.tokenizer)
     capacity = max(map(len, prompts)) + 64
-    asked = [
+    requests = [
         (ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True))
         for i, ids in enumerate(prompts)
     ]
-    engines = {
-        way: Engine(
-            target, drafter, EngineConfig(method, budget, max_num_seqs=ROWS), capacity, clock
-        )
-        for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()
-    }
-    write([Part(engine, ROWS, asked[:ROWS]) for engine in engines.values()])  # warms up
-    loads = [Load(clients, [*engines]) for clients in args.clients]
-    for turn in range(CHOOSING + FEWEST):
+    engines = {}
+    for name, (method, budget) in (FIXED_METHODS | {"auto": ("ddtree", "auto")}).items():
+        options = EngineConfig(method, budget, max_num_seqs=MAX_ENGINE_ROWS)
+        engines[name] = Engine(target, drafter, options, capacity, clock)
+
+    warm_up_requests = requests[:MAX_ENGINE_ROWS]
+    run_interleaved(
+        [MethodTurn(engine, MAX_ENGINE_ROWS, warm_up_requests) for engine in engines.values()]
+    )
+    loads = [ClientLoad(clients, [*engines]) for clients in args.clients]
+    for turn in range(SELECTING_TURNS + MIN_INTERVAL_PROMPTS):
         for load in loads:
-            take_turn(load, engines, asked)
-        print(f"{turn + 1} turns, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    while time.monotonic() - began < 60 * args.minutes - 10:
-        take_turn(min(loads, key=lambda load: load.compared), engines, asked)
-    print("".join(f"{name:>{WIDTH[i]}}" for i, name in enumerate(["clients", *COLUMNS])))
+            run_turn(load, engines, requests)
+        print(
+            f"{turn + 1} turns, {time.monotonic() - start_time:.0f} s", file=sys.stderr, flush=True
+        )
+    while time.monotonic() - start_time < 60 * args.minutes - 10:
+        run_turn(min(loads, key=lambda load: load.comparing_seconds), engines, requests)
+    headings = ["clients", *TABLE_COLUMNS]
+    print("".join(f"{name:>{COLUMN_WIDTHS[i]}}" for i, name in enumerate(headings)))
     for load in loads:
-        print(row(load))
-    held = [load.clients for load in loads if load.interval()[0] >= GOAL]
-    print(f"auto reaches {GOAL} of the best at {held or 'no number of'} clients of {args.clients}")
+        print(format_row(load))
+    sufficient = [load.clients for load in loads if load.ratio_interval()[0] >= SUFFICIENT_RATIO]
+    print(
+        f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients "
+        f"of {args.clients}"
+    )
 
 
 if __name__ == "__main__":

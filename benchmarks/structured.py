@@ -1,12 +1,11 @@
-"""What grammars cost and give: tokens a round and a second under a schema, and the grammar's share
-of a round.
+"""Measure structured outputs: tokens per round and second under a grammar, and the grammar's cost.
 
     python benchmarks/structured.py
 
-The first table is of the embedded target and drafter; its ways take turns, prompt by prompt:
-constrained plain decoding, DDTree whose drafter knows nothing of the grammar, and DDTree under the
-grammar. The second is of rounds of 64 nodes, also for a random target with a vocabulary of 131,072.
-Seconds are the processor's, of one thread.
+First table, with the embedded target and drafter, interleaved prompt by prompt: constrained
+baseline decoding, DDTree whose drafter ignores the grammar, and DDTree that follows it. Second
+table: the grammar's share of rounds of 64 nodes, also for a random target with a vocabulary of
+131,072. Seconds are processor time of one thread.
 """
 
 import argparse
@@ -19,17 +18,18 @@ from collections import defaultdict
 from dataclasses import replace
 
 import torch
-from inputs import held_out
+from inputs import load_held_out_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, load_drafter, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
-from infer.drafters.base import Drafter, new_drafter
+from infer.drafters.base import Drafter
+from infer.drafters.build import create_drafter
 from infer.engine import runner
 from infer.targets.target import Target
 
-SCHEMA = {
+FILE_JSON_SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 24},
@@ -40,35 +40,33 @@ SCHEMA = {
     "required": ["name", "path", "lines", "tags"],
     "additionalProperties": False,
 }
-ASKED = {
-    "schema": {"json_schema": json.dumps(SCHEMA)},
+MEASURED_GRAMMARS = {
+    "schema": {"json_schema": json.dumps(FILE_JSON_SCHEMA)},
     "expression": {"regex": r"(def|class) [a-z_]{3,12}\([a-z, ]*\):"},
 }
-BIG = 131_072
+LARGE_VOCABULARY_SIZE = 131_072
 
 
-def big_target() -> tuple[Target, Drafter]:
-    """Return a random target with many tokens of letters, and a random drafter for it."""
+def build_large_vocabulary_models() -> tuple[Target, Drafter]:
+    """Return a random target whose vocabulary has many short words, and a random drafter."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)}
     merges = []
-    small = string.ascii_lowercase
+    lowercase = string.ascii_lowercase
     for size in (2, 3, 4):
-        for first, *rest in itertools.product("Ġ" + small + '"', *[small] * (size - 1)):
+        for first, *rest in itertools.product("Ġ" + lowercase + '"', *[lowercase] * (size - 1)):
             word = "".join([first, *rest])
-            if len(vocabulary) < BIG - 1:
+            if len(vocabulary) < LARGE_VOCABULARY_SIZE - 1:
                 vocabulary[word] = len(vocabulary)
                 merges.append((word[:-1], word[-1]))
     vocabulary["<end>"] = len(vocabulary)
     backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=BIG,
+        vocab_size=LARGE_VOCABULARY_SIZE,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=6,
@@ -80,100 +78,122 @@ def big_target() -> tuple[Target, Drafter]:
         tie_word_embeddings=True,
     )
     target = Target(Qwen3ForCausalLM(config), tokenizer, "big vocabulary")
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=8, mask_token_id=0), target)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=8, mask_token_id=0), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     return target, drafter
 
 
-def write(target, drafter, prompt, options, method, budget=16, knows=True, around=()):
-    """Write a text; return it, and the processor seconds. knows: the tree follows the grammar."""
+def generate_with_times(
+    target, drafter, prompt, options, method, budget=16, follows_grammar=True, timed_functions=()
+):
+    """Decode a prompt; return the sequence, its seconds, and the seconds of `timed_functions`.
+
+    follows_grammar: whether the draft tree has only tokens that the grammar allows
+    timed_functions: "round" (of the runner), "mask" (of the grammar) or a function of the module
+        infer.engine.runner
+    """
     engine = Engine(
         target,
         drafter,
         EngineConfig(method, budget, max_num_seqs=1),
         len(prompt) + options.max_new_tokens + 1,
     )
-    if not knows:
+    if not follows_grammar:
         engine.runner.method = replace(engine.runner.method, ranked=False)
-    follow_grammars = runner.follow_grammars
-    spent = defaultdict(float)
+    constrain_to_grammars = runner.constrain_to_grammars
+    function_seconds = defaultdict(float)
 
-    def timed(owner: object, name: str) -> None:
+    def time_function(owner: object, name: str) -> None:
         run = getattr(owner, name)
 
-        def measured(*arguments):
-            began = time.thread_time()
+        def run_timed(*arguments):
+            start_time = time.thread_time()
             try:
                 return run(*arguments)
             finally:
-                spent[name] += time.thread_time() - began
+                function_seconds[name] += time.thread_time() - start_time
 
-        setattr(owner, name, measured)
+        setattr(owner, name, run_timed)
 
     text = engine.submit(prompt, options)
-    for name in around:
-        timed({"mask": text.grammar, "round": engine.runner}.get(name, runner), name)
-    began = time.thread_time()
+    for name in timed_functions:
+        time_function(
+            {"mask_scores": text.grammar, "decode_round": engine.runner}.get(name, runner), name
+        )
+    start_time = time.thread_time()
     while engine.busy:
         engine.step()
-    runner.follow_grammars = follow_grammars
-    return text, time.thread_time() - began, spent
+    runner.constrain_to_grammars = constrain_to_grammars
+    return text, time.thread_time() - start_time, function_seconds
 
 
-def gains(target, drafter, prompts, tokens) -> None:
-    """Print tokens a round and a second of the three ways."""
-    ways = {
+def print_speeds(target, drafter, prompts, tokens) -> None:
+    """Print tokens per round and per second of the three decoding modes."""
+    decoding_modes = {
         "plain": ("plain", True),
         "drafter without": ("ddtree", False),
         "drafter with": ("ddtree", True),
     }
-    print(f"{'':<12}{'':>11}" + "".join(f"{way:>26}" for way in ways))
-    for (name, shape), heat in itertools.product(ASKED.items(), (0.0, 0.7)):
+    print(f"{'':<12}{'':>11}" + "".join(f"{mode:>26}" for mode in decoding_modes))
+    for (name, grammar), temperature in itertools.product(MEASURED_GRAMMARS.items(), (0.0, 0.7)):
         taus = defaultdict(list)
         speeds = defaultdict(list)
         same = True
         for number, prompt in enumerate(prompts):
-            options = TextOptions(max_new_tokens=tokens, temperature=heat, seed=number, **shape)
+            options = TextOptions(
+                max_new_tokens=tokens, temperature=temperature, seed=number, **grammar
+            )
             ids = set()
-            for way, (method, knows) in ways.items():
-                text, seconds, _ = write(target, drafter, prompt, options, method, knows=knows)
-                taus[way].append((len(text.ids) - 1, max(1, text.stats.rounds)))
-                speeds[way].append(len(text.ids) / seconds)
+            for mode, (method, follows_grammar) in decoding_modes.items():
+                text, seconds, _ = generate_with_times(
+                    target, drafter, prompt, options, method, follows_grammar=follows_grammar
+                )
+                taus[mode].append((len(text.ids) - 1, max(1, text.stats.rounds)))
+                speeds[mode].append(len(text.ids) / seconds)
                 ids.add(tuple(text.ids))
             same &= len(ids) == 1
         cells = []
-        for way in ways:
-            tau = sum(kept for kept, _ in taus[way]) / sum(rounds for _, rounds in taus[way])
-            ratio = statistics.median(
-                a / b for a, b in zip(speeds[way], speeds["plain"], strict=True)
-            )
-            cells.append(f"{tau:>8.2f} {statistics.median(speeds[way]):>8.0f}/s {ratio:>5.2f}x")
+        for mode in decoding_modes:
+            total_tokens = sum(tokens_committed for tokens_committed, _ in taus[mode])
+            total_rounds = sum(rounds for _, rounds in taus[mode])
+            tau = total_tokens / total_rounds
+            pairs = zip(speeds[mode], speeds["plain"], strict=True)
+            ratio = statistics.median(speed / plain_speed for speed, plain_speed in pairs)
+            cells.append(f"{tau:>8.2f} {statistics.median(speeds[mode]):>8.0f}/s {ratio:>5.2f}x")
         print(
-            f"{name:<12}{f't = {heat}':>11}"
+            f"{name:<12}{f't = {temperature}':>11}"
             + "".join(f"{cell:>26}" for cell in cells)
             + f"   same texts: {same}"
         )
 
 
-def shares(target, drafter, prompts, tokens) -> None:
-    """Print the grammar's share of rounds of 64 nodes: trees under it, what it forces, masks of the
-    target."""
-    around = ("round", "follow_grammars", "mask")
-    for name, shape in ASKED.items():
-        total = defaultdict(float)
+def print_grammar_shares(target, drafter, prompts, tokens) -> None:
+    """Print the grammar's share of the time of rounds of 64 nodes.
+
+    It consists of `follow_grammars` (trees under the grammar, forced tokens) and `mask` (masks of
+    the target's logits).
+    """
+    timed_functions = ("decode_round", "constrain_to_grammars", "mask_scores")
+    for name, grammar in MEASURED_GRAMMARS.items():
+        total_seconds = defaultdict(float)
         rounds = 0
         for number, prompt in enumerate(prompts):
-            options = TextOptions(max_new_tokens=tokens, temperature=0.7, seed=number, **shape)
-            text, _, spent = write(target, drafter, prompt, options, "ddtree", 64, True, around)
+            options = TextOptions(max_new_tokens=tokens, temperature=0.7, seed=number, **grammar)
+            text, _, function_seconds = generate_with_times(
+                target, drafter, prompt, options, "ddtree", 64, True, timed_functions
+            )
             rounds += text.stats.rounds
-            for key, seconds in spent.items():
-                total[key] += seconds
-        round_ = total.pop("round")
-        parts = total
-        said = ", ".join(f"{key} {1000 * value / rounds:.2f}" for key, value in parts.items())
+            for key, seconds in function_seconds.items():
+                total_seconds[key] += seconds
+        round_seconds = total_seconds.pop("decode_round")
+        grammar_seconds = total_seconds
+        details = ", ".join(
+            f"{key} {1000 * value / rounds:.2f}" for key, value in grammar_seconds.items()
+        )
         print(
-            f"{target.name:<16}{name:<12} a round {1000 * round_ / rounds:6.1f} ms, the grammar's part "
-            f"{sum(parts.values()) / round_:.1%} ({said} ms)"
+            f"{target.name:<16}{name:<12} a round {1000 * round_seconds / rounds:6.1f} ms, the "
+            "grammar's part "
+            f"{sum(grammar_seconds.values()) / round_seconds:.1%} ({details} ms)"
         )
 
 
@@ -187,11 +207,11 @@ def main() -> None:
     torch.set_num_threads(1)
     target = load_target("embedded", device="cpu")
     drafter = load_drafter("embedded")
-    prompts = held_out(target.tokenizer, args.prompts, 64)
-    gains(target, drafter, prompts, args.tokens)
-    shares(target, drafter, prompts, args.tokens)
-    shares(
-        *big_target(),
+    prompts = load_held_out_prompts(target.tokenizer, args.prompts, 64)
+    print_speeds(target, drafter, prompts, args.tokens)
+    print_grammar_shares(target, drafter, prompts, args.tokens)
+    print_grammar_shares(
+        *build_large_vocabulary_models(),
         [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))],
         args.tokens // 2,
     )

@@ -1,12 +1,11 @@
-"""Which models can be targets: one tiny random model of every class that `AutoModelForCausalLM`
-knows, checked.
+"""Check which models can be targets, with a tiny random one of every `AutoModelForCausalLM` class.
 
     python benchmarks/targets.py [--only llama,mamba] [--write docs/targets.md]
 
-A model is right if in float32 every node of random trees behind two prompts of unlike lengths,
-before and after a path was committed, has the logits of its own sequence by transformers itself,
-and packed documents have those of single ones. `--write` puts the lists between the marks of the
-page. About ten minutes on a core.
+A model is right if these are equal in float32: the logits of every node of random trees after two
+prompts of different lengths, before and after a path is committed, and those of transformers for
+the node's own sequence; and the logits of packed documents and of single ones. `--write` replaces the
+table in the page. The script takes about ten minutes on one core.
 """
 
 import argparse
@@ -23,19 +22,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from infer.targets.loading import without_memory
+from infer.targets.loading import build_meta_model
 from infer.targets.support import refuse_unsupported
-from infer.targets.target import Target, pad_ids
-from infer.trees.ddtree import ddtree
+from infer.targets.target import Target, pad_token_ids
+from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import Proposal
 
-V = 97
-LARGEST = 20_000_000
-TOLERANCE = 2e-4
-OUTCOMES = ("right", "refused", "wrong", "no tiny model")
-# sizes of a tiny model by any of the names that configurations have for them
-TINY = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), V),
+TINY_TARGET_VOCABULARY_SIZE = 97
+MAX_TINY_PARAMETERS = 20_000_000
+MAX_RELATIVE_DIFFERENCE = 2e-4
+VERDICT_OUTCOMES = ("right", "refused", "wrong", "no tiny model")
+# Sizes of a tiny model, by all names that configurations use for them.
+TINY_CONFIG_SIZES = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), TINY_TARGET_VOCABULARY_SIZE),
     **dict.fromkeys(
         (
             "hidden_size",
@@ -103,18 +102,24 @@ TINY = {
         "rotary_dim": 4,
     },
 }
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-MLA = {"num_key_value_heads": 4}
-# what the names above do not decide
-OWN = {
+SPECIAL_TOKEN_OPTIONS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MOSTLY_LINEAR_LAYER_TYPES = [
+    "linear_attention",
+    "linear_attention",
+    "full_attention",
+    "linear_attention",
+]
+MLA_CONFIG_OPTIONS = {"num_key_value_heads": 4}
+# Further options by model type.
+MODEL_TYPE_OPTIONS = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "bailing_hybrid", "youtu"),
-        MLA,
+        MLA_CONFIG_OPTIONS,
     ),
-    **dict.fromkeys(("longcat_flash", "minicpm3", "axk1"), MLA),
+    **dict.fromkeys(("longcat_flash", "minicpm3", "axk1"), MLA_CONFIG_OPTIONS),
     **dict.fromkeys(
-        ("granitemoehybrid", "kimi_linear", "bailing_hybrid"), {"layer_types": LINEAR} | MLA
+        ("granitemoehybrid", "kimi_linear", "bailing_hybrid"),
+        {"layer_types": MOSTLY_LINEAR_LAYER_TYPES} | MLA_CONFIG_OPTIONS,
     ),
     "bamba": {"attn_layer_indices": [2]},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -132,43 +137,42 @@ OWN = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out for one model type."""
+    """Result for one model type."""
 
-    kind: str
+    model_type: str
     outcome: str  # one of OUTCOMES
-    why: str = ""
+    reason_text: str = ""
 
 
-def tiny_config(kind: str) -> PretrainedConfig:
-    """Return a configuration of this model type with small sizes: in its text part, where it has
-    parts."""
-    known = type(AutoConfig.for_model(kind))
-    parts = getattr(known, "sub_configs", {})
-    if "text_config" in parts:
-        text = tiny_config(AutoConfig.for_model(kind).get_text_config().model_type)
-        return known(text_config=text.to_dict())
+def build_tiny_config(model_type: str) -> PretrainedConfig:
+    """Return a configuration with small sizes; of a multimodal model, with a small text config."""
+    config_class = type(AutoConfig.for_model(model_type))
+    sub_configs = getattr(config_class, "sub_configs", {})
+    if "text_config" in sub_configs:
+        text = build_tiny_config(AutoConfig.for_model(model_type).get_text_config().model_type)
+        return config_class(text_config=text.to_dict())
     sizes = {
         key: value
-        for key, value in TINY.items()
-        if hasattr(known, key) or key in known.attribute_map
+        for key, value in TINY_CONFIG_SIZES.items()
+        if hasattr(config_class, key) or key in config_class.attribute_map
     }
     sizes = {
         key: value
         for key, value in sizes.items()
-        if not isinstance(getattr(known, key, None), property)
+        if not isinstance(getattr(config_class, key, None), property)
     }
     ends = {
-        name: 0 if getattr(known, name, None) is not None else None
-        for name in ENDS
-        if hasattr(known, name)
+        name: 0 if getattr(config_class, name, None) is not None else None
+        for name in SPECIAL_TOKEN_OPTIONS
+        if hasattr(config_class, name)
     }
-    return known(**sizes | ends | OWN.get(kind, {}))
+    return config_class(**sizes | ends | MODEL_TYPE_OPTIONS.get(model_type, {}))
 
 
-def tiny_model(config: PretrainedConfig) -> nn.Module:
-    """Return a random model. Raises ValueError where the sizes did not become small."""
-    meta = without_memory(config)
-    if sum(parameter.numel() for parameter in meta.parameters()) > LARGEST:
+def build_tiny_model(config: PretrainedConfig) -> nn.Module:
+    """Return a random model. Raises ValueError if it is not small."""
+    meta = build_meta_model(config)
+    if sum(parameter.numel() for parameter in meta.parameters()) > MAX_TINY_PARAMETERS:
         raise ValueError("its sizes have other names")
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=meta.config._attn_implementation
@@ -181,114 +185,137 @@ def tiny_model(config: PretrainedConfig) -> nn.Module:
     return model.eval()
 
 
-def differs(ours: torch.Tensor, own: torch.Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest of them."""
-    return float((ours - own).abs().max() / own.abs().max().clamp(min=1))
-
-
-@torch.no_grad()
-def tree_difference(
-    target: Target, lengths: Sequence[int] = (5, 21), rounds: int = 2, nodes: int = 12
-) -> float:
-    """Return how far nodes of random trees differ from their own sequences, over rounds with
-    commits between, behind prompts that enter in two passes."""
-    generator = torch.Generator().manual_seed(2)
-    vocabulary = target.head_weight.shape[0]
-    rows = range(len(lengths))
-    room = max(lengths) + 6 * rounds + nodes + 1
-    texts = [torch.randint(1, V, (length,), generator=generator).tolist() for length in lengths]
-    cache = target.cache(len(rows), room)
-    worst = 0.0
-    with cache.add(len(rows)) as part:
-        target.extend([text[: len(text) // 3 * 2] for text in texts], part, ())
-        target.extend([text[len(text) // 3 * 2 :] for text in texts], part, ())
-    for _ in range(rounds):
-        logits = torch.rand(len(rows), 5, vocabulary, generator=generator)
-        logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
-        logits[:, 0, 7:10] += 20  # three long paths, one after the other
-        bonus = torch.randint(1, V, (len(rows),), generator=generator)
-        tree = ddtree(Proposal(bonus, logits.log_softmax(-1), nodes))
-        ancestors = tree.ancestors()
-        ours = target.head(target.verify(tree, ancestors, cache).last)
-        lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in rows]
-        for b in rows:
-            paths = [texts[b] + tree.tokens[b, line].tolist() for line in lines[b]]
-            own = target.model(input_ids=pad_ids(paths, target.device)).logits
-            ends = torch.tensor([len(path) for path in paths]) - 1
-            worst = max(worst, differs(ours[b], own[torch.arange(len(paths)), ends]))
-        kept = [max(lines[b], key=len)[: 6 - b] for b in rows]
-        width = max(map(len, kept))
-        path = torch.tensor([line + line[-1:] * (width - len(line)) for line in kept])
-        counts = [len(line) for line in kept]
-        cache.commit(path, torch.tensor(counts))
-        cache.note_lengths(counts)
-        texts = [text + tree.tokens[b, kept[b]].tolist() for b, text in enumerate(texts)]
-    return worst
-
-
-@torch.no_grad()
-def packed_difference(target: Target, lengths: tuple[int, ...] = (9, 14, 3)) -> float:
-    """Return how far packed documents differ from single ones."""
-    ids = torch.randint(1, V, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
-    ours = target.head(target.packed_features(ids, positions, documents, (0, 2)).last)
-    own = [target.model(input_ids=part).logits for part in ids.split(lengths, dim=1)]
-    return differs(ours, torch.cat(own, 1))
-
-
-def judge(kind: str) -> Verdict:
-    """Check one model type."""
-    try:
-        config = tiny_config(kind)
-    except Exception as error:
-        return Verdict(kind, "no tiny model", first_line(error))
-    try:
-        refuse_unsupported(config)
-    except ValueError as error:
-        return Verdict(kind, "refused", reason(error))
-    try:
-        model = tiny_model(config)
-    except Exception as error:
-        return Verdict(kind, "no tiny model", first_line(error))
-    try:
-        target = Target(model)
-    except ValueError as error:
-        return Verdict(kind, "refused", reason(error))
-    try:
-        worst = max(tree_difference(target), packed_difference(target))
-    except Exception as error:
-        return Verdict(kind, "wrong", first_line(error))
-    return Verdict(
-        kind,
-        "right" if worst < TOLERANCE else "wrong",
-        f"logits differ by {worst:.0e} of the largest",
+def relative_difference(our_logits: torch.Tensor, reference_logits: torch.Tensor) -> float:
+    """Return the largest difference of logits, relative to the largest reference logit."""
+    return float(
+        (our_logits - reference_logits).abs().max() / reference_logits.abs().max().clamp(min=1)
     )
 
 
-def first_line(error: Exception) -> str:
+@torch.no_grad()
+def measure_tree_difference(
+    target: Target, lengths: Sequence[int] = (5, 21), rounds: int = 2, nodes: int = 12
+) -> float:
+    """Return the relative difference of nodes of random trees from their own sequences.
+
+    Prompts of these lengths are prefilled in two passes; a path is committed after each round.
+    """
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = target.head_weight.shape[0]
+    rows = range(len(lengths))
+    capacity = max(lengths) + 6 * rounds + nodes + 1
+    texts = [
+        torch.randint(1, TINY_TARGET_VOCABULARY_SIZE, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
+    cache = target.allocate_cache(len(rows), capacity)
+    largest_difference = 0.0
+    with cache.add_rows(len(rows)) as batch_rows:
+        target.extend_cache([text[: len(text) // 3 * 2] for text in texts], batch_rows, ())
+        target.extend_cache([text[len(text) // 3 * 2 :] for text in texts], batch_rows, ())
+    for _ in range(rounds):
+        logits = torch.rand(len(rows), 5, vocabulary, generator=generator)
+        logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
+        logits[:, 0, 7:10] += 20  # gives the tree three long paths
+        bonus = torch.randint(1, TINY_TARGET_VOCABULARY_SIZE, (len(rows),), generator=generator)
+        tree = build_ddtree(Proposal(bonus, logits.log_softmax(-1), nodes))
+        ancestors = tree.ancestors()
+        our_logits = target.compute_logits(target.verify(tree, ancestors, cache).last_hidden_states)
+        paths_by_row = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in rows]
+        for b in rows:
+            paths = [texts[b] + tree.tokens[b, line].tolist() for line in paths_by_row[b]]
+            reference_logits = target.model(input_ids=pad_token_ids(paths, target.device)).logits
+            ends = torch.tensor([len(path) for path in paths]) - 1
+            largest_difference = max(
+                largest_difference,
+                relative_difference(
+                    our_logits[b], reference_logits[torch.arange(len(paths)), ends]
+                ),
+            )
+        committed_nodes = [max(paths_by_row[b], key=len)[: 6 - b] for b in rows]
+        width = max(map(len, committed_nodes))
+        path = torch.tensor([line + line[-1:] * (width - len(line)) for line in committed_nodes])
+        counts = [len(line) for line in committed_nodes]
+        cache.commit(path, torch.tensor(counts))
+        cache.update_host_lengths(counts)
+        texts = [text + tree.tokens[b, committed_nodes[b]].tolist() for b, text in enumerate(texts)]
+    return largest_difference
+
+
+@torch.no_grad()
+def measure_packed_difference(target: Target, lengths: tuple[int, ...] = (9, 14, 3)) -> float:
+    """Return the relative difference of packed documents from single ones."""
+    ids = torch.randint(
+        1,
+        TINY_TARGET_VOCABULARY_SIZE,
+        (1, sum(lengths)),
+        generator=torch.Generator().manual_seed(4),
+    )
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
+    our_logits = target.compute_logits(
+        target.compute_packed_features(ids, positions, documents, (0, 2)).last_hidden_states
+    )
+    reference_logits = [
+        target.model(input_ids=document_ids).logits for document_ids in ids.split(lengths, dim=1)
+    ]
+    return relative_difference(our_logits, torch.cat(reference_logits, 1))
+
+
+def check_model_type(model_type: str) -> Verdict:
+    """Build a tiny model of one type and check it as a target."""
+    try:
+        config = build_tiny_config(model_type)
+    except Exception as error:
+        return Verdict(model_type, "no tiny model", format_error(error))
+    try:
+        refuse_unsupported(config)
+    except ValueError as error:
+        return Verdict(model_type, "refused", extract_refusal_reason(error))
+    try:
+        model = build_tiny_model(config)
+    except Exception as error:
+        return Verdict(model_type, "no tiny model", format_error(error))
+    try:
+        target = Target(model)
+    except ValueError as error:
+        return Verdict(model_type, "refused", extract_refusal_reason(error))
+    try:
+        largest_difference = max(measure_tree_difference(target), measure_packed_difference(target))
+    except Exception as error:
+        return Verdict(model_type, "wrong", format_error(error))
+    return Verdict(
+        model_type,
+        "right" if largest_difference < MAX_RELATIVE_DIFFERENCE else "wrong",
+        f"logits differ by {largest_difference:.0e} of the largest",
+    )
+
+
+def format_error(error: Exception) -> str:
+    """Return the first 60 characters of an error's first line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:60]
 
 
-def reason(error: ValueError) -> str:
-    """Return what a refusal names: what stands between the model's name and the colon."""
-    found = re.search(r"\) (?:has|is) (.*?)(?:: |$)", str(error))
-    return (found[1] if found else str(error)).split(" (")[0]
+def extract_refusal_reason(error: ValueError) -> str:
+    """Return the reason in a refusal: the text between the model's name and the colon."""
+    match = re.search(r"\) (?:has|is) (.*?)(?:: |$)", str(error))
+    return (match[1] if match else str(error)).split(" (")[0]
 
 
-def listing(verdicts: list[Verdict]) -> str:
-    """Return the table of docs/targets.md: a row for each outcome and reason."""
+def format_table(verdicts: list[Verdict]) -> str:
+    """Return the table of docs/targets.md, with a row for each outcome and reason."""
     rows: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
-        why = "" if verdict.outcome == "right" else verdict.why
-        rows.setdefault((verdict.outcome, why), []).append(verdict.kind)
-    order = sorted(rows.items(), key=lambda row: (OUTCOMES.index(row[0][0]), -len(row[1])))
+        reason_text = "" if verdict.outcome == "right" else verdict.reason_text
+        rows.setdefault((verdict.outcome, reason_text), []).append(verdict.model_type)
+    order = sorted(rows.items(), key=lambda row: (VERDICT_OUTCOMES.index(row[0][0]), -len(row[1])))
     lines = [
-        f"transformers {transformers.__version__}, `python benchmarks/targets.py --write docs/targets.md`:\n",
+        f"transformers {transformers.__version__}, "
+        "`python benchmarks/targets.py --write docs/targets.md`:\n",
         "| outcome | why | number | model types |\n| --- | --- | ---: | --- |",
         *(
-            f"| {outcome} | {why} | {len(kinds)} | {', '.join(kinds)} |"
-            for (outcome, why), kinds in order
+            f"| {outcome} | {reason_text} | {len(model_types)} | {', '.join(model_types)} |"
+            for (outcome, reason_text), model_types in order
         ),
     ]
     return "\n".join(lines)
@@ -296,22 +323,22 @@ def listing(verdicts: list[Verdict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="model types, with commas between")
-    parser.add_argument("--write", type=Path, help="the page to put the lists into")
+    parser.add_argument("--only", help="model types, separated by commas")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    kinds = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    model_types = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     verdicts = []
-    for kind in kinds:
-        verdicts.append(judge(kind))
-        print(f"{kind:28}{verdicts[-1].outcome:16}{verdicts[-1].why}", flush=True)
+    for model_type in model_types:
+        verdicts.append(check_model_type(model_type))
+        print(f"{model_type:28}{verdicts[-1].outcome:16}{verdicts[-1].reason_text}", flush=True)
     print(f"\n{sum(v.outcome == 'right' for v in verdicts)} of {len(verdicts)} right")
     if args.write:
         page = args.write.read_text()
         marked = re.compile("(<!-- classes -->\n).*?(<!-- /classes -->)", re.DOTALL)
         args.write.write_text(
-            marked.sub(lambda found: f"{found[1]}{listing(verdicts)}\n{found[2]}", page)
+            marked.sub(lambda match: f"{match[1]}{format_table(verdicts)}\n{match[2]}", page)
         )
 
 

@@ -1,13 +1,13 @@
-"""Speed and memory of one training step, ours beside a straightforward one.
+"""Compare speed and memory of our training step with a straightforward implementation.
 
-    python benchmarks/train_step.py                                   the reference shapes, on a laptop
-    python benchmarks/train_step.py --qwen3-4b                        Qwen3-4B's shapes, random weights (a GPU)
+    python benchmarks/train_step.py                  # small shapes, for a laptop
+    python benchmarks/train_step.py --qwen3-4b      # Qwen3-4B's shapes, random weights, on a GPU
 
-"reference": the target's full logits, a dense mask, the drafter's full logits, autograd through
-log-softmax and KL. "ours": what `train.step.block_loss` does. Same modules, rows, blocks and
-optimiser; every line has a process of its own. Memory: the most in use above what there was before
-the models, in one more process of each, which gives freed memory back at once. Parts: the target's
-pass; the drafter, forward and backward; the objective, forward and backward; the optimiser.
+"reference": full logits of target and drafter, a dense mask, and autograd through log-softmax and
+KL. "ours": `train.step.block_loss`. Modules, packed sequences, blocks and optimiser are the same;
+every line is measured in processes of its own. Memory is the peak above the usage before the
+models were created, measured in a separate process that returns freed memory at once. Parts: the
+target's forward pass; drafter and objective, each forward and backward; the optimiser.
 """
 
 import argparse
@@ -22,32 +22,32 @@ import time
 
 import torch
 
-from infer.attention.masks import block_mask
+from infer.attention.masks import build_training_mask
 from infer.config import DrafterConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.build import create_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device
-from infer.evaluation.measuring import synchronised_clock
+from infer.evaluation.measurement import synchronised_clock
 from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.engine import compute_dtype, target_dtype
 from train.objective import position_weights
 from train.optim import make_optimizer
-from train.plan import StepShape, step_memory
-from train.step import block_loss, draft_states, score
+from train.step import compute_block_loss, compute_drafter_states, compute_loss_from_states
+from train.step_memory import StepShape, estimate_step_memory
 
-PARTS = ("target", "drafter", "objective", "optimiser")
+STEP_PARTS = ("target", "drafter", "objective", "optimiser")
 
 
-def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
-    """A random target, a random drafter, a batch of random rows."""
+def build_models(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
+    """Return a random target, a random drafter, a batch of random packed sequences and options."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     device = torch.device(args.device)
     train = TrainConfig(anchors_per_sequence=args.anchors, gradient_checkpointing=args.recompute)
     train.optim.precision = args.precision
-    kind = target_dtype(train, device)
+    weight_dtype = target_dtype(train, device)
     heads = args.hidden // 64 if args.heads is None else args.heads
     config = Qwen3Config(
         vocab_size=args.vocabulary,
@@ -61,16 +61,16 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
         tie_word_embeddings=False,
         eos_token_id=None,
         bos_token_id=None,
-        dtype=kind,
+        dtype=weight_dtype,
         attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     with device:
-        target = Target(Qwen3ForCausalLM(config).to(kind))
-        options = DrafterConfig(
+        target = Target(Qwen3ForCausalLM(config).to(weight_dtype))
+        build_parser = DrafterConfig(
             layers=args.drafter_layers, block_size=args.block, mask_token_id=args.vocabulary - 1
         )
-        drafter = new_drafter(options, target)
+        drafter = create_drafter(build_parser, target)
     ids = torch.randint(args.vocabulary, (args.batch, args.length), device=device)
     rows = {
         "ids": ids,
@@ -81,7 +81,7 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     objective = ObjectiveConfig(
         position_weights="exponential", gamma=7.0, chunk_rows=args.chunk_rows
     )
-    train.drafter = options
+    train.drafter = build_parser
     train.objective = objective
     train.data.length = args.length
     train.optim.batch_size = args.batch
@@ -94,7 +94,7 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
 
 
 def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
-    """The same loss the plain way."""
+    """Return the loss of `block_loss`, computed with full logits and a dense mask."""
     length = rows["ids"].shape[1]
     mask = torch.full(
         (length, length), float("-inf"), device=target.device, dtype=target.dtype
@@ -106,140 +106,153 @@ def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
             output_hidden_states=True,
         )
     features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.layer_ids], dim=-1)
-    embedded, block_positions = drafter.inputs(
+    embedded, block_positions = drafter.prepare_inputs(
         target, rows["ids"], rows["positions"], blocks.anchors
     )
     slots = blocks.anchors.shape[1]
-    allowed = block_mask(blocks.anchors, rows["documents"], drafter.block_size).dense
+    allowed = build_training_mask(blocks.anchors, rows["documents"], drafter.block_size).dense
     hidden = drafter(features.float(), rows["positions"], embedded, block_positions, allowed)
     hidden = hidden.unflatten(1, (slots, drafter.block_size))[:, :, 1:]
-    log_q = target.head(hidden.to(target.dtype)).float().log_softmax(-1)  # (B, N, L, V)
+    log_q = target.compute_logits(hidden.to(target.dtype)).float().log_softmax(-1)  # (B, N, L, V)
     log_p = out.logits.float().log_softmax(-1).flatten(0, 1)[blocks.teacher_rows]  # (B, N, L, V)
     kl = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     weights = position_weights(config.objective, drafter.block_size - 1).to(target.device)
     return (kl * weights * blocks.supervised).sum()
 
 
-def one(args) -> dict:
-    """Steps of one way: milliseconds a step, by part where they can be told apart, and peak
-    memory."""
+def measure_after_warmup(args) -> dict:
+    """Run one step as a warm-up, then return `run_steps`."""
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
-    steps(settings(**vars(args) | {"steps": 1}))
-    gc.collect()  # libraries' own buffers, which grow with a product, and code are in memory now, and not counted
-    return steps(args)
+    run_steps(build_settings(**vars(args) | {"steps": 1}))
+    # Code and the buffers of libraries are in memory now, and are not counted as peak memory.
+    gc.collect()
+    return run_steps(args)
 
 
-def steps(args) -> dict:
-    """The steps themselves."""
+def run_steps(args) -> dict:
+    """Run training steps of one implementation and return the measurements.
+
+    Keys: "milliseconds" by part (of "ours"; else only of a step and the optimiser),
+    "tokens_per_second", "peak_gb", "planned" (predicted bytes by part), "losses".
+    """
     clock = synchronised_clock(torch.device(args.device))
-    memory = Memory(args.device)
-    target, drafter, rows, config = build(args)
+    memory = PeakMemory(args.device)
+    target, drafter, rows, config = build_models(args)
     optimizer = make_optimizer(drafter, OptimConfig())
-    times: dict[str, list[float]] = {part: [] for part in ("step", *PARTS)}
+    times: dict[str, list[float]] = {part_name: [] for part_name in ("step", *STEP_PARTS)}
     losses = []
     for step in range(args.steps + 2):
         blocks = draw_blocks(rows, config, step * args.batch)
-        began = clock()
-        run = block_loss if args.way == "ours" else reference_loss
+        start_time = clock()
+        run = compute_block_loss if args.way == "ours" else reference_loss
         loss = run(drafter, target, rows, blocks, config)
         loss = getattr(loss, "loss", loss)
         (loss / blocks.supervised.sum()).backward()
-        before = clock()
+        optimizer_start = clock()
         optimizer.step()
         optimizer.zero_grad()
-        ended = clock()
-        times["step"].append(ended - began)
-        times["optimiser"].append(ended - before)
+        end_time = clock()
+        times["step"].append(end_time - start_time)
+        times["optimiser"].append(end_time - optimizer_start)
         losses.append(loss.item())
-    peak = memory.peak()
+    peak_bytes = memory.stop_and_read()
     if args.way == "ours":
         for step in range(args.steps + 1):
-            measure_parts(
+            time_step_parts(
                 drafter, target, rows, draw_blocks(rows, config, step), config, clock, times
             )
     shape = StepShape(config, target.config)
-    bytes_each = target.dtype.itemsize
-    planned = step_memory(shape, config, 1, bytes_each, bytes_each, args.device == "cuda")
-    figures = {
-        part: 1000 * statistics.median(seconds[1:]) for part, seconds in times.items() if seconds
+    itemsize = target.dtype.itemsize
+    planned = estimate_step_memory(shape, config, 1, itemsize, itemsize, args.device == "cuda")
+    milliseconds = {
+        part_name: 1000 * statistics.median(seconds[1:])
+        for part_name, seconds in times.items()
+        if seconds
     }
     return {
-        "milliseconds": figures,
-        "tokens_per_second": args.batch * args.length / (figures["step"] / 1000),
-        "peak_gb": peak / 1e9,
+        "milliseconds": milliseconds,
+        "tokens_per_second": args.batch * args.length / (milliseconds["step"] / 1000),
+        "peak_gb": peak_bytes / 1e9,
         "planned": planned,
         "losses": losses,
     }
 
 
-def measure_parts(drafter, target, rows, blocks, config, clock, times) -> None:
-    """The target's pass, drafter and objective, one after the other, each with its backward
-    pass."""
-    began = clock()
-    features = target.packed_features(
+def time_step_parts(drafter, target, rows, blocks, config, clock, times) -> None:
+    """Append the seconds of target, drafter and objective to `times`, run one after the other.
+
+    Drafter and objective include their backward passes.
+    """
+    start_time = clock()
+    features = target.compute_packed_features(
         rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
     )
-    times["target"].append(clock() - began)
-    began = clock()
-    drafted = draft_states(drafter, target, rows, blocks, features)
+    times["target"].append(clock() - start_time)
+    start_time = clock()
+    drafted = compute_drafter_states(drafter, target, rows, blocks, features)
     drafted.backward(torch.ones_like(drafted))
     drafter.zero_grad()
-    times["drafter"].append(clock() - began)
-    began = clock()
-    loss = score(
+    times["drafter"].append(clock() - start_time)
+    start_time = clock()
+    loss = compute_loss_from_states(
         drafter, drafted.detach().requires_grad_(), target, rows, blocks, features, config
     ).loss
     loss.backward()
-    times["objective"].append(clock() - began)
+    times["objective"].append(clock() - start_time)
 
 
-class Memory:
-    """The most memory in use since this was made: the allocator's on CUDA; on the host, samples of
-    the process's."""
+class PeakMemory:
+    """Peak memory since this object was created.
+
+    On CUDA it is that of the allocator; on a CPU a thread samples the resident memory.
+    """
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
-        self.most = 0
-        self.ended = False
+        self.peak_bytes = 0
+        self.is_stopped = False
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             return
-        self.base = self.resident()
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.initial_bytes = self.read_resident_bytes()
+        threading.Thread(target=self.sample_memory, daemon=True).start()
 
     @staticmethod
-    def resident() -> int:
+    def read_resident_bytes() -> int:
+        """Return the resident memory of this process."""
         with open("/proc/self/statm", encoding="utf-8") as file:
             return int(file.read().split()[1]) * 4096
 
-    def watch(self) -> None:
-        while not self.ended:
-            self.most = max(self.most, self.resident() - self.base)
+    def sample_memory(self) -> None:
+        """Sample the resident memory every millisecond until `stop_and_read`."""
+        while not self.is_stopped:
+            self.peak_bytes = max(self.peak_bytes, self.read_resident_bytes() - self.initial_bytes)
             time.sleep(0.001)
 
-    def peak(self) -> int:
-        self.ended = True
-        return torch.cuda.max_memory_allocated() if self.cuda else self.most
+    def stop_and_read(self) -> int:
+        """Stop sampling; return the peak in bytes."""
+        self.is_stopped = True
+        return torch.cuda.max_memory_allocated() if self.cuda else self.peak_bytes
 
 
-def run_again(arguments: list[str], environment: dict[str, str]) -> dict:
-    """Run a script in a process of its own; return the JSON of its last line."""
+def run_in_new_process(arguments: list[str], environment: dict[str, str]) -> dict:
+    """Run a Python script in a new process; return the JSON value of its last output line."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | environment
     )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def options() -> argparse.ArgumentParser:
-    """Return the command's options."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = "its sizes, 3,072 tokens, 512 anchors, 5 drafter layers"
+    sizes = "Qwen3-4B's sizes, 3,072 tokens, 512 anchors, 5 drafter layers"
     parser.add_argument("--qwen3-4b", action="store_true", help=sizes)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -249,7 +262,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--layers", type=int, default=8, help="of the target")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the target")
     parser.add_argument("--drafter-layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--anchors", type=int, default=64)
@@ -258,32 +271,35 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-rows", type=int, default=256)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument(
-        "--precision", default="auto", choices=["auto", "float32", "bfloat16"], help="of products"
+        "--precision", default="auto", choices=["auto", "float32", "bfloat16"], help="of matmuls"
     )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
     )
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument(
-        "--repeats", type=int, default=3, help="processes of each way, by turns; medians are shown"
+        "--repeats",
+        type=int,
+        default=3,
+        help="processes of each implementation, interleaved; medians are shown",
     )
     parser.add_argument("--ways", nargs="+", default=["reference", "ours"])
     parser.add_argument("--way", help=argparse.SUPPRESS)
     return parser
 
 
-def settings(**given) -> argparse.Namespace:
+def build_settings(**overrides) -> argparse.Namespace:
     """Return what `build` and `steps` read, for other scripts: the command's defaults but for what
     is given. Raises TypeError for a name that is no option."""
-    found = options().parse_args([])
-    if unknown := given.keys() - vars(found).keys():
-        raise TypeError(f"no options of train_step.py: {', '.join(sorted(unknown))}")
-    vars(found).update(given)
-    return found
+    arguments = build_parser().parse_args([])
+    if unknown_names := overrides.keys() - vars(arguments).keys():
+        raise TypeError(f"no options of train_step.py: {', '.join(sorted(unknown_names))}")
+    vars(arguments).update(overrides)
+    return arguments
 
 
 def main() -> None:
-    args = options().parse_args()
+    args = build_parser().parse_args()
     if args.qwen3_4b:
         sizes = {
             "hidden": 2560,
@@ -295,54 +311,72 @@ def main() -> None:
         }
         vars(args).update(sizes, vocabulary=151_936, drafter_layers=5, length=3072, anchors=512)
     if args.way:
-        print(json.dumps(one(args)))
+        print(json.dumps(measure_after_warmup(args)))
         return
-    lean = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    peaks = {
-        way: run_again([*sys.argv, "--way", way, "--steps", "1"], lean)["peak_gb"]
-        for way in args.ways
-    }
-    runs: dict[str, list[dict]] = {way: [] for way in args.ways}
+    # With these settings the allocator returns freed memory to the system at once.
+    low_memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    peaks = {}
+    for implementation in args.ways:
+        command = [*sys.argv, "--way", implementation, "--steps", "1"]
+        peaks[implementation] = run_in_new_process(command, low_memory)["peak_gb"]
+
+    runs: dict[str, list[dict]] = {implementation: [] for implementation in args.ways}
     for _ in range(args.repeats):
-        for way in args.ways:
-            runs[way].append(run_again([*sys.argv, "--way", way], {}) | {"peak_gb": peaks[way]})
+        for implementation in args.ways:
+            run = run_in_new_process([*sys.argv, "--way", implementation], {})
+            runs[implementation].append(run | {"peak_gb": peaks[implementation]})
+    print_table(args, runs)
+    if {"reference", "ours"} <= runs.keys():
+        print_comparison(runs["reference"], runs["ours"])
+    if runs.get("ours"):
+        print_planned_memory(runs["ours"][0])
+
+
+def print_table(args: argparse.Namespace, runs: dict[str, list[dict]]) -> None:
+    """Print the medians of every implementation's runs."""
     print(
-        f"{describe_device(torch.device(args.device))}: hidden {args.hidden}, vocabulary {args.vocabulary}, "
+        f"{describe_device(torch.device(args.device))}: "
+        f"hidden {args.hidden}, vocabulary {args.vocabulary}, "
         f"{args.batch} x {args.length} tokens, {args.anchors} anchors, block {args.block}, "
         f"target {args.layers} layers, drafter {args.drafter_layers}\n"
     )
-    print(
-        f"{'':<12}{'tokens/s':>10}{'peak GB':>9}{'ms/step':>9}" + "".join(f"{p:>11}" for p in PARTS)
+    part_headings = "".join(f"{name:>11}" for name in STEP_PARTS)
+    print(f"{'':<12}{'tokens/s':>10}{'peak GB':>9}{'ms/step':>9}{part_headings}")
+    for implementation, results in runs.items():
+        milliseconds = {}
+        for name in ("step", *STEP_PARTS):
+            values = [run["milliseconds"].get(name, float("nan")) for run in results]
+            milliseconds[name] = statistics.median(values)
+        speed = statistics.median(run["tokens_per_second"] for run in results)
+        peak = statistics.median(run["peak_gb"] for run in results)
+        cells = "".join(f"{milliseconds[name]:>11.1f}" for name in STEP_PARTS)
+        print(f"{implementation:<12}{speed:>10.0f}{peak:>9.3f}{milliseconds['step']:>9.1f}{cells}")
+
+
+def print_comparison(reference_runs: list[dict], our_runs: list[dict]) -> None:
+    """Print the ratios of speed and memory, and the largest relative difference of losses."""
+    pairs = list(zip(reference_runs, our_runs, strict=True))
+    speed = statistics.median(
+        ours["tokens_per_second"] / reference["tokens_per_second"] for reference, ours in pairs
     )
-    for way, some in runs.items():
-        parts = {
-            p: statistics.median(run["milliseconds"].get(p, float("nan")) for run in some)
-            for p in ("step", *PARTS)
-        }
-        speed, peak = (
-            statistics.median(run[key] for run in some) for key in ("tokens_per_second", "peak_gb")
-        )
-        line = f"{way:<12}{speed:>10.0f}{peak:>9.3f}{parts['step']:>9.1f}"
-        print(line + "".join(f"{parts[p]:>11.1f}" for p in PARTS))
-    if {"reference", "ours"} <= runs.keys():
-        pairs = list(zip(runs["reference"], runs["ours"], strict=True))
-        speed = statistics.median(o["tokens_per_second"] / r["tokens_per_second"] for r, o in pairs)
-        memory = statistics.median(o["peak_gb"] / r["peak_gb"] for r, o in pairs)
-        error = max(
-            abs(a / b - 1)
-            for a, b in zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
-        )
-        print(
-            f"\nours: {speed:.2f} times the speed, {memory:.2f} of the memory; losses differ by at most {error:.1e}"
-        )
-    ours = runs.get("ours", [None])[0]
-    if ours:
-        whole = sum(ours["planned"].values()) / 1e9
-        print(
-            "planned, GB: "
-            + ", ".join(f"{part} {size / 1e9:.3f}" for part, size in ours["planned"].items())
-        )
-        print(f"planned in all: {whole:.3f} GB, {whole / ours['peak_gb']:.2f} of what was measured")
+    memory = statistics.median(ours["peak_gb"] / reference["peak_gb"] for reference, ours in pairs)
+    first_losses = zip(reference_runs[0]["losses"], our_runs[0]["losses"], strict=True)
+    error = max(abs(reference / ours - 1) for reference, ours in first_losses)
+    print(
+        f"\nours: {speed:.2f} times the speed, {memory:.2f} of the memory; "
+        f"losses differ by at most {error:.1e}"
+    )
+
+
+def print_planned_memory(run: dict) -> None:
+    """Print the memory that `plan` predicts, by part, and its ratio to the measured peak."""
+    planned_gb = sum(run["planned"].values()) / 1e9
+    sizes = [f"{name} {size / 1e9:.3f}" for name, size in run["planned"].items()]
+    print("planned, GB: " + ", ".join(sizes))
+    print(
+        f"planned in all: {planned_gb:.3f} GB, "
+        f"{planned_gb / run['peak_gb']:.2f} of what was measured"
+    )
 
 
 if __name__ == "__main__":

@@ -1,3 +1,6 @@
-"""Text in, training rows, prompts and question sets out. Knows no model and no loop.
-Imports neither infer nor train, but for infer.utils.chat_template.
-Start with rows.py (where rows come from), then chat.py (chat templates) and packing.py (tokens)."""
+"""Read text data; return packed training sequences, evaluation prompts and question sets.
+
+This package knows no model and no training loop. Of `infer` and `train` it imports only
+infer.utils.chat_template. Start with rows.py (reads examples from files), then chat.py (converts
+every layout to one form), template.py (applies the chat template) and packing.py (packs tokens).
+"""

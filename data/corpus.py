@@ -1,8 +1,7 @@
-"""Documents of the Python standard library, before tokenisation.
+"""Source files of the Python standard library as text documents.
 
-The embedded default reads the source files of the Python standard library, which lie on every
-machine that has Python, so a first run needs no download. `jsonl` reads the user's own files. The
-embedded target was pre-trained on prose besides, such as Python's language reference.
+Every machine with Python has these files, so a first training run needs no download. The embedded
+target was pre-trained on them and on prose such as Python's language reference.
 """
 
 import hashlib
@@ -10,14 +9,13 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-HELD_OUT_SHARE = (
-    1 / 20
-)  # of the library's files serve validation and prompts, none of them training
+HELD_OUT_FILE_SHARE = 1 / 20  # of the library's files; used for validation and prompts only
 
-# Generated tables (character maps, the text of the help system) and tests, which many distributions
-# leave out.
-_SKIPPED = {
+# Installed packages, generated tables (character maps, help texts), and tests, which many Linux
+# distributions do not install.
+_SKIPPED_DIRECTORIES = {
     "site-packages",
     "dist-packages",
     "test",
@@ -31,29 +29,30 @@ _SKIPPED = {
 
 @dataclass(frozen=True)
 class Document:
-    """One text with the name it is known by (a path inside its corpus)."""
+    """A text and its name: the path inside its corpus."""
 
     name: str
     text: str
 
 
-def is_held_out(name: str) -> bool:
-    """Return whether a file serves validation: decided by a hash of its path inside the library, so
-    that the same file is held out on every machine and for every version that has it."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
+def is_held_out_file(name: str) -> bool:
+    """Return whether a library file is reserved for validation.
 
-
-def stdlib_documents(split: str) -> Iterator[Document]:
-    """Yield the source files of the running Python's standard library, sorted by path.
-
-    split: "train" or "held_out".
+    name: path inside the library. Its hash decides, so that the same file is held out on every
+        machine and in every Python version.
     """
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < HELD_OUT_FILE_SHARE * 2**64
+
+
+def read_stdlib_documents(split: Literal["train", "held_out"]) -> Iterator[Document]:
+    """Yield the source files of the running Python's standard library, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        # paths of this machine
-        if _SKIPPED & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
+        # _sysconfigdata*.py holds paths of this machine.
+        if _SKIPPED_DIRECTORIES & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
             continue
-        if is_held_out(relative.as_posix()) == (split == "held_out"):
-            yield Document(relative.as_posix(), path.read_text(encoding="utf-8", errors="replace"))
+        if is_held_out_file(relative.as_posix()) == (split == "held_out"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            yield Document(relative.as_posix(), text)

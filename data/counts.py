@@ -1,15 +1,20 @@
-"""How many examples of a data set are learnt from, and why the others are not: what `data`, `plan`
-and training print."""
+"""Count the examples of a data set that are trained on, and why the others are not.
+
+The commands `data` and `plan` and training print these counts.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-MAX_REASON_LINES = 20  # of each kind; further reasons are summed up in one more line
+MAX_REASON_LINES = 20  # per category; the remaining reasons are summed in one more line
+MAX_SUMMARY_REASONS = 5
 
 
 class ExampleError(ValueError):
-    """Raised for an example that is not learnt from. `reason` says why, without the details of this
-    one example, so that examples can be counted by it."""
+    """An example cannot be trained on.
+
+    `reason` omits the details of the single example, so that examples can be counted by reason.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -17,23 +22,30 @@ class ExampleError(ValueError):
 
 
 class InvalidExample(ExampleError):
-    """Raised for an example that is broken: no JSON, a wrong type, a token id out of range."""
+    """An example is malformed: it is not JSON, has a wrong type, or a token id out of range."""
 
 
 class ExcludedExample(ExampleError):
-    """Raised for a sound example that a rule leaves out: it has no answer, the chat template cannot
-    show it."""
+    """A well-formed example is left out by a rule, for example because it has no answer."""
+
+
+def get_error_reason(error: ValueError) -> str:
+    """Return what an example is counted by: the error's `reason`, else its whole message.
+
+    ExampleError and UnicodeError have a `reason`.
+    """
+    return getattr(error, "reason", str(error))
 
 
 @dataclass
 class ExampleCounts:
-    """Count the examples of a data set by what becomes of them.
+    """Number of examples in a data set by outcome.
 
-    used: learnt from
+    used: trained on
     held_out: kept for evaluation
     not_taken: left over by data.max_examples, or by the weights of a mixture
-    excluded, invalid: by reason
-    first_invalid: where the first invalid example is, and what is wrong with it
+    excluded, invalid: number of examples by reason
+    first_invalid: location and error of the first invalid example
     """
 
     used: int = 0
@@ -45,68 +57,77 @@ class ExampleCounts:
 
     @property
     def total(self) -> int:
-        """Return the number of all examples that were read."""
+        """Number of all examples that were read."""
         rejected = sum(self.excluded.values()) + sum(self.invalid.values())
         return self.used + self.held_out + self.not_taken + rejected
 
-    def exclude(self, reason: str, count: int = 1) -> None:
-        """Count examples that a rule leaves out."""
+    def count_excluded(self, reason: str, count: int = 1) -> None:
+        """Add `count` examples that a rule leaves out for `reason`."""
         self.excluded[reason] = self.excluded.get(reason, 0) + count
 
-    def invalidate(self, reason: str, described: str, count: int = 1) -> None:
-        """Count broken examples; `described`: where the first of them is, and what is wrong with
-        it."""
-        self.invalid[reason] = self.invalid.get(reason, 0) + count
-        self.first_invalid = self.first_invalid or described
+    def count_invalid(self, reason: str, description: str, count: int = 1) -> None:
+        """Add `count` malformed examples.
 
-    def add(self, other: "ExampleCounts") -> None:
-        """Add the counts of another data set."""
+        description: location and error of the first of them
+        """
+        self.invalid[reason] = self.invalid.get(reason, 0) + count
+        if not self.first_invalid:
+            self.first_invalid = description
+
+    def add_counts(self, other: "ExampleCounts") -> None:
+        """Add the counts of another data set to these."""
         self.used += other.used
         self.held_out += other.held_out
         self.not_taken += other.not_taken
         self.excluded = dict(Counter(self.excluded) + Counter(other.excluded))
         self.invalid = dict(Counter(self.invalid) + Counter(other.invalid))
-        self.first_invalid = self.first_invalid or other.first_invalid
+        if not self.first_invalid:
+            self.first_invalid = other.first_invalid
 
-    def check(self, max_invalid: float) -> None:
-        """Raise ValueError if more than the share `max_invalid` of all examples are invalid."""
-        invalid = sum(self.invalid.values())
-        if invalid > max_invalid * self.total:
+    def check_invalid_share(self, max_invalid: float) -> None:
+        """Raise ValueError if more than the share `max_invalid` of all examples is invalid."""
+        invalid_count = sum(self.invalid.values())
+        max_invalid_count = max_invalid * self.total
+        if invalid_count > max_invalid_count:
             raise ValueError(
-                f"{invalid:,} of {self.total:,} examples are invalid; data.max_invalid_fraction={max_invalid:g} "
-                f"allows {int(max_invalid * self.total):,}. First: {self.first_invalid}"
+                f"{invalid_count:,} of {self.total:,} examples are invalid; "
+                f"data.max_invalid_fraction={max_invalid:g} allows {int(max_invalid_count):,}. "
+                f"First: {self.first_invalid}"
             )
 
-    def summary(self) -> str:
-        """Return the counts in a part of a sentence."""
+    def summarise(self) -> str:
+        """Return the most frequent reasons for unused examples as a clause for an error message."""
         reasons = Counter(self.excluded) + Counter(self.invalid)
-        parts = [f"{count:,}: {reason}" for reason, count in reasons.most_common(5)]
-        parts += [f"{self.held_out:,}: held out for evaluation"] if self.held_out else []
-        return f"of {self.total:,} examples " + ", ".join(parts)
+        clauses = [
+            f"{count:,}: {reason}" for reason, count in reasons.most_common(MAX_SUMMARY_REASONS)
+        ]
+        if self.held_out:
+            clauses.append(f"{self.held_out:,}: held out for evaluation")
+        return f"of {self.total:,} examples " + ", ".join(clauses)
 
-    def lines(self) -> list[str]:
-        """Return the counts as lines to print: one for all examples, then one for each reason."""
-        excluded = sum(self.excluded.values())
-        invalid = sum(self.invalid.values())
-        not_taken = f"{self.not_taken:,} left over, " if self.not_taken else ""
+    def format_lines(self) -> list[str]:
+        """Return lines to print: one with all counts, then one for each reason."""
+        excluded_count = sum(self.excluded.values())
+        invalid_count = sum(self.invalid.values())
+        left_over = f"{self.not_taken:,} left over, " if self.not_taken else ""
         lines = [
             f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, "
-            f"{not_taken}{excluded:,} excluded, {invalid:,} invalid"
+            f"{left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
         ]
-        lines += _reason_lines("excluded", self.excluded)
-        lines += _reason_lines("invalid", self.invalid)
+        lines += _format_reasons("excluded", self.excluded)
+        lines += _format_reasons("invalid", self.invalid)
         if self.first_invalid:
             lines.append(f"           first invalid: {self.first_invalid}")
         return lines
 
 
-def _reason_lines(label: str, reasons: dict[str, int]) -> list[str]:
-    """Return a line for each reason, the most frequent first."""
+def _format_reasons(label: str, reasons: dict[str, int]) -> list[str]:
+    """Return a line for each reason with its number of examples, the most frequent first."""
     ordered = Counter(reasons).most_common()
     lines = [f"{label:<11}{count:,}: {reason}" for reason, count in ordered[:MAX_REASON_LINES]]
-    further = ordered[MAX_REASON_LINES:]
-    if further:
-        lines.append(
-            f"{label:<11}{sum(count for _, count in further):,}: {len(further)} other reasons"
-        )
+
+    remaining = ordered[MAX_REASON_LINES:]
+    if remaining:
+        remaining_count = sum(count for _, count in remaining)
+        lines.append(f"{label:<11}{remaining_count:,}: {len(remaining)} other reasons")
     return lines

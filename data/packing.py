@@ -1,8 +1,9 @@
-"""Rows to packed training rows: tokenise, cut to length, fill rows, mark what carries loss.
+"""Pack examples into training sequences: tokenise, split to length, fill, mark what carries loss.
 
-T row length. A packed row has `ids`, `positions` (restarting in every document), `documents`
-(numbered from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,). A piece
-is the token ids of a text of at most T tokens, and which of them carry loss.
+T: length of a packed sequence (data.length). A packed sequence has the columns `ids`, `positions`
+(restarting in every document), `documents` (numbered from 0, -1 on padding) and `loss` (whether a
+token carries loss), each (T,). A segment is at most T consecutive token ids of an example with
+their loss mask.
 """
 
 import errno
@@ -11,342 +12,476 @@ import json
 import os
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from data.chat import NO_ANSWER
-from data.counts import ExampleCounts, ExcludedExample
-from data.rows import FORMAT, DataConfig, single, source_digest, training_rows
+from data.chat import NO_ANSWER_REASON
+from data.counts import ExampleCounts, ExcludedExample, get_error_reason
+from data.rows import (
+    CACHE_FORMAT_VERSION,
+    DataConfig,
+    compute_source_digest,
+    expand_mixture,
+    read_training_examples,
+)
 from data.template import tokenize_chat
 
 if TYPE_CHECKING:
     import torch
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-WINDOW = 8192  # pieces that are packed together
-MANY = 20_000  # texts from which on all cores tokenise
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of writing, not of reading
+PACKING_GROUP_SEGMENTS = 8192  # segments that are packed together
+MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples are tokenised in one process
+MIN_LOSS_TOKENS = 2  # of a segment: an anchor needs a token after it
+CACHE_BATCH_SIZE = 256  # examples or packed sequences that are written to the cache at once
+DISK_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+Segment = tuple[list[int], list[bool]]  # token ids and loss mask
+ReportProgress = Callable[[int, int], None]  # called with (examples done, all examples)
 
 
-def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
-    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts
-    are split.
+def ignore_progress(done: int, total: int) -> None:
+    """Do nothing; the default of `ReportProgress` arguments."""
 
-    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a
-    chat, the answers do, with what ends them. Raises ExcludedExample for a chat that the template
-    does not show as it is and where there is nothing to learn, InvalidExample for ids that are no
-    tokens.
+
+def tokenize_example(
+    example: dict, tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> list[Segment]:
+    """Return an example as segments of at most `max_length` tokens that carry loss.
+
+    Of plain text, the text and its end-of-text token carry loss (the latter unless the text was cut
+    off), the prompt does not. Of a chat, the answers and their end tokens carry loss. Longer token
+    sequences are split, and segments with fewer than MIN_LOSS_TOKENS are dropped.
+
+    Raises ExcludedExample for a chat that the template changes or if no segment is left, and
+    InvalidExample for ids outside the vocabulary.
     """
-    if row["chat"]:
-        texts = tokenize_chat(tokenizer, row["chat"])
+    if example["chat"]:
+        sequences = tokenize_chat(tokenizer, example["chat"])
     else:
-        prompt, text = (
-            tokenizer(row[part], add_special_tokens=False)["input_ids"]
-            for part in ("prompt", "text")
-        )
-        if not row["cut"] and tokenizer.eos_token_id is not None:
-            text = [*text, tokenizer.eos_token_id]
-        texts = [(prompt + text, [False] * len(prompt) + [True] * len(text))]
-    pieces = [
-        (ids[start : start + length], loss[start : start + length])
-        for ids, loss in texts
-        for start in range(0, len(ids), length)
-        if sum(loss[start : start + length]) > 1  # an anchor needs a successor
-    ]
-    if not pieces:
-        raise ExcludedExample("fewer than two tokens to learn")
-    return pieces
+        prompt_ids = tokenizer(example["prompt"], add_special_tokens=False)["input_ids"]
+        text_ids = tokenizer(example["text"], add_special_tokens=False)["input_ids"]
+        if not example["cut"] and tokenizer.eos_token_id is not None:
+            text_ids = [*text_ids, tokenizer.eos_token_id]
+        loss_mask = [False] * len(prompt_ids) + [True] * len(text_ids)
+        sequences = [(prompt_ids + text_ids, loss_mask)]
+
+    segments = []
+    for ids, loss in sequences:
+        for start in range(0, len(ids), max_length):
+            segment_loss = loss[start : start + max_length]
+            if sum(segment_loss) >= MIN_LOSS_TOKENS:
+                segments.append((ids[start : start + max_length], segment_loss))
+    if not segments:
+        raise ExcludedExample("fewer than two tokens carry loss")
+    return segments
 
 
-def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
-    """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest
-    first, each into the fullest row that has room for it. Rows and what is in them keep the order
-    of the pieces."""
-    numbered = enumerate(lengths)
-    while window := list(islice(numbered, WINDOW)):
-        rows: list[list[int]] = []
-        rooms: list[tuple[int, int]] = []  # (room left, row), ascending
-        for i, size in sorted(window, key=lambda piece: -piece[1]):
-            at = bisect_left(rooms, (size, -1))
-            if at == len(rooms):
-                rows.append([])
-                room = length
-                row = len(rows) - 1
+def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[int]]:
+    """Yield the segment indices of each packed sequence (best-fit decreasing bin packing).
+
+    Of every PACKING_GROUP_SEGMENTS segments the longest is placed first, each into the fullest
+    sequence that still has space for it. Sequences, and the segments in them, stay in input order.
+
+    lengths: tokens of each segment, at most `capacity`
+    capacity: tokens of a packed sequence
+    """
+    numbered_lengths = enumerate(lengths)
+    while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
+        sequences: list[list[int]] = []
+        free_space: list[tuple[int, int]] = []  # ascending (free tokens, index into `sequences`)
+        for segment, length in sorted(group, key=lambda item: -item[1]):
+            fullest = bisect_left(free_space, (length, -1))
+            if fullest == len(free_space):
+                sequences.append([])
+                free_tokens = capacity
+                sequence = len(sequences) - 1
             else:
-                room, row = rooms.pop(at)
-            rows[row].append(i)
-            insort(rooms, (room - size, row))
-        yield from sorted(map(sorted, rows))
+                free_tokens, sequence = free_space.pop(fullest)
+            sequences[sequence].append(segment)
+            insort(free_space, (free_tokens - length, sequence))
+        yield from sorted(map(sorted, sequences))
 
 
-def lay_out(ids: list[list[int]], loss: list[list[bool]], length: int) -> dict[str, list]:
-    """Return a packed row of exactly `length`, of pieces that fit into it."""
-    sizes = [len(piece) for piece in ids]
-    rest = length - sum(sizes)
+def pack_segments(
+    ids: Sequence[list[int]], loss: Sequence[list[bool]], length: int
+) -> dict[str, list]:
+    """Return the columns of one packed sequence.
+
+    ids, loss: token ids and loss mask of each segment; together at most `length` tokens
+    length: tokens of the packed sequence, T
+    """
+    sizes = [len(segment) for segment in ids]
+    padding = length - sum(sizes)
+    documents = []
+    for number, size in enumerate(sizes):
+        documents += [number] * size
     return {
-        "ids": [*chain(*ids), *[0] * rest],
-        "loss": [*chain(*loss), *[False] * rest],
-        "positions": [*chain(*map(range, sizes)), *[0] * rest],
-        "documents": [n for n, size in enumerate(sizes) for _ in range(size)] + [-1] * rest,
+        "ids": [*chain(*ids), *[0] * padding],
+        "loss": [*chain(*loss), *[False] * padding],
+        "positions": [*chain(*map(range, sizes)), *[0] * padding],
+        "documents": documents + [-1] * padding,
     }
 
 
-def stored_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows of one data set to train on, each as JSON, which has room for any tools and
-    arguments; then, last, one without a row that has the counts of all examples."""
+def generate_cached_examples(config: DataConfig) -> Iterator[dict[str, str]]:
+    """Yield the cache rows of one data set: each training example as JSON, then the counts.
+
+    JSON can hold any tools and arguments, for which a table would need a fixed schema. Only the
+    last row has counts, and it has no example.
+    """
     counts = ExampleCounts()
-    for row in training_rows(config, counts):
-        yield {"row": json.dumps(row, ensure_ascii=False), "counts": ""}
+    for example in read_training_examples(config, counts):
+        yield {"row": json.dumps(example, ensure_ascii=False), "counts": ""}
     yield {"row": "", "counts": json.dumps(asdict(counts), ensure_ascii=False)}
 
 
 @dataclass(frozen=True)
-class CountedRows:
-    """Rows of a data set, None where no example is learnt from; and what became of all its
-    examples."""
+class CountedDataset:
+    """A data set and the counts of its examples.
 
-    rows: "Dataset | None"
+    dataset: None if no example can be trained on
+    """
+
+    dataset: "Dataset | None"
     counts: ExampleCounts
 
 
-def raw_rows(config: DataConfig) -> CountedRows:
-    """Return one data set's training rows, read once into a memory-mapped cache of `datasets`."""
+def load_raw_examples(config: DataConfig) -> CountedDataset:
+    """Return one data set's training examples as JSON in the column `row`.
+
+    They are read once into a memory-mapped cache of `datasets`.
+    """
     from datasets import Dataset, Features, Value
 
     columns = Features({"row": Value("string"), "counts": Value("string")})
-    digest = source_digest(config)
-    with plain_errors():
-        stored = Dataset.from_generator(
-            stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest
+    digest = compute_source_digest(config)
+    with unwrap_generation_errors():
+        cached = Dataset.from_generator(
+            generate_cached_examples, columns, gen_kwargs={"config": config}, fingerprint=digest
         )
-    counts = ExampleCounts(**json.loads(stored[-1]["counts"]))
-    return CountedRows(stored.select(range(len(stored) - 1)).select_columns("row"), counts)
+    counts = ExampleCounts(**json.loads(cached[-1]["counts"]))
+    examples = cached.select(range(len(cached) - 1)).select_columns("row")
+    return CountedDataset(examples, counts)
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise the error that `datasets` hides in its own while it writes a cache: an OSError of the
-    cache's disk as it is, one of the rows as a ValueError."""
+def unwrap_generation_errors() -> Generator[None]:
+    """Raise the cause of an error that `datasets` wraps while it writes a cache.
+
+    An OSError of the cache's disk is raised unchanged, an error of the data as a ValueError.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     try:
         yield
     except DatasetGenerationError as error:
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
+        if isinstance(cause, OSError) and cause.errno in DISK_WRITE_ERRORS:
             raise cause from None
-        if isinstance(cause, ValueError | OSError):  # which name the file
-            raise ValueError(f"training rows cannot be read: {cause}") from None
+        if isinstance(cause, ValueError | OSError):
+            raise ValueError(f"training examples cannot be read: {cause}") from None
         raise
 
 
-def mixed_rows(config: DataConfig) -> CountedRows:
-    """Return the training rows of all data sets of a configuration, in numbers proportional to
-    their weights, such that the scarcest is used up. Which rows these are does not depend on the
-    run's seed."""
+def load_mixed_examples(config: DataConfig) -> CountedDataset:
+    """Return the training examples of all data sets of a configuration, as JSON in column `row`.
+
+    The numbers of examples are proportional to the weights, such that the scarcest data set is used
+    up. The choice does not depend on the run's seed.
+    """
     from datasets import concatenate_datasets
 
     counts = ExampleCounts()
-    parts = []
-    for part, weight in single(config):
-        counted = raw_rows(part)
-        counts.add(counted.counts)
-        parts.append((counted.rows, weight))
-    if len(parts) > 1:
-        scale = min(len(rows) / weight for rows, weight in parts)
-        parts = [
-            (rows.shuffle(seed=0).select(range(round(scale * weight))), weight)
-            for rows, weight in parts
+    datasets = []
+    weights = []
+    for data, weight in expand_mixture(config):
+        raw = load_raw_examples(data)
+        assert raw.dataset is not None
+        counts.add_counts(raw.counts)
+        datasets.append(raw.dataset)
+        weights.append(weight)
+
+    if len(datasets) > 1:
+        pairs = list(zip(datasets, weights, strict=True))
+        scale = min(len(dataset) / weight for dataset, weight in pairs)
+        datasets = [
+            dataset.shuffle(seed=0).select(range(round(scale * weight)))
+            for dataset, weight in pairs
         ]
-    rows = concatenate_datasets([rows for rows, _ in parts])
+    mixed = concatenate_datasets(datasets)
     if config.max_examples is not None:
-        rows = rows.select(range(min(config.max_examples, len(rows))))
-    counts.not_taken += counts.used - len(rows)
-    counts.used = len(rows)
-    return CountedRows(rows, counts)
+        mixed = mixed.select(range(min(config.max_examples, len(mixed))))
+    counts.not_taken += counts.used - len(mixed)
+    counts.used = len(mixed)
+    return CountedDataset(mixed, counts)
 
 
-def tokenize(
-    rows: dict[str, list],
+def tokenize_batch(
+    batch: dict[str, list],
     indices: list[int],
     rank: int | None,
     total: int,
     processes: int,
-    progress,
-    **options,
+    progress: ReportProgress,
+    tokenizer: "PreTrainedTokenizerBase",
+    length: int,
 ) -> dict[str, list]:
-    """Return the pieces of some of `total` rows, and report how far all processes have come. An
-    example that is not learnt from becomes a piece without tokens, with the reason under `excluded`
-    or `invalid`, and the whole sentence under `described`."""
+    """Return the segments of a batch of examples as columns, one entry a segment.
+
+    An example that cannot be trained on becomes a segment without tokens, with the reason in the
+    column `excluded` or `invalid` and the whole error message in `described`.
+
+    batch: examples as JSON in the column `row`
+    indices: positions of the examples in the data set
+    rank: number of this process, from 0; None without multiprocessing
+    total: examples of the data set
+    processes: number of processes; the first one reports the estimated progress of all
+    length: maximum tokens of a segment
+    """
     columns = {name: [] for name in ("ids", "loss", "excluded", "invalid", "described")}
 
-    def add_piece(
+    def add_segment(
         ids: list[int], loss: list[bool], excluded: str = "", invalid: str = "", described: str = ""
     ) -> None:
-        for name, value in zip(columns, (ids, loss, excluded, invalid, described), strict=True):
-            columns[name].append(value)
+        columns["ids"].append(ids)
+        columns["loss"].append(loss)
+        columns["excluded"].append(excluded)
+        columns["invalid"].append(invalid)
+        columns["described"].append(described)
 
-    for row in map(json.loads, rows["row"]):
+    for example in map(json.loads, batch["row"]):
         try:
-            for ids, loss in pieces_of(row, **options):
-                add_piece(ids, loss)
-        except ExcludedExample as excluded:
-            add_piece([], [], excluded=excluded.reason)
+            for ids, loss in tokenize_example(example, tokenizer, length):
+                add_segment(ids, loss)
+        except ExcludedExample as error:
+            add_segment([], [], excluded=error.reason)
         except ValueError as error:
-            described = f"{row['where']}: {error}"
-            add_piece([], [], invalid=getattr(error, "reason", str(error)), described=described)
+            description = f"{example['where']}: {error}"
+            add_segment([], [], invalid=get_error_reason(error), described=description)
+
     if not rank:
         progress(min(total, (indices[-1] + 1) * processes), total)
-    return columns | {"size": list(map(len, columns["ids"]))}
+    return columns | {"size": [len(ids) for ids in columns["ids"]]}
 
 
-def count_rejected(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
-    """Return the counts with what became of the examples when they were tokenised."""
+def count_rejected_examples(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
+    """Return the counts after tokenisation.
+
+    tokenized: columns of `tokenize_batch`
+    counts: counts of the examples as they were read
+    """
     counts = replace(counts, excluded=dict(counts.excluded), invalid=dict(counts.invalid))
     column = tokenized.data.column
     for entry in column("excluded").value_counts().to_pylist():
         if entry["values"]:
-            counts.exclude(entry["values"], entry["counts"])
+            counts.count_excluded(entry["values"], entry["counts"])
             counts.used -= entry["counts"]
     for entry in column("invalid").value_counts().to_pylist():
         if entry["values"]:
-            first = next(filter(None, column("described").to_pylist()))
-            counts.invalidate(entry["values"], first, entry["counts"])
+            first_description = next(filter(None, column("described").to_pylist()))
+            counts.count_invalid(entry["values"], first_description, entry["counts"])
             counts.used -= entry["counts"]
     return counts
 
 
-def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
-    """Yield the packed rows of a tokenised data set."""
-    pieces = tokenized.select_columns(["ids", "loss"])
-    yield from (
-        lay_out(**pieces[row], length=length) for row in best_fit(tokenized["size"], length)
-    )
+def generate_packed_sequences(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
+    """Yield the packed sequences of a tokenised data set, each of `length` tokens."""
+    segments = tokenized.select_columns(["ids", "loss"])
+    for indices in best_fit_decreasing(tokenized["size"], length):
+        selected = segments[indices]
+        yield pack_segments(selected["ids"], selected["loss"], length)
 
 
-def prepare_rows(
+def prepare_packed_dataset(
     config: DataConfig,
-    tokenizer,
+    tokenizer: "PreTrainedTokenizerBase",
     digest: str,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> CountedRows:
-    """Return the training set, a `datasets.Dataset` whose rows are dictionaries of (T,) tensors,
-    memory-mapped; and what became of all examples.
+    progress: ReportProgress = ignore_progress,
+) -> CountedDataset:
+    """Return the memory-mapped training set, whose rows are packed sequences of (T,) tensors.
 
-    It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and
-    `digest` of the tokenizer and its chat template. `progress(texts done, texts)` is called
-    meanwhile. Raises ValueError when more than `max_invalid` of the examples are broken.
+    The result is cached. The cache key consists of what determines the packed sequences: the data
+    options, sizes and times of the files, CACHE_FORMAT_VERSION, and `digest`.
+
+    digest: of the tokenizer and its chat template
+    progress: called while examples are tokenised
+
+    Raises ValueError if more than the share data.max_invalid_fraction of the examples is invalid.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
     disable_progress_bars()
-    mixed = mixed_rows(config)
-    raw = mixed.rows
-    if not len(raw):
-        return CountedRows(None, mixed.counts)
-    parts = [(source_digest(part), weight) for part, weight in single(config)]
-    shape = [FORMAT, digest, parts, config.max_examples, config.length]
-    key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
-    processes = (os.cpu_count() or 1) if len(raw) > MANY else 1
-    if processes > 1:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes instead of threads
-    lists = {"ids": List(Value("int32")), "loss": List(Value("bool"))}
-    reasons = dict.fromkeys(("excluded", "invalid", "described"), Value("string"))
-    options = {"tokenizer": tokenizer, "length": config.length}
-    tokenized = raw.map(
-        tokenize,
-        batched=True,
-        with_indices=True,
-        with_rank=True,
-        batch_size=256,
-        remove_columns=raw.column_names,
-        features=Features(lists | reasons | {"size": Value("int32")}),
-        fn_kwargs=options | {"total": len(raw), "processes": processes, "progress": progress},
-        num_proc=processes if processes > 1 else None,
-        new_fingerprint=f"{key}-tokenized",
-    )
-    counts = count_rejected(tokenized, mixed.counts)
-    counts.check(config.max_invalid_fraction)
+    mixed = load_mixed_examples(config)
+    raw = mixed.dataset
+    if not raw:
+        return CountedDataset(None, mixed.counts)
+
+    key = compute_cache_key(config, digest)
+    tokenized = _tokenize_dataset(raw, config, tokenizer, key, progress)
+    counts = count_rejected_examples(tokenized, mixed.counts)
+    counts.check_invalid_share(config.max_invalid_fraction)
     if not counts.used:
-        return CountedRows(None, counts)
+        return CountedDataset(None, counts)
     if counts.used < len(raw):
         tokenized = tokenized.filter(
             lambda size: size > 0, input_columns="size", new_fingerprint=f"{key}-sound"
         )
-    with plain_errors():
+
+    columns = {
+        "ids": List(Value("int32")),
+        "loss": List(Value("bool")),
+        "positions": List(Value("int32")),
+        "documents": List(Value("int32")),
+    }
+    with unwrap_generation_errors():
         packed = Dataset.from_generator(
-            filled_rows,
-            features=Features(
-                lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}
-            ),
+            generate_packed_sequences,
+            features=Features(columns),
             gen_kwargs={"tokenized": tokenized, "length": config.length},
             fingerprint=f"{key}-packed",
-            writer_batch_size=256,
+            writer_batch_size=CACHE_BATCH_SIZE,
         )
-    return CountedRows(packed.with_format("torch"), counts)
+    return CountedDataset(packed.with_format("torch"), counts)
 
 
-def packed_rows(
+def compute_cache_key(config: DataConfig, digest: str) -> str:
+    """Return the cache key of a packed data set.
+
+    digest: of the tokenizer and its chat template
+    """
+    datasets = [(compute_source_digest(data), weight) for data, weight in expand_mixture(config)]
+    key_fields = [CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
+    return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
+
+
+def _tokenize_dataset(
+    raw: "Dataset",
     config: DataConfig,
-    tokenizer,
-    digest: str,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    tokenizer: "PreTrainedTokenizerBase",
+    key: str,
+    progress: ReportProgress,
 ) -> "Dataset":
-    """Return the rows of `prepare_rows`. Raises ValueError where there are none."""
-    prepared = prepare_rows(config, tokenizer, digest, progress)
-    refuse_no_rows(prepared.counts)
-    return prepared.rows
+    """Return the segments of all examples with the columns of `tokenize_batch`, cached by `key`."""
+    from datasets import Features, List, Value
+
+    processes = 1
+    if len(raw) > MIN_MULTIPROCESS_EXAMPLES:
+        processes = os.cpu_count() or 1
+    if processes > 1:
+        # The processes use all cores, so that a tokenizer must not start threads of its own.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    columns = {
+        "ids": List(Value("int32")),
+        "loss": List(Value("bool")),
+        "excluded": Value("string"),
+        "invalid": Value("string"),
+        "described": Value("string"),
+        "size": Value("int32"),
+    }
+    arguments = {
+        "tokenizer": tokenizer,
+        "length": config.length,
+        "total": len(raw),
+        "processes": processes,
+        "progress": progress,
+    }
+    return raw.map(
+        tokenize_batch,
+        batched=True,
+        with_indices=True,
+        with_rank=True,
+        batch_size=CACHE_BATCH_SIZE,
+        remove_columns=raw.column_names,
+        features=Features(columns),
+        fn_kwargs=arguments,
+        num_proc=processes if processes > 1 else None,
+        new_fingerprint=f"{key}-tokenized",
+    )
 
 
-def refuse_no_rows(counts: ExampleCounts) -> None:
-    """Raise ValueError, with the reasons, where no example is learnt from."""
+def load_packed_dataset(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    digest: str,
+    progress: ReportProgress = ignore_progress,
+) -> "Dataset":
+    """Return the data set of `prepare_packed_dataset`. Raises ValueError if it is empty."""
+    prepared = prepare_packed_dataset(config, tokenizer, digest, progress)
+    refuse_empty_dataset(prepared.counts)
+    assert prepared.dataset is not None
+    return prepared.dataset
+
+
+def refuse_empty_dataset(counts: ExampleCounts) -> None:
+    """Raise ValueError with the reasons if no example can be trained on."""
     if counts.used:
         return
     advice = ""
-    if NO_ANSWER in counts.excluded:
-        advice = "; ./launch.sh regenerate lets the target write answers"
+    if NO_ANSWER_REASON in counts.excluded:
+        advice = "; ./launch.sh regenerate lets the target generate answers"
     elif counts.held_out:
         advice = "; one example of ten is held out for evaluation"
-    raise ValueError(f"no example to train on; {counts.summary()}{advice}")
+    raise ValueError(f"no example to train on; {counts.summarise()}{advice}")
 
 
-def token_documents(config: DataConfig, tokenizer, counts: ExampleCounts) -> Iterator[list[int]]:
-    """Yield every training row, uncut, as token ids: what an n-gram model counts. Add what became
-    of all examples to `counts`. Raises ValueError when more than `max_invalid` of them are
-    broken."""
-    mixed = mixed_rows(config)
-    counts.add(mixed.counts)
-    for stored in mixed.rows:
-        row = json.loads(stored["row"])
+def tokenize_documents(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", counts: ExampleCounts
+) -> Iterator[list[int]]:
+    """Yield the token ids of every training example, not split: what an n-gram model counts.
+
+    counts: the counts of the examples are added to these
+
+    Raises ValueError if more than the share data.max_invalid_fraction of the examples is invalid.
+    """
+    mixed = load_mixed_examples(config)
+    assert mixed.dataset is not None
+    counts.add_counts(mixed.counts)
+    for cached in mixed.dataset:
+        example = json.loads(cached["row"])
         try:
-            yield from (ids for ids, _ in pieces_of(row, tokenizer, sys.maxsize))
-        except ExcludedExample as excluded:
-            counts.exclude(excluded.reason)
+            for ids, _ in tokenize_example(example, tokenizer, sys.maxsize):
+                yield ids
+        except ExcludedExample as error:
+            counts.count_excluded(error.reason)
             counts.used -= 1
         except ValueError as error:
-            counts.invalidate(getattr(error, "reason", str(error)), f"{row['where']}: {error}")
+            counts.count_invalid(get_error_reason(error), f"{example['where']}: {error}")
             counts.used -= 1
-    counts.check(config.max_invalid_fraction)
+    counts.check_invalid_share(config.max_invalid_fraction)
 
 
-def row_index(sample: int, rows: int, seed: int) -> int:
-    """Return which row the `sample`-th draw of a run is: every epoch a fresh permutation, a pure
-    function of its arguments, so that a resumed run needs no loader state."""
-    epoch, offset = divmod(sample, rows)
-    return int(_epoch_order(rows, seed, epoch)[offset])
+def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
+    """Return the data set index of a run's draw number `draw`, counted from 0.
+
+    Every epoch is a new permutation. It is a pure function of its arguments, so that a resumed run
+    needs no data loader state.
+    """
+    epoch, offset = divmod(draw, dataset_size)
+    return int(_epoch_permutation(dataset_size, seed, epoch)[offset])
 
 
 @lru_cache(maxsize=2)
-def _epoch_order(rows: int, seed: int, epoch: int) -> "torch.Tensor":
+def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tensor":
+    """Return the order of an epoch's draws, (dataset_size,) indices."""
     import torch
 
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(dataset_size, generator=generator)
 
 
-def batch(dataset, first: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
-    """Return draws `first` .. `first + count - 1` of a run: each column (count, T)."""
-    return dataset[[row_index(first + i, len(dataset), seed) for i in range(count)]]
+def read_batch(
+    dataset: "Dataset", first_draw: int, count: int, seed: int
+) -> "dict[str, torch.Tensor]":
+    """Return draws `first_draw` to `first_draw + count - 1` of a run: columns of (count, T)."""
+    indices = [
+        get_shuffled_index(draw, len(dataset), seed)
+        for draw in range(first_draw, first_draw + count)
+    ]
+    return dataset[indices]

@@ -1,7 +1,7 @@
-"""Rows to learn from: files, data sets of the hub, mixtures of them; each example once. What
-becomes of every example is counted (data/counts.py).
+"""Read training examples from files, data sets of the Hugging Face hub, and mixtures of them.
 
-A row is {"prompt", "text", "cut", "chat"}, see data/chat.py, and "where", its file and line.
+Every example is used once; data/counts.py counts what becomes of each. An example is {"prompt",
+"text", "cut", "chat"}, see data/chat.py, and "where": its file and line.
 """
 
 import gzip
@@ -9,29 +9,37 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import Any, Literal
 
-from data.chat import checked, normalise
-from data.corpus import stdlib_documents
-from data.counts import ExampleCounts, ExcludedExample, InvalidExample
+from data.chat import normalise_example, require_type
+from data.corpus import read_stdlib_documents
+from data.counts import ExampleCounts, ExcludedExample, InvalidExample, get_error_reason
 
-# What the embedded target wrote after prompts from its training text.
-ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
-SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
-FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")  # of files that are read
-# Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or
-# another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices
-# such a change.
-FORMAT = 6
-LONGEST = 64 << 20  # characters of a line, bytes of a text
-# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those
-# behind the first 500.
-HELD_OUT = 50
-FEW = 500
-OF_FEW = 10
+# Answers that the embedded target generated for prompts from its training text.
+EMBEDDED_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
+
+DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
+
+# Contained in the key of cached data sets. Raise it when a change of data/ gives other examples,
+# other tokens or another packing, so that cached data sets are made again.
+# tests/data/test_packing.py fails after such a change.
+CACHE_FORMAT_VERSION = 6
+
+MAX_LINE_CHARS = 64 << 20  # of a .jsonl file
+MAX_EXAMPLE_FILE_BYTES = 64 << 20
+
+# Of the first examples of a user's data set one in 10 is held out for evaluation, of the others
+# one in 50.
+FIRST_EXAMPLES_COUNT = 500
+FIRST_EXAMPLES_HELD_OUT_INTERVAL = 10
+LATER_EXAMPLES_HELD_OUT_INTERVAL = 50
+
+MIN_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length": 16}
 
 
 @dataclass
@@ -80,58 +88,63 @@ class DataConfig:
         self.source = resolve_source(self.source, self.path)
 
     def check(self) -> None:
-        """Raise ValueError for a source that cannot be read."""
-        if self.source not in SOURCES:
-            raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
+        """Raise ValueError for options that are out of range or contradict each other."""
+        if self.source not in DATA_SOURCES:
+            raise ValueError(f"data.source={self.source}: use one of {', '.join(DATA_SOURCES)}")
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
-                f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>"
+                f"data.source={self.source} needs data.path=<a file, a folder, "
+                "or a name on the hub>"
             )
         if self.source == "self" and self.max_examples is None:
             raise ValueError(
-                "data.source=self needs data.max_examples=<how many questions the target writes>"
+                "data.source=self needs data.max_examples=<how many questions the target generates>"
             )
         if self.path is not None:
-            self._check_path()
+            self._check_path(self.path)
+
         if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data.datasets=[{path: ..., weight: ...}, ...] and data=mixture belong together"
+                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together"
             )
         if any(not part.weight > 0 for part in self.datasets):
-            raise ValueError(
-                f"data.datasets: weights are above 0, not {[part.weight for part in self.datasets]}"
-            )
-        for name, least in (("max_examples", 1), ("max_invalid_fraction", 0), ("length", 16)):
+            weights = [part.weight for part in self.datasets]
+            raise ValueError(f"data.datasets: weights are {weights}; each must be above 0")
+
+        for name, minimum in MIN_OPTION_VALUES.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"data.{name}={value}: at least {least}")
+            if value is not None and value < minimum:
+                raise ValueError(f"data.{name}={value}: at least {minimum}")
         if self.max_invalid_fraction > 1:
             raise ValueError(
                 f"data.max_invalid_fraction={self.max_invalid_fraction:g}: a share of the examples, from 0 to 1"
             )
 
-    def _check_path(self) -> None:
-        """Raise ValueError for a path that the source does not read."""
-        missing = f"data.path={self.path}: no such file or folder"
+    def _check_path(self, path: str) -> None:
+        """Raise ValueError for a path that does not exist or that the source does not use."""
+        missing = f"data.path={path}: no such file or folder"
         if self.source in ("self", "mixture"):
-            raise ValueError(f"data={self.source} and data.path={self.path}: give one of them")
-        if self.source == "jsonl" and not Path(self.path).exists():
+            raise ValueError(f"data={self.source} and data.path={path}: use only one of them")
+        if self.source == "jsonl" and not Path(path).exists():
             raise ValueError(missing)
-        if self.source == "hub" and not Path(self.path).exists() and names_a_file(self.path):
-            raise ValueError(f"{missing}, and no name on the hub, which is <owner>/<name>")
-        if self.source in ("embedded", "stdlib"):
-            hub = (
-                ""
-                if names_a_file(self.path)
-                else f"; of a data set on the hub: data=hub data.path={self.path}"
+        if self.source == "hub" and not Path(path).exists() and looks_like_file(path):
+            raise ValueError(
+                f"{missing}; it is not a name on the hub either, which is <owner>/<name>"
             )
-            raise ValueError(missing + hub)
+        if self.source in ("embedded", "stdlib"):
+            advice = ""
+            if not looks_like_file(path):
+                advice = f"; for a data set on the hub use data=hub data.path={path}"
+            raise ValueError(missing + advice)
 
 
 def resolve_source(source: str, path: str | None) -> str:
-    """Return the source that is read: a path that exists is a file or folder of the user's own,
-    whatever the source was. `self` and `mixture` have no path. A folder with a README.md is a copy
-    of a data set of the hub where the source is `hub`."""
+    """Return the source that is read, given the options data.source and data.path.
+
+    A path that exists is the user's own file or folder ("jsonl"), whatever the source. Exceptions:
+    "self" and "mixture" have no path, and with "hub" a folder with a README.md is a local copy of a
+    data set of the hub.
+    """
     if not path or source in ("self", "mixture") or not Path(path).exists():
         return source
     if source == "hub" and (Path(path) / "README.md").is_file():
@@ -139,252 +152,300 @@ def resolve_source(source: str, path: str | None) -> str:
     return "jsonl"
 
 
-def names_a_file(path: str) -> bool:
-    """Return whether a path can only be meant as a file or folder: it has a suffix of files that
-    are read, or is no <owner>/<name>."""
+def looks_like_file(path: str) -> bool:
+    """Return whether a path can only be a file or folder, not <owner>/<name> on the hub."""
     return path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
 
 
-def check_source(config: DataConfig, target: str, instead: str = "") -> None:
-    """Raise ValueError where another target would read what the embedded one wrote. `instead`: what
-    a command takes besides."""
-    if config.source == "embedded" and target != "embedded":
+def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: str = "") -> None:
+    """Raise ValueError if another target would be trained on the embedded target's answers.
+
+    target_path: the option target.path
+    alternatives: what else the command can use, added to the error message
+    """
+    if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            "data.source=embedded is what the embedded target wrote: use data.path=<your files>, "
-            f"data=stdlib{instead}, for target.path={target}"
+            f"data.source=embedded has answers of the embedded target, not of "
+            f"target.path={target_path}: "
+            f"use data.path=<your files>, data=stdlib{alternatives}"
         )
 
 
-def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
-    """Return the data sets that a configuration stands for, none of them a mixture, with their
-    weights."""
+def expand_mixture(config: DataConfig) -> list[tuple[DataConfig, float]]:
+    """Return (data set, weight) of each data set of a configuration; none of them is a mixture."""
     if config.source != "mixture":
         return [(config, 1.0)]
-    parts = []
+    datasets = []
     for part in config.datasets:
-        data = replace(config, source="hub", path=part.path, split=part.split, datasets=[])
-        parts.append((data, part.weight))
-    return parts
+        dataset = replace(config, source="hub", path=part.path, split=part.split, datasets=[])
+        datasets.append((dataset, part.weight))
+    return datasets
 
 
-def files_of(path: str) -> list[Path]:
-    """Return the files that a path stands for. Raises ValueError for a device or pipe, which might
-    never end."""
-    found = [Path(path)]
-    if found[0].is_dir():
-        found = sorted(
-            file
-            for kind in ("jsonl", "jsonl.gz", "parquet", "txt")
-            for file in found[0].rglob(f"*.{kind}")
-        )
-    for file in found:
+def list_data_files(path: str) -> list[Path]:
+    """Return the file at a path, or all data files in a folder and its subfolders.
+
+    Raises ValueError for a device or pipe, which might never end.
+    """
+    files = [Path(path)]
+    if files[0].is_dir():
+        files = []
+        for suffix in (".jsonl", ".jsonl.gz", ".parquet", ".txt"):
+            files += Path(path).rglob(f"*{suffix}")
+        files.sort()
+    for file in files:
         if file.exists() and not file.is_file():
             raise ValueError(
-                f"data.path={path}: {file} is no regular file, but a device, pipe or folder"
+                f"data.path={path}: {file} is not a regular file, but a device, pipe or folder"
             )
-    return found
+    return files
 
 
-def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
-    """(where, row) of a data set; a line that is no JSON comes as its error."""
+def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
+    """Yield (location, record) of a data set. A line that is not JSON is yielded as its error."""
+    assert config.path is not None
     if config.source != "hub":
-        for file in files_of(config.path):
-            yield from file_records(file)
+        for file in list_data_files(config.path):
+            yield from read_file_records(file)
         return
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(config.path, split=config.split)
-    except (OSError, ValueError) as error:  # a ConnectionError is an OSError
+        rows: Any = load_dataset(config.path, split=config.split)
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"data.path={config.path}, split {config.split}: could not be read ({reason})"
         ) from error
-    yield from ((f"{config.path}, row {number}", row) for number, row in enumerate(rows))
+    for number, row in enumerate(rows):
+        yield f"{config.path}, row {number}", row
 
 
-def _lines(file: Path) -> Iterator[object]:
-    """Yield a row a line. A line of more than LONGEST characters comes in parts, which are no
-    JSON."""
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
-        while line := lines.readline(LONGEST):
+def _read_json_lines(file: Path) -> Iterator[object]:
+    """Yield one record a line; a line that is not JSON is yielded as its error.
+
+    A line of more than MAX_LINE_CHARS characters is read in pieces, which are not JSON.
+    """
+    open_file = gzip.open if file.suffix == ".gz" else open
+    with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
+        while line := lines.readline(MAX_LINE_CHARS):
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield InvalidExample("no JSON", str(error))
+                yield InvalidExample("not valid JSON", str(error))
 
 
-def _parquet(file: Path) -> Iterator[object]:
+def _read_parquet(file: Path) -> Iterator[object]:
+    """Yield the rows of a Parquet file."""
     from pyarrow.parquet import ParquetFile
 
-    for part in ParquetFile(file).iter_batches():
-        yield from part.to_pylist()
+    for record_batch in ParquetFile(file).iter_batches():
+        yield from record_batch.to_pylist()
 
 
-def _list(file: Path) -> Iterator[object]:
-    yield from checked(
-        json.loads(file.read_text(encoding="utf-8-sig")), list, "it is not one list of rows"
-    )
+def _read_json_list(file: Path) -> Iterator[object]:
+    """Yield the entries of a JSON file that holds one list."""
+    content = json.loads(file.read_text(encoding="utf-8-sig"))
+    yield from require_type(content, list, "it does not hold one list of records")
 
 
-def _text(file: Path) -> Iterator[object]:
-    if file.stat().st_size > LONGEST:
-        raise ValueError(f"a text of more than {LONGEST >> 20} MB; split it, or use .jsonl")
+def _read_text_file(file: Path) -> Iterator[object]:
+    """Yield a text file as one record. Raises ValueError for a file that is too large."""
+    if file.stat().st_size > MAX_EXAMPLE_FILE_BYTES:
+        max_megabytes = MAX_EXAMPLE_FILE_BYTES >> 20
+        raise ValueError(f"a text of more than {max_megabytes} MB; split it, or use .jsonl")
     yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
 
 
-# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is
-# no part of a row.
-FILES = {".parquet": ("row", _parquet), ".json": ("entry", _list), ".txt": ("text", _text)}
+# By file suffix: what a record is called in error messages, and how records are read. Other
+# suffixes are read as JSON lines. All readers skip a byte order mark.
+RecordReader = Callable[[Path], Iterator[object]]
+RECORD_READERS: dict[str, tuple[str, RecordReader]] = {
+    ".parquet": ("row", _read_parquet),
+    ".json": ("entry", _read_json_list),
+    ".txt": ("text", _read_text_file),
+}
 
 
-def file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes
-    as its error. Raises ValueError, naming the file, where it is damaged."""
-    unit, read = FILES.get(file.suffix, ("line", _lines))
+def read_file_records(file: Path) -> Iterator[tuple[str, object]]:
+    """Yield (location, record) of a file. A line that is not JSON is yielded as its error.
+
+    Raises ValueError, naming the file, if the file is damaged.
+    """
+    unit, read = RECORD_READERS.get(file.suffix, ("line", _read_json_lines))
     number = 0
     try:
-        for number, row in enumerate(read(file), 1):
-            yield f"{file}, {unit} {number}", row
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        EOFError,
-        zlib.error,
-    ) as error:  # of pyarrow, json and gzip
+        for number, record in enumerate(read(file), 1):
+            yield f"{file}, {unit} {number}", record
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: damaged or cut off after {unit} {number} ({error})") from error
 
 
-def refuse_unwritten(config: DataConfig) -> None:
-    """Raise ValueError for data=self, which no file has."""
+def refuse_self_source(config: DataConfig) -> None:
+    """Raise ValueError for data=self, which is questions that do not exist yet."""
     if config.source == "self":
         raise ValueError(
-            "data=self are questions that the target is still to write: ./launch.sh regenerate data=self "
-            "target.path=... out=answers.jsonl, then data=jsonl data.path=answers.jsonl"
+            "data=self stands for questions that the target still has to generate: first run "
+            "./launch.sh regenerate data=self target.path=... out=answers.jsonl, "
+            "then use data=jsonl data.path=answers.jsonl"
         )
 
 
-def read_rows(
-    config: DataConfig, answered: bool = True, counts: ExampleCounts | None = None
-) -> Iterator[dict]:
-    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's
-    messages, which end with an answer or, if not `answered`, with a question. Only digests of the
-    rows are kept in memory.
+def read_examples(
+    config: DataConfig, with_answer: bool = True, counts: ExampleCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the examples of the user's own data, each of several equal ones once.
 
-    `counts` says, when all is read, what became of every example. Raises ValueError, naming file
-    and line, when more than `max_invalid` of them are broken, or there are none.
+    Only digests of the examples are kept in memory.
+
+    with_answer: end chats with an answer; otherwise end them with a question
+    counts: the outcome of every example is added; complete after the last example
+
+    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the examples
+    is invalid, or there are none.
     """
-    refuse_unwritten(config)
-    counts = ExampleCounts() if counts is None else counts
-    seen = set()
-    for where, record in _records(config):
+    refuse_self_source(config)
+    if counts is None:
+        counts = ExampleCounts()
+    seen_digests = set()
+    for location, record in _read_records(config):
         try:
             if isinstance(record, ValueError):
                 raise record
-            row = normalise(record, answered)
-            # fails for half a surrogate pair
-            content = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()
-            key = hashlib.blake2b(content, digest_size=8).digest()
-            if key in seen:
-                raise ExcludedExample("there more than once, and taken once")
-        except ExcludedExample as excluded:
-            counts.exclude(excluded.reason)
+            example = normalise_example(record, with_answer)
+            # encode() raises UnicodeEncodeError, a ValueError, for half of a surrogate pair.
+            content = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            if digest in seen_digests:
+                raise ExcludedExample("duplicate of an earlier example")
+        except ExcludedExample as error:
+            counts.count_excluded(error.reason)
             continue
         except ValueError as error:
-            counts.invalidate(getattr(error, "reason", str(error)), f"{where}: {error}")
+            counts.count_invalid(get_error_reason(error), f"{location}: {error}")
             continue
-        seen.add(key)
+        seen_digests.add(digest)
         counts.used += 1
-        yield row | {"where": where}
+        yield example | {"where": location}
+
     if not counts.total:
-        raise ValueError(f"data.path={config.path}: no rows")
-    counts.check(config.max_invalid_fraction)
+        raise ValueError(f"data.path={config.path}: no examples")
+    counts.check_invalid_share(config.max_invalid_fraction)
 
 
-def is_held_out(number: int) -> bool:
-    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows
-    from the number alone, so that rows can be read without knowing how many there are."""
-    return number % (OF_FEW if number < FEW else HELD_OUT) == 0
+def is_held_out_index(index: int) -> bool:
+    """Return whether the example at this index, from 0, is held out for evaluation.
+
+    The index alone decides, so that examples can be read without knowing how many there are.
+    """
+    interval = (
+        FIRST_EXAMPLES_HELD_OUT_INTERVAL
+        if index < FIRST_EXAMPLES_COUNT
+        else LATER_EXAMPLES_HELD_OUT_INTERVAL
+    )
+    return index % interval == 0
 
 
-def held_out_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows that training never sees: the library's held-out files, or those of the user's
-    own that `is_held_out`; of a mixture, in turns from all its parts."""
+def read_held_out_examples(config: DataConfig) -> Iterator[dict[str, Any]]:
+    """Yield the examples that training never sees; of a mixture round-robin from its data sets."""
     if config.source in ("embedded", "stdlib"):
-        yield from _library("held_out")
+        yield from _read_stdlib_examples("held_out")
         return
-    parts = [
-        (row for i, row in enumerate(read_rows(part)) if is_held_out(i))
-        for part, _ in single(config)
-    ]
-    yield from in_turn(parts)
+    yield from round_robin(
+        _select_held_out(read_examples(dataset)) for dataset, _ in expand_mixture(config)
+    )
 
 
-def in_turn(sources: Iterable[Iterable]) -> Iterator:
-    """Yield what several sources have, one of each in turn, until all are at their end."""
-    for together in zip_longest(*sources):
-        yield from (one for one in together if one is not None)
+def _select_held_out(examples: Iterable[dict]) -> Iterator[dict[str, Any]]:
+    """Yield the examples that are held out for evaluation."""
+    for index, example in enumerate(examples):
+        if is_held_out_index(index):
+            yield example
 
 
-def training_rows(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
-    """Yield the rows of one data set to train on. `counts`: as of `read_rows`, of what was read
-    until data.max_examples rows were there."""
-    counts = ExampleCounts() if counts is None else counts
+def round_robin(iterables: Iterable[Iterable]) -> Iterator:
+    """Yield one item of each iterable in turn until all are exhausted. None is no item."""
+    for items in zip_longest(*iterables):
+        for item in items:
+            if item is not None:
+                yield item
+
+
+def read_training_examples(
+    config: DataConfig, counts: ExampleCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the training examples of one data set, at most data.max_examples.
+
+    counts: the outcome of the examples that were read until then is added
+    """
+    if counts is None:
+        counts = ExampleCounts()
     if config.source == "stdlib":
-        rows = _library("train", counts)
+        examples = _read_stdlib_examples("train", counts)
     elif config.source == "embedded":
-        rows = read_rows(replace(config, path=str(ANSWERS)), counts=counts)
+        examples = read_examples(replace(config, path=str(EMBEDDED_ANSWERS_FILE)), counts=counts)
     else:
-        rows = _not_held_out(read_rows(config, counts=counts), counts)
-    yield from islice(rows, config.max_examples)
+        examples = _skip_held_out(read_examples(config, counts=counts), counts)
+    yield from islice(examples, config.max_examples)
 
 
-def _not_held_out(rows: Iterable[dict], counts: ExampleCounts) -> Iterator[dict]:
-    """Yield the rows that are not kept for evaluation, and count the others."""
-    for number, row in enumerate(rows):
-        if is_held_out(number):
+def _skip_held_out(examples: Iterable[dict], counts: ExampleCounts) -> Iterator[dict[str, Any]]:
+    """Yield the examples that are not held out for evaluation, and count the others."""
+    for index, example in enumerate(examples):
+        if is_held_out_index(index):
             counts.used -= 1
             counts.held_out += 1
         else:
-            yield row
+            yield example
 
 
-def _library(split: str, counts: ExampleCounts | None = None) -> Iterator[dict]:
-    """Yield the documents of Python's standard library as rows."""
-    for document in stdlib_documents(split):
+def _read_stdlib_examples(
+    split: Literal["train", "held_out"], counts: ExampleCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the non-empty source files of Python's standard library as examples."""
+    for document in read_stdlib_documents(split):
         if document.text.strip():
             if counts is not None:
                 counts.used += 1
-            yield normalise({"text": document.text}) | {"where": document.name}
+            yield normalise_example({"text": document.text}) | {"where": document.name}
 
 
-def questions(config: DataConfig, counts: ExampleCounts | None = None) -> Iterator[dict]:
-    """Yield all rows as questions, whatever their answers. `counts`: as of `read_rows`. Raises
-    ValueError where there are none."""
-    counts = ExampleCounts() if counts is None else counts
-    for part, _ in single(config):
-        if part.source in ("jsonl", "hub"):
-            rows = read_rows(part, answered=False, counts=counts)
+def read_questions(
+    config: DataConfig, counts: ExampleCounts | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield all examples as prompts without their last answers, at most data.max_examples a data set.
+
+    counts: the outcome of every example is added
+
+    Raises ValueError if there are none.
+    """
+    if counts is None:
+        counts = ExampleCounts()
+    for dataset, _ in expand_mixture(config):
+        if dataset.source in ("jsonl", "hub"):
+            examples = read_examples(dataset, with_answer=False, counts=counts)
         else:
-            rows = training_rows(part, counts)
-        yield from islice(rows, config.max_examples)
+            examples = read_training_examples(dataset, counts)
+        yield from islice(examples, config.max_examples)
     if not counts.used:
-        raise ValueError(f"data.path={config.path}: no question to ask; {counts.summary()}")
+        raise ValueError(f"data.path={config.path}: no question to answer; {counts.summarise()}")
 
 
-def source_digest(config: DataConfig) -> str:
-    """Return a digest of what shapes the rows of one data set before they are packed: where they
-    come from, their files' sizes and times, FORMAT, and of Python's own sources the version."""
-    files = (
-        files_of(config.path)
-        if config.source == "jsonl"
-        else [ANSWERS]
-        if config.source == "embedded"
-        else []
-    )
+def compute_source_digest(config: DataConfig) -> str:
+    """Return a digest of what determines the examples of one data set.
+
+    This is CACHE_FORMAT_VERSION, the options, the files' sizes and modification times, and for
+    Python's own sources the version of Python.
+    """
+    files = []
+    if config.source == "jsonl":
+        assert config.path is not None
+        files = list_data_files(config.path)
+    elif config.source == "embedded":
+        files = [EMBEDDED_ANSWERS_FILE]
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    chosen = [config.source, config.path, config.split, config.max_examples]
+
+    options = [config.source, config.path, config.split, config.max_examples]
     version = sys.version if config.source == "stdlib" else None
-    return hashlib.sha256(json.dumps([FORMAT, chosen, stamps, version]).encode()).hexdigest()
+    content = json.dumps([CACHE_FORMAT_VERSION, options, stamps, version])
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -1,102 +1,131 @@
-"""Public question sets as chats: which columns of a public row make which questions. One row of
-SETS each.
+"""Public question sets as chats: how the columns of a public data set become questions.
 
-The ten sets of SETS are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's
-benchmark; sources, splits, prompts and the choice of samples here are those of that benchmark's
-public scripts, word for word, because another prompt would be another measurement. SPEED_BENCH has
-the domains and throughput splits of SPEED-Bench (2604.09557). A chat is a list of turns; a turn is
-what is said until the model answers, as messages.
+The ten sets of DDTREE_QUESTION_SETS are those of DDTree's Table 1. Its appendix B takes sample
+counts from DFlash's benchmark. Sources, splits, prompts and the choice of samples are those of that
+benchmark's public scripts, word for word, because another prompt would be another measurement.
+SPEED_BENCH_QUESTION_SETS has the domains and throughput splits of SPEED-Bench (2604.09557).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from data.rows import file_records
+from data.rows import FILE_SUFFIXES, read_file_records
 
-Chat = list[list[dict[str, str]]]  # turns of messages: {"role", "content"}
+# A chat is a list of turns. A turn is the messages {"role", "content"} up to an answer.
+ChatTurns = list[list[dict[str, str]]]
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
-
-REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
-ISSUE = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
-CONTEST = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
-    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
-    "for the program\n\n### Question:\n{question_content}\n\n### Format: {format}\n```python\n{code}\n```\n\n"
+# Prompts of the public scripts, word for word. Formatting turns {{}} into {}.
+REASONING_SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+MATH_PROMPT = "{problem}" + REASONING_SUFFIX
+HUMANEVAL_PROMPT = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{prompt}\n```"
+)
+SWE_BENCH_PROMPT = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
+LIVECODEBENCH_PROMPT = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and "
+    "will generate a correct Python program that matches the specification and passes all tests. "
+    "You will NOT return anything except for the program\n\n"
+    "### Question:\n{question_content}\n\n"
+    "### Format: {format}\n```python\n{code}\n```\n\n"
     "### Answer: (use the provided format with backticks)"
 )
 
 
-def contest(row: dict) -> str:
-    """LiveCodeBench's question, with the code to start from if there is any."""
-    begun = row.get("starter_code")
-    form = (
-        "Use the following code structure:" if begun else "Write your code in the following format:"
-    )
-    return CONTEST.format(
-        question_content=row["question_content"], format=form, code=begun or "# YOUR CODE HERE"
+def format_livecodebench_question(row: dict) -> str:
+    """Return the question of a LiveCodeBench row, with its starter code if there is any."""
+    starter_code = row.get("starter_code")
+    if starter_code:
+        format_text = "Use the following code structure:"
+    else:
+        format_text = "Write your code in the following format:"
+    return LIVECODEBENCH_PROMPT.format(
+        question_content=row["question_content"],
+        format=format_text,
+        code=starter_code or "# YOUR CODE HERE",
     )
 
 
-def instruction(row: dict) -> str:
-    """Alpaca's instruction, with its input if there is any."""
-    return (
-        f"{row['instruction']}\n\nInput:\n{row['input']}"
-        if row.get("input")
-        else row["instruction"]
-    )
+def format_alpaca_question(row: dict) -> str:
+    """Return the instruction of an Alpaca row, with its input if there is any."""
+    if row.get("input"):
+        return f"{row['instruction']}\n\nInput:\n{row['input']}"
+    return row["instruction"]
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Where a public set is, and how one of its rows is asked."""
+    """A public question set: where it is, and how a row becomes a question.
 
-    name: str  # of its local file, and in suite.sets
-    title: str  # in the table
-    count: int  # questions that the paper asked
+    name: name of the set in suite.sets, and of its local file
+    title: name in the result table
+    count: number of questions in the published measurement
+    hub: name of the data set on the Hugging Face hub
+    columns: columns that a question needs
+    prompt: a format string over the columns, or a function that returns the text of a row's
+        question, or a list of texts, one a turn
+    split: split of the data set on the hub
+    configuration: configuration of the data set on the hub
+    files: files of the hub repository, if it can only be read file by file
+    category: only rows of this category belong to the set; its local file is then named as the
+        configuration
+    """
+
+    name: str
+    title: str
+    count: int
     hub: str
-    columns: tuple[str, ...]  # that the question needs
-    ask: (
-        str | Callable[[dict], str | list[str]]
-    )  # a template over the columns, or a function: the turns' texts
+    columns: tuple[str, ...]
+    prompt: str | Callable[[dict], str | list[str]]
     split: str = "test"
     configuration: str | None = None
-    files: tuple[str, ...] = ()  # of a hub repository that can only be read by its files
-    category: str | None = (
-        None  # of its rows those of this one, in a local file named as the configuration
-    )
+    files: tuple[str, ...] = ()
+    category: str | None = None
 
-    def turns(self, row: dict) -> list[str]:
-        """Return what the user says, turn by turn. Raises KeyError for a missing column."""
-        asked = self.ask.format_map(row) if isinstance(self.ask, str) else self.ask(row)
-        return [asked] if isinstance(asked, str) else asked
+    def format_turns(self, row: dict) -> list[str]:
+        """Return the user's texts, one a turn. Raises KeyError for a missing column."""
+        if isinstance(self.prompt, str):
+            return [self.prompt.format_map(row)]
+        texts = self.prompt(row)
+        return [texts] if isinstance(texts, str) else texts
 
     @property
-    def file(self) -> str:
-        """The name of its local file."""
-        return self.configuration if self.category else self.name
+    def local_file_name(self) -> str:
+        """Name of the local file, without suffix."""
+        if self.category is None:
+            return self.name
+        assert self.configuration is not None
+        return self.configuration
 
-    def has(self, row: object) -> bool:
-        """Return whether a row of the file or hub configuration belongs to the set."""
-        return (
-            self.category is None
-            or not isinstance(row, dict)
-            or row.get("category") == self.category
-        )
+    def contains(self, row: object) -> bool:
+        """Return whether a row of the file or hub configuration belongs to the set.
+
+        A row that is not a dictionary does, so that it is reported as invalid.
+        """
+        if self.category is None or not isinstance(row, dict):
+            return True
+        return row.get("category") == self.category
 
 
-LIVECODEBENCH = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
-PROBLEM = "{problem}" + REASON
-SETS = (
+LIVECODEBENCH_FILES = tuple(f"test{number}.jsonl" for number in ("", 2, 3, 4, 5, 6))
+DDTREE_QUESTION_SETS = (
     QuestionSet(
-        "aime24", "AIME 2024", 30, "HuggingFaceH4/aime_2024", ("problem",), PROBLEM, "train"
+        "aime24", "AIME 2024", 30, "HuggingFaceH4/aime_2024", ("problem",), MATH_PROMPT, "train"
     ),
-    QuestionSet("aime25", "AIME 2025", 30, "MathArena/aime_2025", ("problem",), PROBLEM, "train"),
     QuestionSet(
-        "alpaca", "Alpaca", 128, "tatsu-lab/alpaca", ("instruction", "input"), instruction, "train"
+        "aime25", "AIME 2025", 30, "MathArena/aime_2025", ("problem",), MATH_PROMPT, "train"
+    ),
+    QuestionSet(
+        "alpaca",
+        "Alpaca",
+        128,
+        "tatsu-lab/alpaca",
+        ("instruction", "input"),
+        format_alpaca_question,
+        "train",
     ),
     QuestionSet(
         "gsm8k",
@@ -104,21 +133,23 @@ SETS = (
         128,
         "openai/gsm8k",
         ("question",),
-        "{question}" + REASON,
+        "{question}" + REASONING_SUFFIX,
         configuration="main",
     ),
-    QuestionSet("humaneval", "HumanEval", 164, "openai/openai_humaneval", ("prompt",), PROGRAM),
+    QuestionSet(
+        "humaneval", "HumanEval", 164, "openai/openai_humaneval", ("prompt",), HUMANEVAL_PROMPT
+    ),
     QuestionSet(
         "livecodebench",
         "LiveCodeBench",
         128,
         "livecodebench/code_generation_lite",
         ("question_content", "starter_code"),
-        contest,
-        split="train",  # what `datasets` calls rows that come from plain files
-        files=LIVECODEBENCH,
+        format_livecodebench_question,
+        split="train",  # the split that `datasets` puts plain files into
+        files=LIVECODEBENCH_FILES,
     ),
-    QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), PROBLEM),
+    QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), MATH_PROMPT),
     QuestionSet(
         "mbpp",
         "MBPP",
@@ -143,12 +174,13 @@ SETS = (
         128,
         "princeton-nlp/SWE-bench_Lite",
         ("problem_statement",),
-        ISSUE,
+        SWE_BENCH_PROMPT,
     ),
 )
 
-SPEED = ("nvidia/SPEED-Bench", ("turns", "category"), itemgetter("turns"), "test")
-DOMAINS = (
+SPEED_BENCH_HUB_NAME = "nvidia/SPEED-Bench"
+SPEED_BENCH_COLUMNS = ("turns", "category")
+SPEED_BENCH_DOMAINS = (
     "coding",
     "humanities",
     "math",
@@ -158,24 +190,58 @@ DOMAINS = (
     "reasoning",
     "roleplay",
     "stem",
+    "summarization",
+    "writing",
 )
-DOMAINS += ("summarization", "writing")
-SPLITS = tuple(
-    f"throughput_{size}" for size in ("1k", "2k", "8k", "16k", "32k")
-)  # tokens of a prompt
-SPEED_BENCH = (
-    *(
-        QuestionSet(name, name, 80, *SPEED, configuration="qualitative", category=name)
-        for name in DOMAINS
-    ),
-    *(QuestionSet(name, name, 1536, *SPEED, configuration=name) for name in SPLITS),
+SPEED_BENCH_PROMPT_LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # tokens
+SPEED_BENCH_DOMAIN_QUESTIONS = 80
+SPEED_BENCH_THROUGHPUT_QUESTIONS = 1536
+
+
+def _build_domain_question_set(domain: str) -> QuestionSet:
+    """Return the question set of one domain of SPEED-Bench."""
+    return QuestionSet(
+        domain,
+        domain,
+        SPEED_BENCH_DOMAIN_QUESTIONS,
+        SPEED_BENCH_HUB_NAME,
+        SPEED_BENCH_COLUMNS,
+        itemgetter("turns"),
+        configuration="qualitative",
+        category=domain,
+    )
+
+
+def _build_throughput_question_set(prompt_length: str) -> QuestionSet:
+    """Return the question set of one throughput split of SPEED-Bench, such as "1k"."""
+    name = f"throughput_{prompt_length}"
+    return QuestionSet(
+        name,
+        name,
+        SPEED_BENCH_THROUGHPUT_QUESTIONS,
+        SPEED_BENCH_HUB_NAME,
+        SPEED_BENCH_COLUMNS,
+        itemgetter("turns"),
+        configuration=name,
+    )
+
+
+SPEED_BENCH_QUESTION_SETS = (
+    *map(_build_domain_question_set, SPEED_BENCH_DOMAINS),
+    *map(_build_throughput_question_set, SPEED_BENCH_PROMPT_LENGTHS),
 )
-WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what the hub has where a source forbids copies
-SUITES = {
-    "ddtree": SETS,
-    "speed_bench": SPEED_BENCH,
+
+# The hub has this text instead of questions whose source forbids copies.
+WITHHELD_TEXT_PREFIX = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+
+# Public question sets by suite. The suite `files` has the sets of the user's folder instead.
+QUESTION_SUITES: dict[str, tuple[QuestionSet, ...]] = {
+    "ddtree": DDTREE_QUESTION_SETS,
+    "speed_bench": SPEED_BENCH_QUESTION_SETS,
     "files": (),
-}  # files: whatever sets the folder has
+}
+
+MIN_SAMPLING_TEMPERATURE = 0.001
 
 
 @dataclass
@@ -201,24 +267,22 @@ class SuiteConfig:
     thinking: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for a suite that cannot be asked, before anything is loaded."""
+        """Raise ValueError for options that cannot be used, before anything is loaded."""
         if self.name is None:
             if self.folder is not None or self.sets:
-                raise ValueError(
-                    f"suite.folder and suite.sets need a suite: suite={' or suite='.join(SUITES)}"
-                )
+                suites = " or suite=".join(QUESTION_SUITES)
+                raise ValueError(f"suite.folder and suite.sets need a suite: suite={suites}")
             return
-        if self.name not in SUITES:
-            raise ValueError(f"suite.name={self.name}: use {', '.join(SUITES)}")
+        if self.name not in QUESTION_SUITES:
+            raise ValueError(f"suite.name={self.name}: use {', '.join(QUESTION_SUITES)}")
         if self.max_questions is not None and self.max_questions < 1:
             raise ValueError(
                 f"suite.max_questions={self.max_questions}: at least 1 question of a set"
             )
-        if not self.temperatures or any(
-            not (t == 0 or 0.001 <= t < float("inf")) for t in self.temperatures
-        ):
+        if not self.temperatures or not all(map(_is_valid_temperature, self.temperatures)):
             raise ValueError(
-                f"suite.temperatures={list(self.temperatures)}: 0 for greedy decoding, or at least 0.001"
+                f"suite.temperatures={list(self.temperatures)}: "
+                f"0 for greedy decoding, or at least {MIN_SAMPLING_TEMPERATURE}"
             )
         if self.folder is None and self.name == "files":
             raise ValueError(
@@ -226,141 +290,196 @@ class SuiteConfig:
             )
         if self.folder is not None and not Path(self.folder).exists():
             raise ValueError(f"suite.folder={self.folder}: no such file or folder")
-        self.names()
+        self.select_set_names()
 
-    def names(self) -> list[str]:
-        """Return the sets that are asked. Raises ValueError for one that is not there."""
-        found = None if self.folder is None else set_files(self.folder)
-        public = SUITES[self.name]
-        known = (
-            [one.name for one in public if found is None or one.file in found]
-            if public
-            else list(found)
-        )
-        missing = [name for name in self.sets or [one.name for one in public] if name not in known]
-        if not known:
-            raise ValueError(f"suite.folder={self.folder}: no questions there, such as gsm8k.jsonl")
+    def select_set_names(self) -> list[str]:
+        """Return the names of the sets to decode.
+
+        Raises ValueError if there are none, or one of suite.sets is not available.
+        """
+        assert self.name is not None
+        public_sets = QUESTION_SUITES[self.name]
+        local_files = None if self.folder is None else find_set_files(self.folder)
+
+        if not public_sets:
+            available = list(local_files or ())
+        elif local_files is None:
+            available = [question_set.name for question_set in public_sets]
+        else:
+            available = [
+                question_set.name
+                for question_set in public_sets
+                if question_set.local_file_name in local_files
+            ]
+        if not available:
+            raise ValueError(
+                f"suite.folder={self.folder}: no questions found; expected a file such as "
+                "gsm8k.jsonl"
+            )
+
+        requested = self.sets or [question_set.name for question_set in public_sets]
+        missing = [name for name in requested if name not in available]
         if missing:
             raise ValueError(
-                f"suite.sets: no {', '.join(missing)} among {', '.join(known)}: name those that are there by "
-                "suite.sets=[...]"
+                f"suite.sets: no {', '.join(missing)} among {', '.join(available)}; "
+                "choose among those with suite.sets=[...]"
             )
-        return [name for name in known if not self.sets or name in self.sets]
+        if not self.sets:
+            return available
+        return [name for name in available if name in self.sets]
+
+
+def _is_valid_temperature(temperature: float) -> bool:
+    """Return whether a temperature is 0 (greedy) or large enough to sample with."""
+    return temperature == 0 or MIN_SAMPLING_TEMPERATURE <= temperature < float("inf")
 
 
 @dataclass(frozen=True)
-class Questions:
-    """A set that is ready to be asked."""
+class LoadedQuestionSet:
+    """A question set whose questions have been read."""
 
     name: str
     title: str
-    chats: list[Chat]
+    chats: list[ChatTurns]
 
 
-def load_suite(config: SuiteConfig) -> list[Questions]:
-    """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for
-    what cannot be read."""
+def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
+    """Return the question sets of a checked configuration.
+
+    Raises ValueError, naming set, file and line, for rows that cannot be read.
+    """
+    assert config.name is not None
+    local_files = {} if config.folder is None else find_set_files(config.folder)
+    public_sets = {question_set.name: question_set for question_set in QUESTION_SUITES[config.name]}
     suite = []
-    files = {} if config.folder is None else set_files(config.folder)
-    public = {one.name: one for one in SUITES[config.name]}
-    for name in config.names():
-        one = public.get(name)
-        limit = config.max_questions
-        file = name
-        if one is not None:
-            limit = min(one.count, limit or one.count)
-            file = one.file
-        rows = (
-            (pair for part in files[file] for pair in file_records(part))
-            if files
-            else hub_rows(one)
-        )
-        chats = [asked_chat(one, where, row) for where, row in rows if one is None or one.has(row)]
+    for name in config.select_set_names():
+        question_set = public_sets.get(name)
+        if question_set is None:
+            title = file_name = name
+            limit = config.max_questions
+        else:
+            title = question_set.title
+            file_name = question_set.local_file_name
+            limit = min(question_set.count, config.max_questions or question_set.count)
+
+        if local_files:
+            records = _read_all_records(local_files[file_name])
+        else:
+            assert question_set is not None
+            records = load_hub_records(question_set)
+        chats = [
+            build_chat(question_set, location, record)
+            for location, record in records
+            if question_set is None or question_set.contains(record)
+        ]
         if not chats:
             raise ValueError(f"suite.folder={config.folder}: no questions of {name}")
-        suite.append(Questions(name, one.title if one else name, sample(chats, limit)))
+        suite.append(LoadedQuestionSet(name, title, sample_chats(chats, limit)))
     return suite
 
 
-def set_files(folder: str) -> dict[str, list[Path]]:
-    """Return the files of a folder by the sets that they belong to, or the one file:
-    <folder>/<set>.jsonl (.jsonl.gz, .json, .parquet, .txt), or all in <folder>/<set>/."""
+def _read_all_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
+    """Yield (location, record) of all records of several files."""
+    for file in files:
+        yield from read_file_records(file)
+
+
+def find_set_files(folder: str) -> dict[str, list[Path]]:
+    """Return the files of each question set in a folder, by the name of the set.
+
+    A set is <folder>/<set>.jsonl (or another of FILE_SUFFIXES), or all files in <folder>/<set>/.
+    `folder` may also be a single file.
+    """
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
-    for file in sorted([*top.glob("*"), *top.glob("*/*")]) if top.is_dir() else [top]:
-        if file.is_file() and file.name.endswith(ENDINGS):
-            part = file.relative_to(top).parts[0] if top.is_dir() else file.name
-            sets.setdefault(part.split(".")[0], []).append(file)
+    candidates = sorted([*top.glob("*"), *top.glob("*/*")]) if top.is_dir() else [top]
+    for file in candidates:
+        if not file.is_file() or not file.name.endswith(FILE_SUFFIXES):
+            continue
+        top_name = file.relative_to(top).parts[0] if top.is_dir() else file.name
+        set_name, _, _ = top_name.partition(".")
+        sets.setdefault(set_name, []).append(file)
     return sets
 
 
-def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
-    """Yield (where, row) of a set of the hub: data only, no code that comes with it."""
+def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
+    """Yield (location, row) of a set on the hub. Only data is loaded, no code of the repository."""
     from datasets import load_dataset
 
+    hub = question_set.hub
     try:
-        if one.files:
-            urls = [f"hf://datasets/{one.hub}/{name}" for name in one.files]
-            rows = load_dataset("json", data_files=urls, split=one.split)
+        if question_set.files:
+            urls = [f"hf://datasets/{hub}/{name}" for name in question_set.files]
+            rows: Any = load_dataset("json", data_files=urls, split=question_set.split)
         else:
-            rows = load_dataset(one.hub, one.configuration, split=one.split)
-    except (OSError, ValueError) as error:  # a ConnectionError is an OSError
+            rows = load_dataset(hub, question_set.configuration, split=question_set.split)
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{one.title} ({one.hub}) could not be read from the hub ({reason}): give suite.folder=<your copies>, or "
-            "leave it out by suite.sets=[...]"
+            f"{question_set.title} ({hub}) could not be read from the hub ({reason}): "
+            "use suite.folder=<your copies>, or leave it out with suite.sets=[...]"
         ) from error
-    yield from (
-        (f"{one.hub}, row {number}", row)
-        for number, row in enumerate(rows.select_columns([*one.columns]))
-    )
+    for number, row in enumerate(rows.select_columns([*question_set.columns])):
+        yield f"{hub}, row {number}", row
 
 
-def asked_chat(one: QuestionSet | None, where: str, row: object) -> Chat:
-    """Return what a row of a public set asks, or a row of the user's own: {"turns": [texts]}.
-    Raises ValueError for a row that asks nothing."""
-    row = row if isinstance(row, dict) else {}
-    if one is not None and isinstance(
-        row.get("messages"), list
-    ):  # as SPEED-Bench's script writes turns
-        asked = [
-            message
-            for message in row["messages"]
-            if isinstance(message, dict) and message.get("role") == "user"
-        ]
-        row = row | {"turns": [message.get("content") for message in asked]}
-    if one is not None and "turns" not in row:
-        missing = [name for name in one.columns if name not in row]
+def build_chat(question_set: QuestionSet | None, location: str, record: object) -> ChatTurns:
+    """Return the questions of a record as a chat.
+
+    question_set: the public set that the record is from; None for the user's own files, whose
+        records are {"turns": [texts]}
+
+    Raises ValueError, naming the location, for a record without questions.
+    """
+    row = record if isinstance(record, dict) else {}
+    # SPEED-Bench's script writes turns as messages.
+    if question_set is not None and isinstance(row.get("messages"), list):
+        row = row | {"turns": _get_user_texts(row["messages"])}
+    if question_set is not None and "turns" not in row:
+        missing = [name for name in question_set.columns if name not in row]
         if missing:
             raise ValueError(
-                f"{where}: {one.title} has no column {missing[0]} here; a list of texts in turns would do"
+                f"{location}: {question_set.title} needs a column {missing[0]}, or a list of texts "
+                "in the column turns"
             )
-        return said(one.turns(row))
-    turns = row.get("turns")
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(text, str) and text for text in turns)
-    ):
-        raise ValueError(f"{where}: a row is a JSON object with turns, a list of texts")
-    if any(text.startswith(WITHHELD) for text in turns):
+        return build_user_turns(question_set.format_turns(row))
+
+    turns: Any = row.get("turns")
+    is_list_of_texts = isinstance(turns, list) and all(
+        isinstance(text, str) and text for text in turns
+    )
+    if not turns or not is_list_of_texts:
+        raise ValueError(f"{location}: a row is a JSON object with turns, a list of texts")
+    if any(text.startswith(WITHHELD_TEXT_PREFIX) for text in turns):
         raise ValueError(
-            f"{where}: the hub has no text of this row; fill it in with SPEED-Bench's own script, and give "
-            "suite.folder=<what it wrote>"
+            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own script "
+            "and use suite.folder=<its output>"
         )
-    return said(turns)
+    return build_user_turns(turns)
 
 
-def said(texts: Iterable[str]) -> Chat:
-    """Return the user's texts, turn by turn, as a chat."""
+def _get_user_texts(messages: list) -> list[object]:
+    """Return the content of the user's messages."""
+    return [
+        message.get("content")
+        for message in messages
+        if isinstance(message, dict) and message.get("role") == "user"
+    ]
+
+
+def build_user_turns(texts: Iterable[str]) -> ChatTurns:
+    """Return a chat whose turns are one user message each."""
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def sample(chats: list[Chat], limit: int | None) -> list[Chat]:
-    """Return at most `limit` of the chats: those that `datasets` gives by
-    shuffle(seed=0).select(range(limit)), which is how the published figures were measured."""
+def sample_chats(chats: list[ChatTurns], limit: int | None) -> list[ChatTurns]:
+    """Return at most `limit` chats, chosen as in the published measurements.
+
+    The choice equals `shuffle(seed=0).select(range(limit))` of a `datasets.Dataset`.
+    """
     if limit is None or len(chats) <= limit:
         return chats
     import numpy as np
 
-    return [chats[i] for i in np.random.default_rng(0).permutation(len(chats))[:limit]]
+    order = np.random.default_rng(0).permutation(len(chats))
+    return [chats[index] for index in order[:limit]]

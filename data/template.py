@@ -1,335 +1,505 @@
-"""What a chat template makes of a conversation: its tokens, and which of them the target wrote.
+"""Render chats with the tokenizer's chat template and mark which tokens the target generated.
 
-The template is asked twice a chat, once with marks in the places of the answers; and once more for
-every answer whose thought it does not show where more is said behind it (Qwen3): that answer is
-then a sequence of its own, in the context that it was written in.
+Only tokens that the target generated carry loss. They are located by rendering a chat twice, the
+second time with placeholders instead of the answers. Some templates (Qwen3) remove the reasoning
+from all answers but the last. Such an answer becomes a training text of its own, after the prompt
+that it was generated from.
 """
 
 import json
 import re
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING, cast
 
 from jinja2 import TemplateError
 
-from data.chat import ENDED, THOUGHT
+from data.chat import COMPLETE_ANSWER_REASONS, REASONING_KEY
 from data.counts import ExcludedExample, InvalidExample
-from infer.utils.chat_template import readable_messages
+from infer.utils.chat_template import convert_tool_arguments
 
-# A thought within an answer's content: what opens it, itself, what closes it, and the rest.
-INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
-# marks of an answer's parts
-WORDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}
-MARK = re.compile(f"({'|'.join(WORDS.values())})([0-9]+)Z")
-NOT_SHOWN = "the chat template does not show an answer as it is"
-CALLS_NOT_SHOWN = "the chat template does not show the tool calls of an answer as they are"
-FIELDS = (
-    THOUGHT,
-    "reasoning",
-    "thinking",
-)  # what templates call a thought, the first that they know
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Groups: opening tag, reasoning, closing tag, content.
+INLINE_REASONING = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+
+# Keys under which chat templates read reasoning; the first one that a template mentions is used.
+TEMPLATE_REASONING_KEYS = (REASONING_KEY, "reasoning", "thinking")
+
+# Keys of a message that chat templates must not see.
+TRAINING_ONLY_KEYS = ("finish", "weight", "token_ids")
+
+# Placeholders of the sections of an answer. A message index and "Z" follow each.
+SECTION_PLACEHOLDERS = {
+    "reasoning": "THOUGHTGOESHERE",
+    "content": "ANSWERGOESHERE",
+    "tool_call": "CALLGOESHERE",
+}
+PLACEHOLDER_PATTERN = re.compile(f"({'|'.join(SECTION_PLACEHOLDERS.values())})([0-9]+)Z")
+
+ANSWER_CHANGED_REASON = "the chat template does not show an answer unchanged"
+TOOL_CALLS_CHANGED_REASON = "the chat template does not show the tool calls of an answer unchanged"
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """A piece of a sequence that the target wrote: [start, end) in characters, and the answer that
-    it is."""
+class LossSpan:
+    """Characters [start, end) of a text that the target generated, and the answer they are from."""
 
     start: int
     end: int
     answer: dict
 
     @property
-    def ended(self) -> bool:
-        """Whether the target ended it, so that the token behind it is the target's too."""
-        return self.answer.get("finish") in ENDED
+    def is_complete(self) -> bool:
+        """Whether the target ended the answer, so that the end token carries loss too."""
+        return self.answer.get("finish") in COMPLETE_ANSWER_REASONS
 
 
-Sequence = tuple[str, list[Learnt]]  # a text to learn from
+# A training text and its spans with loss.
+TextWithSpans = tuple[str, list[LossSpan]]
 
 
 @dataclass(frozen=True)
-class TemplateHabits:
-    """What a template writes around an answer."""
+class TemplateMarkers:
+    """Text that a chat template puts around an answer.
 
-    asks: str  # asks the assistant to speak
-    ends: str  # behind an answer
-    # the key of a message that it reads thoughts from, None where they stand in the content
-    thought: str | None
+    generation_prompt: text before an answer that the target is to generate
+    answer_suffix: text after an answer
+    reasoning_field: key of a message that the template reads reasoning from; None if the template
+        has no such key, so that reasoning must be inside the content
+    """
+
+    generation_prompt: str
+    answer_suffix: str
+    reasoning_field: str | None
 
 
-def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str:
-    """Return messages as the chat's template writes them. Raises ExcludedExample with what the
-    template says against it."""
+@dataclass
+class AnswerLocation:
+    """Where an answer is in a rendered chat.
+
+    prefix: the template's text between the previous answer and this one
+    start: character position after the prefix
+    sections: character range [start, end) of each section: "reasoning", "content", "tool_call"
+    """
+
+    prefix: str
+    start: int
+    sections: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict],
+    chat: dict,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return messages as text, with the tools and template variables of `chat`.
+
+    Raises ExcludedExample with the template's error message if it refuses them.
+    """
+    options = {
+        "tools": chat["tools"] or None,
+        "add_generation_prompt": add_generation_prompt,
+    } | chat["template"]
     try:
-        options = {"tools": chat["tools"] or None, "add_generation_prompt": ask} | chat["template"]
-        messages = readable_messages(tokenizer, messages, **options)
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (
-        TemplateError,
-        TypeError,
-    ) as error:  # roles in an order that it refuses; adding what is none to a text
-        raise ExcludedExample(f"the chat template says: {error}") from error
+        messages = convert_tool_arguments(tokenizer, messages, **options)
+        return cast("str", tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except (TemplateError, TypeError) as error:
+        # TemplateError: the order of roles is refused. TypeError: a non-string is added to a text.
+        raise ExcludedExample(f"the chat template raises an error: {error}") from error
 
 
-def source(tokenizer) -> str:
-    """Return the text of a tokenizer's templates."""
+def get_template_source(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the source of a tokenizer's chat templates; empty if it has none."""
     template = tokenizer.chat_template or ""
-    return "\n".join(template.values()) if isinstance(template, dict) else template
+    if isinstance(template, dict):
+        return "\n".join(template.values())
+    return template
 
 
-def habits(tokenizer, told: dict) -> TemplateHabits:
-    """Return what the template writes around an answer when it is told so."""
-    return _habits(tokenizer, source(tokenizer), json.dumps(told, sort_keys=True))
+def detect_template_markers(
+    tokenizer: "PreTrainedTokenizerBase", template_kwargs: dict
+) -> TemplateMarkers:
+    """Return the text that the template puts around an answer, given its variables."""
+    variables = json.dumps(template_kwargs, sort_keys=True)
+    return _detect_template_markers(tokenizer, get_template_source(tokenizer), variables)
 
 
 @lru_cache(maxsize=64)
-def _habits(tokenizer, template: str, told: str) -> TemplateHabits:
-    chat = {"tools": [], "template": json.loads(told)}
-    asked = [{"role": "user", "content": "x"}]
-    before = apply(tokenizer, asked, chat)
-    asking = apply(tokenizer, asked, chat, ask=True)
-    mark = WORDS["said"]
-    _, _, ends = apply(tokenizer, [*asked, {"role": "assistant", "content": mark}], chat).partition(
-        mark
-    )
-    fields = (name for name in FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
-    return TemplateHabits(
-        asking[len(before) :] if asking.startswith(before) else "", ends, next(fields, None)
-    )
+def _detect_template_markers(
+    tokenizer: "PreTrainedTokenizerBase", template: str, variables_json: str
+) -> TemplateMarkers:
+    """Return `detect_template_markers` of hashable arguments, cached."""
+    chat = {"tools": [], "template": json.loads(variables_json)}
+    question = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": SECTION_PLACEHOLDERS["content"]}
+
+    without_prompt = render_chat(tokenizer, [question], chat)
+    with_prompt = render_chat(tokenizer, [question], chat, add_generation_prompt=True)
+    generation_prompt = ""
+    if with_prompt.startswith(without_prompt):
+        generation_prompt = with_prompt[len(without_prompt) :]
+
+    answered = render_chat(tokenizer, [question, answer], chat)
+    _, _, answer_suffix = answered.partition(SECTION_PLACEHOLDERS["content"])
+
+    reasoning_field = None
+    for name in TEMPLATE_REASONING_KEYS:
+        if re.search(rf"\.{name}\b|['\"]{name}['\"]", template):
+            reasoning_field = name
+            break
+    return TemplateMarkers(generation_prompt, answer_suffix, reasoning_field)
 
 
-def readable(tokenizer, chat: dict) -> list[dict]:
-    """Return a chat's messages as its template reads them: thoughts by its name for them, without
-    what only we know. Raises ExcludedExample for what it has no place for."""
-    template = source(tokenizer)
-    known = habits(tokenizer, chat["template"])
+def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[dict]:
+    """Return a chat's messages with the keys that its template reads.
+
+    Reasoning moves to the template's key for it, or into the content. Keys for training are
+    removed. Raises ExcludedExample if the template cannot show tools or reasoning.
+    """
+    template = get_template_source(tokenizer)
+    markers = detect_template_markers(tokenizer, chat["template"])
     if chat["tools"] and not re.search(r"\btools\b", template):
         raise ExcludedExample("the chat template does not show tools")
+
     messages = []
-    for i, turn in enumerate(chat["messages"]):
-        turn = {
-            key: value
-            for key, value in turn.items()
-            if key not in ("finish", "weight", "token_ids")
-        }
-        thought = turn.pop(THOUGHT, None)
-        if thought is not None and known.thought is not None:
-            turn[known.thought] = thought
-        elif thought is not None and "</think>" in template:
-            turn["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{turn['content']}"
-        elif thought is not None:
-            raise ExcludedExample(
-                "the chat template does not show the thought of an answer", f"message {i}"
-            )
-        messages.append(turn)
+    for index, original in enumerate(chat["messages"]):
+        message = {key: value for key, value in original.items() if key not in TRAINING_ONLY_KEYS}
+        reasoning = message.pop(REASONING_KEY, None)
+        if reasoning is not None:
+            if markers.reasoning_field is not None:
+                message[markers.reasoning_field] = reasoning
+            elif "</think>" in template:
+                message["content"] = _join_reasoning(reasoning, message["content"])
+            else:
+                reason = "the chat template does not show the reasoning of an answer"
+                raise ExcludedExample(reason, f"message {index}")
+        messages.append(message)
     return messages
 
 
-def sequences(tokenizer, chat: dict) -> list[Sequence]:
-    """Return a chat as texts to learn from, every answer of weight 1 learnt in one of them. Raises
-    ValueError where the template does not show an answer, tools or a tool's result: the loss would
-    fall on other tokens than the target's.
+def _join_reasoning(reasoning: str, content: str) -> str:
+    """Return an answer's content with its reasoning in front, in <think> tags."""
+    return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
+
+
+def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[TextWithSpans]:
+    """Return a chat as training texts. Each answer of non-zero weight carries loss in one of them.
+
+    Raises ExcludedExample if the template does not show an answer, the tools or a tool's result
+    unchanged: the loss would then be on tokens that the target did not generate.
     """
-    messages = readable(tokenizer, chat)
-    whole = apply(tokenizer, messages, chat)
-    marked = [
-        _marked(turn, i) if turn["role"] == "assistant" else turn for i, turn in enumerate(messages)
-    ]
-    places = find(whole, apply(tokenizer, marked, chat), messages)
-    _check_results(messages, whole)
-    known = habits(tokenizer, chat["template"])
-    learnt = []
-    alone = []
-    for i, turn in enumerate(messages):
-        if turn["role"] != "assistant":
+    messages = prepare_messages(tokenizer, chat)
+    rendered = render_chat(tokenizer, messages, chat)
+
+    with_placeholders = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            message = _insert_placeholders(message, index)
+        with_placeholders.append(message)
+    locations = locate_answers(rendered, render_chat(tokenizer, with_placeholders, chat), messages)
+    _check_tool_results(messages, rendered)
+
+    markers = detect_template_markers(tokenizer, chat["template"])
+    spans = []
+    separate_texts = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
             continue
-        thought = parts_of(turn)["thought"]
-        if thought and "</think>" in known.asks:
-            reason = "an answer has a thought, and the chat template is told that there is none"
-            raise ExcludedExample(reason, f"message {i}")
-        piece = _span(whole, places[i], known, chat["messages"][i], bool(thought))
-        if chat["messages"][i].get("weight") == 0:
+        has_reasoning = bool(split_answer(message)["reasoning"])
+        if has_reasoning and "</think>" in markers.generation_prompt:
+            reason = "an answer has reasoning, but the chat template's variables turn it off"
+            raise ExcludedExample(reason, f"message {index}")
+
+        location = locations[index]
+        answer = chat["messages"][index]
+        span = _find_loss_span(rendered, location, markers, answer, has_reasoning)
+        if answer.get("weight") == 0:
             continue
-        if thought and "thought" not in places[i]:
-            alone.append(
-                _alone(tokenizer, chat, messages, i, known, whole[places[i]["said"][1] : piece.end])
+        if has_reasoning and "reasoning" not in location.sections:
+            content_end = location.sections["content"][1]
+            tool_calls_text = rendered[content_end : span.end]
+            separate_texts.append(
+                _build_single_answer_text(
+                    tokenizer, chat, messages, index, markers, tool_calls_text
+                )
             )
         else:
-            learnt.append(piece)
-    if learnt and not learnt[-1].ended:
-        whole = whole[: learnt[-1].end]  # an answer that was cut is the last one
-    return alone + ([(whole, learnt)] if learnt else [])
+            spans.append(span)
+
+    # An answer that was cut off is the last one; the template's end token after it is wrong.
+    if spans and not spans[-1].is_complete:
+        rendered = rendered[: spans[-1].end]
+    if spans:
+        return [*separate_texts, (rendered, spans)]
+    return separate_texts
 
 
-def parts_of(answer: dict) -> dict[str, str]:
-    """Return what an answer consists of: its thought, what it says, and the name of its first tool
-    call."""
-    inline = INLINE.fullmatch(answer["content"])
-    calls = answer.get("tool_calls")
-    parts = {"thought": next((answer[field] for field in FIELDS if answer.get(field)), "")}
-    if inline:
-        parts |= {"thought": inline[2], "said": inline[4]}
-    elif answer["content"] or not calls:
-        parts["said"] = answer["content"]
-    if calls:
-        parts["call"] = calls[0]["function"]["name"]
-    return parts
+def split_answer(answer: dict) -> dict[str, str]:
+    """Return the sections of an answer: "reasoning", and "content" and "tool_call" if present.
 
-
-def _marked(answer: dict, i: int) -> dict:
-    """Return answer i with marks in the places of its parts."""
-    marks = {kind: f"{word}{i}Z" for kind, word in WORDS.items()}
-    marked = answer | {field: marks["thought"] for field in FIELDS if answer.get(field)}
-    # stays where it is: some templates treat it in their own way
-    if inline := INLINE.fullmatch(answer["content"]):
-        marked["content"] = inline[1] + marks["thought"] + inline[3] + marks["said"]
-    elif "said" in parts_of(answer):
-        marked["content"] = marks["said"]
-    if answer.get("tool_calls"):
-        first, *others = answer["tool_calls"]
-        marked["tool_calls"] = [
-            first | {"function": first["function"] | {"name": marks["call"]}},
-            *others,
-        ]
-    return marked
-
-
-def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
-    """Return where in `whole`, by message, its thought, what it said and its tool call stand:
-    [start, end) each; and "from", the start of the first of them, and "before", the template's text
-    before that. `marked` is the same with marks. Raises ExcludedExample where the two do not
-    agree."""
-    whole += "\0"
-    before, *rest = MARK.split(marked + "\0")  # text, then word, number and text of each mark
-    kinds = {word: kind for kind, word in WORDS.items()}
-    places: dict[int, dict] = {}
-    at = len(before) if whole.startswith(before) else len(whole)
-    for word, number, behind in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
-        i = int(number)
-        kind = kinds[word]
-        place = places.setdefault(i, {"before": before, "from": at})
-        text = parts_of(messages[i])[kind]
-        forms = (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n"))
-        shown = next((form for form in forms if whole.startswith(form + behind, at)), None)
-        if shown is None or kind in place:
-            raise ExcludedExample(NOT_SHOWN, f"message {i}")
-        place[kind] = (at, at + len(shown))
-        at = at + len(shown + behind)
-        before = behind
-    for i, turn in enumerate(messages):
-        if turn["role"] == "assistant":
-            kind = "call" if turn.get("tool_calls") else "said"
-            place = places.get(i, {})
-            if kind not in place or (turn["content"].strip() and "said" not in place):
-                raise ExcludedExample(
-                    CALLS_NOT_SHOWN if kind == "call" else NOT_SHOWN, f"message {i}"
-                )
-            place.setdefault("said", (place[kind][0],) * 2)  # a call without words
-    return places
-
-
-def _check_results(messages: list[dict], whole: str) -> None:
-    """Raise ExcludedExample where a tool's result is not in the text: its longest word, as the rest
-    may be quoted."""
-    for i, turn in enumerate(messages):
-        word = max(re.findall(r"\w+", turn["content"]), key=len, default="")
-        if turn["role"] == "tool" and word not in whole:
-            raise ExcludedExample(
-                "the chat template does not show the result of a tool", f"message {i}"
-            )
-
-
-def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: bool) -> Learnt:
-    """Return what the target wrote of an answer: from behind the words that ask for it to the end
-    of its last tool call. An empty thought that the template puts before an answer without one is
-    the template's."""
-    before = place["before"]
-    first = place["from"]
-    start = first
-    for asks in (known.asks, known.asks.partition("<think>")[0]):
-        found = before.rfind(asks) if asks else -1
-        if found >= 0:
-            start = first - len(before) + found + len(asks)
+    The text of "tool_call" is the name of the first called function.
+    """
+    sections = {"reasoning": ""}
+    for name in TEMPLATE_REASONING_KEYS:
+        if answer.get(name):
+            sections["reasoning"] = answer[name]
             break
-    empty = whole.rfind("</think>", start, first)
-    if not thinks and empty >= 0:
-        start = (
-            first
-            if "call" not in place or place["said"][1] > place["said"][0]
-            else empty + len("</think>")
-        )
-        start += len(whole[start:first]) - len(whole[start:first].lstrip())
-    end = place["said"][1]
-    if "call" in place:
-        ends = known.ends.strip() or known.ends
-        end = whole.find(ends, place["call"][1]) if ends else len(whole)
+
+    tool_calls = answer.get("tool_calls")
+    inline = INLINE_REASONING.fullmatch(answer["content"])
+    if inline:
+        sections["reasoning"] = inline[2]
+        sections["content"] = inline[4]
+    elif answer["content"] or not tool_calls:
+        sections["content"] = answer["content"]
+    if tool_calls:
+        sections["tool_call"] = tool_calls[0]["function"]["name"]
+    return sections
+
+
+def _insert_placeholders(answer: dict, index: int) -> dict:
+    """Return answer number `index` with placeholders instead of its sections."""
+    placeholders = {section: f"{word}{index}Z" for section, word in SECTION_PLACEHOLDERS.items()}
+    result = dict(answer)
+    for name in TEMPLATE_REASONING_KEYS:
+        if answer.get(name):
+            result[name] = placeholders["reasoning"]
+
+    # Inline reasoning stays in the content: some templates treat it differently.
+    inline = INLINE_REASONING.fullmatch(answer["content"])
+    if inline:
+        reasoning = inline[1] + placeholders["reasoning"] + inline[3]
+        result["content"] = reasoning + placeholders["content"]
+    elif "content" in split_answer(answer):
+        result["content"] = placeholders["content"]
+
+    if answer.get("tool_calls"):
+        first_call, *other_calls = answer["tool_calls"]
+        function = first_call["function"] | {"name": placeholders["tool_call"]}
+        result["tool_calls"] = [first_call | {"function": function}, *other_calls]
+    return result
+
+
+def locate_answers(
+    rendered: str, with_placeholders: str, messages: list[dict]
+) -> dict[int, AnswerLocation]:
+    """Return where each answer is in a rendered chat, by message index.
+
+    rendered: the chat
+    with_placeholders: the same chat with placeholders instead of its answers
+
+    Raises ExcludedExample if the two texts differ outside the answers, or an answer is missing.
+    """
+    # With an end mark the text after the last placeholder cannot be a mere prefix of the rest.
+    rendered += "\0"
+    prefix, *fragments = PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
+    section_names = {word: section for section, word in SECTION_PLACEHOLDERS.items()}
+    locations: dict[int, AnswerLocation] = {}
+    position = len(prefix) if rendered.startswith(prefix) else len(rendered)
+
+    # For each placeholder, `fragments` has its word, its message index and the text after it.
+    for word, number, suffix in zip(fragments[::3], fragments[1::3], fragments[2::3], strict=True):
+        index = int(number)
+        section = section_names[word]
+        location = locations.setdefault(index, AnswerLocation(prefix, position))
+        text = split_answer(messages[index])[section]
+        shown_text = _match_stripped(rendered, position, text, suffix)
+        if shown_text is None or section in location.sections:
+            raise ExcludedExample(ANSWER_CHANGED_REASON, f"message {index}")
+        location.sections[section] = (position, position + len(shown_text))
+        position += len(shown_text) + len(suffix)
+        prefix = suffix
+
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            _check_sections(locations.get(index), message, index)
+    return locations
+
+
+def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str | None:
+    """Return the form of `text` that is at `position`, followed by `suffix`; None if it is not.
+
+    Templates may strip white space from either end of a text.
+    """
+    for form in (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n")):
+        if rendered.startswith(form + suffix, position):
+            return form
+    return None
+
+
+def _check_sections(location: AnswerLocation | None, message: dict, index: int) -> None:
+    """Raise ExcludedExample if an answer's content or tool calls are not in the rendered chat.
+
+    An answer with tool calls only gets an empty "content" section.
+    """
+    sections = {} if location is None else location.sections
+    if message.get("tool_calls"):
+        required_section = "tool_call"
+        reason = TOOL_CALLS_CHANGED_REASON
+    else:
+        required_section = "content"
+        reason = ANSWER_CHANGED_REASON
+
+    is_content_missing = message["content"].strip() and "content" not in sections
+    if required_section not in sections or is_content_missing:
+        raise ExcludedExample(reason, f"message {index}")
+    start, _ = sections[required_section]
+    sections.setdefault("content", (start, start))
+
+
+def _check_tool_results(messages: list[dict], rendered: str) -> None:
+    """Raise ExcludedExample if a tool's result is not in the rendered chat.
+
+    Only its longest word is searched for, as the template may escape the other characters.
+    """
+    for index, message in enumerate(messages):
+        longest_word = max(re.findall(r"\w+", message["content"]), key=len, default="")
+        if message["role"] == "tool" and longest_word not in rendered:
+            reason = "the chat template does not show the result of a tool"
+            raise ExcludedExample(reason, f"message {index}")
+
+
+def _find_loss_span(
+    rendered: str,
+    location: AnswerLocation,
+    markers: TemplateMarkers,
+    answer: dict,
+    has_reasoning: bool,
+) -> LossSpan:
+    """Return the characters of a rendered answer that the target generated.
+
+    They start after the generation prompt and end after the content or the last tool call. If the
+    template puts empty reasoning before an answer without reasoning, this does not belong to them.
+    """
+    start = location.start
+    prompt_without_reasoning = markers.generation_prompt.partition("<think>")[0]
+    for generation_prompt in (markers.generation_prompt, prompt_without_reasoning):
+        offset = location.prefix.rfind(generation_prompt) if generation_prompt else -1
+        if offset >= 0:
+            prefix_start = location.start - len(location.prefix)
+            start = prefix_start + offset + len(generation_prompt)
+            break
+
+    sections = location.sections
+    content_start, content_end = sections["content"]
+    empty_reasoning = rendered.rfind("</think>", start, location.start)
+    if not has_reasoning and empty_reasoning >= 0:
+        if "tool_call" not in sections or content_end > content_start:
+            start = location.start
+        else:
+            start = empty_reasoning + len("</think>")
+        text_before_answer = rendered[start : location.start]
+        start += len(text_before_answer) - len(text_before_answer.lstrip())
+
+    end = content_end
+    if "tool_call" in sections:
+        suffix = markers.answer_suffix.strip() or markers.answer_suffix
+        _, name_end = sections["tool_call"]
+        end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
-            raise ExcludedExample("the chat template does not show where tool calls end")
-    return Learnt(start, end, answer)
+            raise ExcludedExample("the chat template has no text that ends tool calls")
+    return LossSpan(start, end, answer)
 
 
-def _alone(
-    tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateHabits, calls: str
-) -> Sequence:
-    """Return answer i, whose thought the template drops when more is said, behind what it
-    answers."""
-    context = apply(tokenizer, messages[:i], chat, ask=True)
-    turn = messages[i]
-    thought = turn.get(known.thought) if known.thought else None
-    said = (
-        f"<think>\n{thought.strip()}\n</think>\n\n{turn['content']}"
-        if thought
-        else turn["content"].lstrip()
-    )
-    if context.rstrip().endswith("<think>"):
-        said = said.removeprefix("<think>").lstrip()
-    learnt = Learnt(len(context), len(context) + len(said) + len(calls), chat["messages"][i])
-    return context + said + calls + (known.ends if learnt.ended else ""), [learnt]
+def _build_single_answer_text(
+    tokenizer: "PreTrainedTokenizerBase",
+    chat: dict,
+    messages: list[dict],
+    index: int,
+    markers: TemplateMarkers,
+    tool_calls_text: str,
+) -> TextWithSpans:
+    """Return answer number `index` with its reasoning, after the prompt it was generated from.
+
+    The template removes this reasoning when further messages follow.
+    tool_calls_text: the rendered tool calls of the answer
+    """
+    prompt = render_chat(tokenizer, messages[:index], chat, add_generation_prompt=True)
+    message = messages[index]
+    reasoning = None
+    if markers.reasoning_field:
+        reasoning = message.get(markers.reasoning_field)
+    if reasoning:
+        generated = _join_reasoning(reasoning, message["content"])
+    else:
+        generated = message["content"].lstrip()
+    if prompt.rstrip().endswith("<think>"):
+        generated = generated.removeprefix("<think>").lstrip()
+
+    end = len(prompt) + len(generated) + len(tool_calls_text)
+    span = LossSpan(len(prompt), end, chat["messages"][index])
+    text = prompt + generated + tool_calls_text
+    if span.is_complete:
+        text += markers.answer_suffix
+    return text, [span]
 
 
-def tokenize_chat(tokenizer, chat: dict) -> list[tuple[list[int], list[bool]]]:
-    """Return the sequences of a conversation as token ids, and which of them carry loss: what the
-    target wrote, and the special token that ends each answer that came to its end."""
-    return [tokenize_sequence(tokenizer, *sequence) for sequence in sequences(tokenizer, chat)]
+def tokenize_chat(
+    tokenizer: "PreTrainedTokenizerBase", chat: dict
+) -> list[tuple[list[int], list[bool]]]:
+    """Return a chat's training texts as (token ids, loss mask).
+
+    Tokens that the target generated carry loss, and the end token of each complete answer.
+    """
+    texts = build_training_texts(tokenizer, chat)
+    return [tokenize_with_loss_mask(tokenizer, text, spans) for text, spans in texts]
 
 
-def tokenize_sequence(tokenizer, text: str, pieces: list[Learnt]) -> tuple[list[int], list[bool]]:
-    """Return a sequence's token ids, and which of them carry loss. An answer that comes with the
-    ids which the target wrote has these, where they stand for the same text."""
+def tokenize_with_loss_mask(
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[LossSpan]
+) -> tuple[list[int], list[bool]]:
+    """Return a text's token ids, and for each of them whether it carries loss.
+
+    An answer with recorded token ids keeps these if they decode to the same text.
+    """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    offsets = encoded["offset_mapping"]
-    special = set(tokenizer.all_special_ids)
-    starts, ends = ([offset[i] for offset in offsets] for i in (0, 1))
-    learnt_ids = []
-    loss = []
-    at = 0
-    for piece in pieces:
-        first = bisect_left(starts, piece.start, at)
-        last = bisect_right(ends, piece.end, first)
-        said = written(tokenizer, piece, text, special)
-        if said is None or first == len(ids) or starts[first] != piece.start:
-            said = ids[first:last]
-        learnt_ids += ids[at:first] + said
-        loss += [False] * (first - at) + [True] * len(said)
-        if piece.ended and last < len(ids) and ids[last] in special:
-            learnt_ids.append(ids[last])
-            loss.append(True)
+    text_ids = encoded["input_ids"]
+    token_starts = [start for start, _ in encoded["offset_mapping"]]
+    token_ends = [end for _, end in encoded["offset_mapping"]]
+    special_ids = set(tokenizer.all_special_ids)
+
+    output_ids = []
+    loss_mask = []
+    position = 0  # index of the first token that is not copied yet
+    for span in spans:
+        first = bisect_left(token_starts, span.start, position)
+        last = bisect_right(token_ends, span.end, first)
+        answer_ids = get_recorded_token_ids(tokenizer, span, text, special_ids)
+        starts_at_token = first < len(text_ids) and token_starts[first] == span.start
+        if answer_ids is None or not starts_at_token:
+            answer_ids = text_ids[first:last]
+
+        output_ids += text_ids[position:first] + answer_ids
+        loss_mask += [False] * (first - position) + [True] * len(answer_ids)
+        if span.is_complete and last < len(text_ids) and text_ids[last] in special_ids:
+            output_ids.append(text_ids[last])
+            loss_mask.append(True)
             last += 1
-        at = last
-    return learnt_ids + ids[at:], loss + [False] * (len(ids) - at)
+        position = last
+
+    remaining_ids = text_ids[position:]
+    return output_ids + remaining_ids, loss_mask + [False] * len(remaining_ids)
 
 
-def written(tokenizer, piece: Learnt, text: str, special: set[int]) -> list[int] | None:
-    """Return the ids that the target wrote an answer in, without what ended it, if they are known
-    and say the same. Raises InvalidExample for an id that the tokenizer does not have."""
-    ids = list(piece.answer.get("token_ids", ()))
-    if ids and max(ids) >= len(tokenizer):
-        raise InvalidExample(
-            "token_ids are outside the vocabulary", f"{max(ids)} of {len(tokenizer)}"
-        )
-    while ids and ids[-1] in special:
-        ids.pop()
-    return ids if ids and tokenizer.decode(ids) == text[piece.start : piece.end] else None
+def get_recorded_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", span: LossSpan, text: str, special_ids: set[int]
+) -> list[int] | None:
+    """Return the token ids that the target generated for an answer, without its end tokens.
+
+    Returns None if they were not recorded or do not decode to the answer's text.
+    Raises InvalidExample for an id outside the vocabulary.
+    """
+    token_ids = list(span.answer.get("token_ids", ()))
+    if token_ids and max(token_ids) >= len(tokenizer):
+        detail = f"{max(token_ids)} of {len(tokenizer)}"
+        raise InvalidExample("token_ids are outside the vocabulary", detail)
+
+    while token_ids and token_ids[-1] in special_ids:
+        token_ids.pop()
+    if token_ids and tokenizer.decode(token_ids) == text[span.start : span.end]:
+        return token_ids
+    return None

@@ -1,16 +1,17 @@
 """Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and
-of masked diffusion models that draft for themselves: `load_masked`, `generate`.
+with masked diffusion models, which draft for themselves: `load_masked`, `generate`.
 
-Needs torch, transformers, safetensors, numpy and numba. Names are imported on first use, so
-that `infer.config` loads without torch. infer/main.py is the entry point of the commands.
+Needs torch, transformers, safetensors, numpy and numba. Names are imported on first use, so that
+`infer.config` loads without torch. infer/main.py is the entry point of the commands.
 """
 
 from importlib import import_module
 from typing import Any
 
-from infer.utils.optional import explain_missing, is_installed
+from infer.utils.optional import explain_missing_module, is_installed
 
-_NAMES = {  # by the module that defines them
+# Module -> the public names that it defines.
+_PUBLIC_NAMES = {
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
     "infer.config": ("DecodeOptions", "DrafterConfig", "EngineConfig"),
     "infer.drafters.dart.model": ("DART",),
@@ -23,20 +24,21 @@ _NAMES = {  # by the module that defines them
     "infer.targets.loading": ("load_target",),
     "infer.targets.target": ("Target",),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = [name for name, module in _HOME.items() if is_installed(module)]
+_MODULE_OF_NAME = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}
+__all__ = [name for name, module in _MODULE_OF_NAME.items() if is_installed(module)]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use."""
+    """Import a public name on first use."""
     if name == "__version__":
         return import_module("infer.utils.installation").package_version()
-    if name not in _HOME:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")
-    sentence = explain_missing(_HOME[name], f"infer.{name}")
-    if sentence is not None:
-        raise ImportError(sentence)
-    return getattr(import_module(_HOME[name]), name)
+    module = _MODULE_OF_NAME[name]
+    missing_message = explain_missing_module(module, f"infer.{name}")
+    if missing_message is not None:
+        raise ImportError(missing_message)
+    return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

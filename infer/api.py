@@ -1,5 +1,7 @@
-"""The functions for users: text or token ids in; text, ids and statistics out, at once or piece by
-piece."""
+"""The functions for users: text or token ids in; text, token ids and statistics out.
+
+`generate` returns complete outputs; `stream` yields one piece by piece.
+"""
 
 import inspect
 import re
@@ -7,49 +9,71 @@ import time
 from collections import abc
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, cast
 
+import torch
 from jinja2 import TemplateError
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
+from infer.engine.detokenize import count_stable_tokens, detokenize
 from infer.engine.engine import Engine
-from infer.engine.sampling import derived_seed
-from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
-from infer.engine.words import firm_length, words_of
+from infer.engine.sampling import derive_seed
+from infer.engine.sequence import DecodeStats, LogitsProcessor, Sequence, TokenLogprob
 from infer.targets.target import Target
-from infer.utils.chat_template import readable_messages
+from infer.utils.chat_template import convert_tool_arguments
+
+UNLIMITED_POSITIONS = 2**31  # for targets whose config.json has no limit
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 
 
-class OtherTarget(Protocol):
-    """A model that is no causal language model (`infer.targets.kinds`), whose optional package
-    decodes it."""
+class NonCausalTarget(Protocol):
+    """A model that is not a causal language model (`infer.targets.kinds`).
 
+    An optional package has its engine and its options, given as "module:class".
+    """
+
+    options_class: ClassVar[str]  # options of `generate` for this model
+    engine_class: ClassVar[str]  # called with (model, options, capacity, clock)
     name: str
-    tokenizer: object | None
-    options_class: str  # "module:class" of what `generate` takes for it
-    engine_class: str  # "module:class": (model, options, capacity, clock) -> an `Engine`
+    tokenizer: Any
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def end_ids(self) -> frozenset[int]: ...
 
 
-AnyTarget = Target | OtherTarget
-Options = TextOptions  # DecodeOptions; of another target than a causal one, its `options_class`
-Prompt = (
-    str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
-)  # a text, token ids, or the messages of a chat
+AnyTarget = Target | NonCausalTarget
+# A text, token ids, or the messages of a chat.
+Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `text` ends before a stop string and has no special tokens; `ids` hold an end
-    token if one came."""
+    """The output for one prompt.
 
-    text: str | None  # None when the target has no tokenizer
+    text: ends before a stop string and has no special tokens; None if the target has no tokenizer
+    ids: the new tokens, with the end token if there is one
+    finish_reason: "stop", "length", or "loop" (TextOptions.loop_period)
+    commits: how many of `ids` each round committed, the prefill's token first; empty for a masked
+        diffusion model
+    logprobs: one entry for every token, if requested
+    """
+
+    text: str | None
     ids: list[int]
     prompt_ids: list[int]
-    finish_reason: str  # "stop", "length", or "loop" (TextOptions.loop_period)
-    # how many of `ids` each round committed, the prefill's one first (a masked model has none)
+    finish_reason: str
     commits: list[int]
-    logprobs: list[TokenLogprob]  # one a token, if asked for
+    logprobs: list[TokenLogprob]
     stats: DecodeStats
 
 
@@ -57,258 +81,313 @@ def generate(
     target: AnyTarget,
     drafter: Drafter | None,
     prompts: Prompt | abc.Sequence[Prompt],
-    options: Options | None = None,
-    processors: abc.Sequence[Processor] = (),
+    options: DecodeOptions | None = None,
+    processors: abc.Sequence[LogitsProcessor] = (),
     clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
 ) -> Generation | list[Generation]:
-    """Continue one prompt or many: a string, token ids, or chat messages ({"role": ..., "content":
-    ...}), which go through the tokenizer's chat template. Options are those of `DecodeOptions`, as
-    one object or by name: `generate(target, drafter, "import os", max_new_tokens=64,
-    temperature=0.7, seed=1)`.
+    """Generate the output of one prompt or of many.
 
-    A masked diffusion model (`load_masked`) has the options of `MaskedOptions`, and None as its
-    drafter.
+    prompts: a text, token ids, or chat messages ({"role": ..., "content": ...}), which go through
+        the tokenizer's chat template; or a list of these
+    options: one object, or single options by name: `generate(target, drafter, "import os",
+        max_new_tokens=64, temperature=0.7, seed=1)`. A masked diffusion model (`load_masked`) takes
+        `MaskedOptions`, and None as its drafter
+    processors: logits processors of Hugging Face; each sees the true prefix of every token
+    clock: the clock of the statistics, in seconds
 
-    The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same
-    text for the same seed, whatever the method, budget and drafter. Of many prompts, number i is
-    sampled with `derived_seed(seed, i)`, and the first with the seed itself: each gets the text
-    that it gets alone with that seed. `processors` are Hugging Face logits processors; each sees
-    the true prefix of every token it judges. Raises ValueError for options or prompts that make no
-    sense.
+    The output is that of the target alone. Greedy decoding gives the same tokens as baseline
+    decoding. Sampling gives the same output for the same seed, whatever the method, budget and
+    drafter. Prompt number i of many is sampled with `derived_seed(seed, i)`, the first one with
+    the seed itself, so that each gets the output that it would get alone with that seed.
+
+    Returns one `Generation`, or a list of them for a list of prompts. Raises ValueError for
+    invalid options or prompts.
     """
-    options = settings(target, options, overrides)
-    one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), (int, dict))
-    ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
-    check_length(target, options, ids)
-    answers = []
-    for text in decode(target, drafter, ids, options, clock, processors=processors):
-        words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
-        said = Generation(
-            words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats
+    options = resolve_options(target, options, overrides)
+    is_single_prompt = isinstance(prompts, str) or isinstance(
+        next(iter(prompts), None), (int, dict)
+    )
+    prompt_list = cast(abc.Sequence[Prompt], [prompts] if is_single_prompt else prompts)
+    prompt_ids = [encode_prompt(target, prompt) for prompt in prompt_list]
+    check_prompt_lengths(target, options, prompt_ids)
+
+    generations = []
+    sequences = decode_prompts(target, drafter, prompt_ids, options, clock, processors=processors)
+    for sequence in sequences:
+        text = None
+        if target.tokenizer is not None:
+            text = decode_output(target, sequence.ids, sequence.options)
+        assert sequence.finish_reason is not None
+        generation = Generation(
+            text,
+            sequence.ids,
+            sequence.prompt,
+            sequence.finish_reason,
+            sequence.commits,
+            sequence.logprobs,
+            sequence.stats,
         )
-        answers.append(said)
-    return answers[0] if one else answers
+        generations.append(generation)
+    return generations[0] if is_single_prompt else generations
 
 
 def stream(
     target: AnyTarget,
     drafter: Drafter | None,
     prompt: Prompt,
-    options: Options | None = None,
-    processors: abc.Sequence[Processor] = (),
+    options: DecodeOptions | None = None,
+    processors: abc.Sequence[LogitsProcessor] = (),
     **overrides: object,
 ) -> abc.Iterator[str]:
-    """Continue one prompt and yield its text as rounds commit it: the pieces joined are
-    `generate(...).text`."""
-    options = settings(target, options, overrides)
-    ids = encode(target, prompt)
-    check_length(target, options, [ids])
-    engine = open_engine(
-        target, drafter, replace(options, max_num_seqs=1), len(ids) + options.max_new_tokens
-    )
-    return _pieces(engine, TextStream(target, engine.submit(ids, options, processors)))
+    """Generate the output of one prompt and yield its text as rounds commit it.
+
+    The joined pieces are `generate(...).text`. Arguments and exceptions are those of `generate`;
+    invalid ones are reported before the first piece is requested.
+    """
+    options = resolve_options(target, options, overrides)
+    prompt_ids = encode_prompt(target, prompt)
+    check_prompt_lengths(target, options, [prompt_ids])
+    capacity = len(prompt_ids) + options.max_new_tokens
+    engine = open_engine(target, drafter, replace(options, max_num_seqs=1), capacity)
+    sequence = engine.submit(prompt_ids, options, processors)
+    return _stream_text(engine, IncrementalDetokenizer(target, sequence))
 
 
-def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:
+def _stream_text(engine: Engine, detokenizer: "IncrementalDetokenizer") -> abc.Iterator[str]:
     while engine.busy:
         engine.step()
-        if piece := pieces.next():
-            yield piece
+        text = detokenizer.next_text()
+        if text:
+            yield text
 
 
 def open_engine(
     target: AnyTarget,
     drafter: Drafter | None,
-    options: EngineConfig | object,
+    options: EngineConfig,
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes this kind of model. `options`: an EngineConfig, or what the
-    model's `engine_class` takes. Raises ValueError where options or drafter do not fit it."""
-    if not has_own_engine(target):
+    """Return the engine that decodes a target.
+
+    options: an EngineConfig, or the options of a `NonCausalTarget`
+    capacity: positions of the KV cache for every row, prompt and output together
+
+    Raises ValueError if the options or the drafter do not fit the target.
+    """
+    if isinstance(target, Target):
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is no causal language model and drafts for itself: give None as its drafter"
+            f"{target.name} is not a causal language model and drafts for itself: "
+            "give None as its drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
 
-def decode(
+def decode_prompts(
     target: AnyTarget,
     drafter: Drafter | None,
     prompts: list[list[int]],
-    options: Options,
+    options: DecodeOptions,
     clock: abc.Callable[[], float] = time.perf_counter,
     seeds: list[int] | None = None,
-    processors: abc.Sequence[Processor] = (),
+    processors: abc.Sequence[LogitsProcessor] = (),
 ) -> list[Sequence]:
-    """Decode prompts (token ids, none empty), `options.max_num_seqs` at a time, and return their texts in
-    the same order. `seeds` gives every text its sampling seed; without them they are derived from
-    options.seed, one for each text."""
+    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in order.
+
+    prompts: token ids of each prompt, none of them empty
+    seeds: the sampling seed of each prompt; None: derived from `options.seed`
+    """
     options.check()
     if not prompts:
         return []
-    seeds = [derived_seed(options.seed, i) for i in range(len(prompts))] if seeds is None else seeds
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    engine = open_engine(
-        target,
-        drafter,
-        replace(options, max_num_seqs=min(options.max_num_seqs, len(prompts))),
-        longest,
-        clock,
-    )
-    texts = [
-        engine.submit(prompt, replace(options, seed=seed), processors)
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
+    if seeds is None:
+        seeds = [derive_seed(options.seed, i) for i in range(len(prompts))]
+
+    capacity = max(map(len, prompts)) + options.max_new_tokens
+    engine_options = replace(options, max_num_seqs=min(options.max_num_seqs, len(prompts)))
+    engine = open_engine(target, drafter, engine_options, capacity, clock)
+    sequences = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        sequences.append(engine.submit(prompt, replace(options, seed=seed), processors))
     while engine.busy:
         engine.step()
-    return texts
+    return sequences
 
 
-class TextStream:
-    """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are
-    characters whose bytes are not all there yet or may still change, and ends that may turn out to
-    begin a stop string. special: special tokens are part of the text, but an end token at its end
-    is not."""
+class IncrementalDetokenizer:
+    """Converts the tokens of a growing `Sequence` to text, piece by piece.
 
-    def __init__(self, target: AnyTarget, text: Sequence, special: bool = False) -> None:
+    A character is withheld while its bytes are incomplete or may still change. The end of the text
+    is withheld while it may be the beginning of a stop string.
+
+    keep_special_tokens: special tokens are part of the text, except an end token at its end
+    """
+
+    def __init__(
+        self, target: AnyTarget, sequence: Sequence, keep_special_tokens: bool = False
+    ) -> None:
         if target.tokenizer is None:
             raise ValueError("this target has no tokenizer: there is no text to stream")
         self.target = target
-        self.text = text
-        self.special = special
-        self.given = 0  # characters
-        self.held = ""
-        self.start = self.read = (
-            0  # tokens: `held` has those before `read`, decoding begins at `start`
-        )
+        self.sequence = sequence
+        self.keep_special_tokens = keep_special_tokens
+        self.returned_characters = 0
+        self.withheld_text = ""
+        self.decoded_tokens = 0  # tokens whose text was returned or is withheld
+        # Decoding starts a few tokens before the new ones, because some tokenizers drop a leading
+        # space.
+        self.context_start = 0
 
-    def next(self) -> str:
-        """Return the text since the last call. The pieces of a finished text make up its
-        `answer_text`."""
-        if self.text.finish is not None:
-            piece = answer_text(self.target, self.text.ids, self.text.options, self.special)[
-                self.given :
-            ]
+    def next_text(self) -> str:
+        """Return the text since the last call.
+
+        The pieces of a finished sequence add up to the result of `decode_output`.
+        """
+        if self.sequence.finish_reason is None:
+            self._decode_new_tokens()
+            certain = len(self.withheld_text) - self._possible_stop_characters()
+            text = self.withheld_text[:certain]
+            self.withheld_text = self.withheld_text[certain:]
         else:
-            # A few tokens before the new ones are decoded with them: some tokenizers drop a leading
-            # space.
-            tokenizer = self.target.tokenizer
-            ids = self.text.ids
-            firm = firm_length(tokenizer, ids, self.read)
-            window = words_of(tokenizer, ids[self.start : firm], self.special)
-            if firm > self.read and not window.endswith("\ufffd"):
-                self.held += window[
-                    len(words_of(tokenizer, ids[self.start : self.read], self.special)) :
-                ]
-                self.start = self.read
-                self.read = firm
-            certain = len(self.held) - self._undecided()
-            piece = self.held[:certain]
-            self.held = self.held[certain:]
-        self.given += len(piece)
-        return piece
+            full_text = decode_output(
+                self.target, self.sequence.ids, self.sequence.options, self.keep_special_tokens
+            )
+            text = full_text[self.returned_characters :]
+        self.returned_characters += len(text)
+        return text
 
-    def _undecided(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        stops = self.text.options.stop
-        longest = max(map(len, stops), default=0)
-        sizes = range(min(longest - 1, len(self.held)), 0, -1)
-        return next(
-            (size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0
-        )
+    def _decode_new_tokens(self) -> None:
+        """Append the text of new tokens to `withheld_text`, if later tokens cannot change it."""
+        tokenizer = self.target.tokenizer
+        ids = self.sequence.ids
+        end = count_stable_tokens(tokenizer, ids, self.decoded_tokens)
+        text = detokenize(tokenizer, ids[self.context_start : end], self.keep_special_tokens)
+        if end <= self.decoded_tokens or text.endswith(REPLACEMENT_CHARACTER):
+            return
+        context = ids[self.context_start : self.decoded_tokens]
+        context_text = detokenize(tokenizer, context, self.keep_special_tokens)
+        self.withheld_text += text[len(context_text) :]
+        self.context_start = self.decoded_tokens
+        self.decoded_tokens = end
 
-
-def has_own_engine(target: AnyTarget) -> bool:
-    """Return whether a model is no causal language model and brings engine and options of its
-    own."""
-    return not isinstance(target, Target)
+    def _possible_stop_characters(self) -> int:
+        """Return how many characters at the end may be the beginning of a stop string."""
+        stop_strings = self.sequence.options.stop
+        longest = max(map(len, stop_strings), default=0)
+        for length in range(min(longest - 1, len(self.withheld_text)), 0, -1):
+            ending = self.withheld_text[-length:]
+            if any(stop_string.startswith(ending) for stop_string in stop_strings):
+                return length
+        return 0
 
 
-def settings(target: AnyTarget, options: Options | None, overrides: dict[str, object]) -> Options:
-    """Return checked options for this kind of model. Raises TypeError for unknown names."""
-    options_class = resolve_name(target.options_class) if has_own_engine(target) else DecodeOptions
-    options = replace(options or options_class(), **overrides)
-    options.check()
-    return options
+def resolve_options(
+    target: AnyTarget, options: DecodeOptions | None, overrides: dict[str, object]
+) -> DecodeOptions:
+    """Return checked options with overrides applied.
+
+    The type is DecodeOptions, or the `options_class` of a NonCausalTarget. Raises TypeError for
+    unknown names, and ValueError for invalid values.
+    """
+    if options is None:
+        options_class = DecodeOptions
+        if not isinstance(target, Target):
+            options_class = resolve_name(target.options_class)
+        options = options_class()
+    resolved = replace(options, **cast(dict[str, Any], overrides))
+    resolved.check()
+    return resolved
 
 
-def positions_of(target: AnyTarget) -> int:
-    """Return how many positions prompt and answer may take together."""
-    return getattr(target.config, "max_position_embeddings", None) or 2**31
+def max_positions(target: AnyTarget) -> int:
+    """Return how many positions prompt and output may take together."""
+    return getattr(target.config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
 
 
-def check_length(target: AnyTarget, options: Options, prompts: list[list[int]]) -> None:
-    """Raise ValueError when the target has fewer positions than a prompt and its answer may
-    take."""
-    answer = options.room(options.max_new_tokens)
-    positions = max(map(len, prompts), default=0) + answer
-    limit = positions_of(target)
+def check_prompt_lengths(
+    target: AnyTarget, options: DecodeOptions, prompts: list[list[int]]
+) -> None:
+    """Raise ValueError if a prompt and its output may take more positions than the target has."""
+    output_positions = options.output_positions(options.max_new_tokens)
+    positions = max(map(len, prompts), default=0) + output_positions
+    limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and answer may take {positions} positions, the target has {limit}: shorten either"
+            f"prompt and output may take {positions} positions, the target has {limit}: "
+            "shorten the prompt or reduce max_new_tokens"
         )
 
 
-def encode(
+def encode_prompt(
     target: AnyTarget,
     prompt: Prompt,
     template_options: abc.Mapping[str, object] | None = None,
     tools: abc.Sequence[dict] = (),
 ) -> list[int]:
-    """Return a prompt's token ids; messages go through the chat template, which is told
-    `template_options`, such as {"enable_thinking": False}, and shown `tools`. Raises ValueError
-    where there is no template, or none that knows the options."""
-    tokenizer = target.tokenizer
-    chat = len(prompt) > 0 and isinstance(prompt[0], dict)
-    if not isinstance(prompt, str) and not chat:
-        return [int(id) for id in prompt]
+    """Return the token ids of a prompt.
+
+    prompt: chat messages go through the chat template; token ids are returned as they are
+    template_options: variables of the chat template, such as {"enable_thinking": False}
+    tools: tool definitions for the chat template
+
+    Raises ValueError if the target lacks a tokenizer or chat template that this needs, or if the
+    template does not know an option.
+    """
+    tokenizer: Any = target.tokenizer
+    is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+    if not isinstance(prompt, str) and not is_chat:
+        return [int(token_id) for token_id in cast(abc.Sequence[int], prompt)]
     if tokenizer is None:
         raise ValueError("this target has no tokenizer: give token ids")
-    if chat and getattr(tokenizer, "chat_template", None) is None:
+    if is_chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
     try:
-        if chat:
-            options = dict(template_options or {})
-            _check_template_options(tokenizer, options)
-            if tools and not re.search(r"\btools\b", str(tokenizer.get_chat_template())):
+        if not is_chat:
+            return tokenizer(prompt)["input_ids"]
+        options = dict(template_options or {})
+        _check_template_options(tokenizer, options)
+        if tools:
+            if not re.search(r"\btools\b", str(tokenizer.get_chat_template())):
                 raise ValueError("this model's chat template does not show tools")
-            options |= {"tools": list(tools)} if tools else {}
-            options |= {"add_generation_prompt": True}
-            messages = readable_messages(tokenizer, list(prompt), **options)
-            found = tokenizer.apply_chat_template(messages, return_dict=True, **options)
-        else:
-            found = tokenizer(prompt)
-        return found["input_ids"]
-    except (
-        TypeError,
-        TemplateError,
-    ) as error:  # half of a surrogate pair; roles that the template refuses
+            options["tools"] = list(tools)
+        options["add_generation_prompt"] = True
+        messages = cast(list[dict], list(prompt))
+        messages = convert_tool_arguments(tokenizer, messages, **options)
+        return tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+    except (TypeError, TemplateError) as error:
+        # For example half of a surrogate pair, or roles that the template refuses.
         raise ValueError(f"the prompt cannot be read: {error}") from error
 
 
-def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]) -> None:
-    """Raise ValueError for names that the chat template does not read, or that are
-    `apply_chat_template`'s own."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    words = set(re.findall(r"\w+", tokenizer.get_chat_template())) if options else set()
+def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -> None:
+    """Raise ValueError for options that the chat template does not read.
+
+    Parameters of `apply_chat_template` itself are refused, too.
+    """
+    if not options:
+        return
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    template_words = set(re.findall(r"\w+", tokenizer.get_chat_template()))
     for name in options:
-        if name in own or name == "messages" or name not in words:
+        if name in parameters or name == "messages" or name not in template_words:
             raise ValueError(
                 f"chat_template_kwargs.{name}: this model's chat template has no such option"
             )
 
 
-def answer_text(
-    target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False
+def decode_output(
+    target: AnyTarget, ids: list[int], options: TextOptions, keep_special_tokens: bool = False
 ) -> str:
-    """Return the answer, cut before the first stop string, without an end token at its end; and
-    without special tokens, unless `special`."""
-    if ids and ids[-1] in target.end_ids:
+    """Return the text of an output, cut before the first stop string.
+
+    An end token at the end is removed, and so are special tokens unless `keep_special_tokens`.
+    """
+    if ids and ids[-1] in target.eos_token_ids:
         ids = ids[:-1]
-    text = words_of(target.tokenizer, ids, special)
-    ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
+    text = detokenize(target.tokenizer, ids, keep_special_tokens)
+    positions = [text.find(stop_string) for stop_string in options.stop]
+    positions = [position for position in positions if position >= 0]
+    return text[: min(positions)] if positions else text

@@ -1,31 +1,44 @@
-"""Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused
-before it loads.
+"""Options of targets, drafters, decoding and evaluation.
 
-The docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks
-that none is missing.
+This module does not import torch, so that an invalid option is refused before torch is loaded. The
+docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that
+none is missing.
 """
 
 import re
 from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from infer.drafters.families import check_blocks, check_options
-from infer.drafters.heads.table import check_head
-from infer.trees.methods import TREES, TreeMethod, require_method
-from infer.utils.checks import FREE_TEXT, above_zero, at_least, one_of, temperature
+from infer.drafters.families import check_family_and_layers, check_family_options
+from infer.drafters.heads.table import check_head_options
+from infer.trees.methods import TREE_METHODS, TreeMethod, require_method
+from infer.utils.checks import (
+    TEXT_OR_FILE,
+    require_at_least,
+    require_one_of,
+    require_positive,
+    require_temperature,
+)
 
-# in place of a file's name: no n-grams, and those of the text itself alone
+# Values of `ngrams` that are not file names: no n-grams, and only the n-grams of the sequence
+# that is being decoded.
 NO_NGRAMS = "none"
 TEXT_NGRAMS = "text"
-GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
+# Options that constrain the output to a grammar; at most one of them may be set.
+GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar")
+MAX_LOGPROB_ALTERNATIVES = 20
+OptionsClass = TypeVar("OptionsClass")
 
 
-def inherited_help(cls: type) -> type:
-    """Append the docstrings of the inherited options to a class's own, which is all that help()
-    shows."""
-    cls.__doc__ = "\n\n".join(cleandoc(each.__doc__) for each in (cls, *cls.__bases__))
+def append_inherited_help(cls: type[OptionsClass]) -> type[OptionsClass]:
+    """Append the docstrings of the base classes to a class's own, for its help.
+
+    A class decorator for dataclasses that inherit options.
+    """
+    docstrings = [cleandoc(documented.__doc__ or "") for documented in (cls, *cls.__bases__)]
+    cls.__doc__ = "\n\n".join(docstrings)
     return cls
 
 
@@ -58,10 +71,10 @@ class TargetConfig:
     quantization: str = "none"
 
     def check(self) -> None:
-        """Raise ValueError for a target without a name, or a dtype that does not exist."""
+        """Raise ValueError for invalid options, such as an empty path or an unknown dtype."""
         if not self.path:
-            raise ValueError("target.path=<folder or hub id>: which model is the target?")
-        one_of(
+            raise ValueError("target.path is empty: give a folder or a name on the hub")
+        require_one_of(
             self,
             "target.",
             dtype=("auto", "float32", "bfloat16", "float16"),
@@ -69,7 +82,8 @@ class TargetConfig:
         )
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError(
-                "target.quantization=int8: leave target.dtype and target.shard as they are"
+                "target.quantization=int8 works with the defaults of target.dtype and "
+                "target.shard only: leave them out"
             )
         if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
             raise ValueError(
@@ -78,7 +92,8 @@ class TargetConfig:
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
-                    f"target.chat_template_kwargs.{name}={value}: true, false, a number or a text"
+                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, "
+                    "and the value null, true, false, a number or a text"
                 )
 
 
@@ -96,8 +111,8 @@ class LoadedConfig:
     sliding_window: int | None = None
 
     def check(self) -> None:
-        """Raise ValueError for a way that does not exist."""
-        one_of(self, "drafter.", quantization=("auto", "none", "int8"))
+        """Raise ValueError for an unknown quantization."""
+        require_one_of(self, "drafter.", quantization=("auto", "none", "int8"))
 
 
 @dataclass
@@ -126,9 +141,9 @@ class HeadConfig:
     confidence_head: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for a head that does not exist."""
-        check_head(self)
-        at_least(self, "drafter.head.", rank=1, top_k=0, hidden_size=1)
+        """Raise ValueError for an unknown head or impossible sizes."""
+        check_head_options(self)
+        require_at_least(self, "drafter.head.", rank=1, top_k=0, hidden_size=1)
 
 
 @dataclass
@@ -183,17 +198,19 @@ class DrafterConfig:
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
-        """Raise ValueError for sizes that no drafter can have."""
-        check_options(self.family, self.layers)
-        check_blocks(self)
+        """Raise ValueError for an unknown family or impossible sizes."""
+        check_family_and_layers(self.family, self.layers)
+        check_family_options(self)
         self.head.check()
-        # a block is a bonus token and a draft
-        at_least(self, "drafter.", layers=1, block_size=2, conv_kernel_size=0, draft_vocab_size=0)
-        one_of(self, "drafter.", last_layer_output=("raw", "normed"))
+        # A block contains the bonus token and at least one drafted position.
+        require_at_least(
+            self, "drafter.", layers=1, block_size=2, conv_kernel_size=0, draft_vocab_size=0
+        )
+        require_one_of(self, "drafter.", last_layer_output=("raw", "normed"))
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.sliding_window={self.sliding_window}: the last slots of a block would not see its bonus token, "
-                f"give at least drafter.block_size={self.block_size}"
+                f"drafter.sliding_window={self.sliding_window}: the last positions of a block would not see its "
+                f"bonus token; give at least drafter.block_size={self.block_size}"
             )
 
 
@@ -232,36 +249,40 @@ class TextOptions:
     repetition_penalty: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list, metadata={FREE_TEXT: True})
+    stop: list[str] = field(default_factory=list, metadata={TEXT_OR_FILE: True})
     loop_period: int = 0
     logprobs: int | None = None
-    json_schema: str | None = field(default=None, metadata={FREE_TEXT: True})
-    regex: str | None = field(default=None, metadata={FREE_TEXT: True})
-    grammar: str | None = field(default=None, metadata={FREE_TEXT: True})
+    json_schema: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
+    regex: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
+    grammar: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
-        asked = [name for name in GRAMMARS if getattr(self, name) is not None]
-        if len(asked) > 1:
-            raise ValueError(f"{' and '.join(asked)}: a text can follow one of them, give one")
-        if asked and self.ignore_eos:
+        """Raise ValueError for values out of range and for options that exclude each other."""
+        grammars = [name for name in GRAMMAR_OPTIONS if getattr(self, name) is not None]
+        if len(grammars) > 1:
+            raise ValueError(f"{' and '.join(grammars)}: give at most one of them")
+        if grammars and self.ignore_eos:
             raise ValueError(
-                f"ignore_eos=true: a text that follows {asked[0]} ends where that ends, leave it out"
+                f"ignore_eos=true: an output that follows {grammars[0]} ends where that ends, "
+                "leave one of them out"
             )
-        at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
-        temperature(self)
+        require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
+        require_temperature(self)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: a probability above 0, at most 1")
+            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p}: between 0 and 1")
+            raise ValueError(f"min_p={self.min_p}: must be between 0 and 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: above 0; 1 changes nothing"
+                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; "
+                "1 means no penalty"
             )
-        if any(not text for text in self.stop):
-            raise ValueError("stop: an empty stop string would end every answer at once")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise ValueError(f"logprobs={self.logprobs}: 0 to 20 alternatives, or none at all")
+        if any(not stop_string for stop_string in self.stop):
+            raise ValueError("stop: contains an empty string, which would end every output at once")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROB_ALTERNATIVES:
+            raise ValueError(
+                f"logprobs={self.logprobs}: use 0 to {MAX_LOGPROB_ALTERNATIVES}, or null"
+            )
 
 
 @dataclass
@@ -300,76 +321,97 @@ class EngineConfig:
 
     @property
     def tree(self) -> TreeMethod:
-        """Return the row of the tree method, which an n-gram file may change."""
-        row = TREES[self.method]
-        return TREES[row.with_ngrams] if row.with_ngrams and self.asks_ngrams else row
+        """The table entry of the tree method.
+
+        With n-grams, a method may be replaced by its variant that uses them.
+        """
+        method = TREE_METHODS[self.method]
+        if method.ngram_variant and self.uses_ngram_file:
+            return TREE_METHODS[method.ngram_variant]
+        return method
 
     @property
-    def asks_ngrams(self) -> bool:
-        """Return whether the options name an n-gram file."""
+    def uses_ngram_file(self) -> bool:
+        """Whether `ngrams` names an n-gram file, or the sequence's own n-grams."""
         return self.ngrams not in (None, NO_NGRAMS)
 
-    def beside(self, ngrams: Path | None) -> Self:
-        """Return the options for a drafter with an n-gram file of its own, for methods that have a
-        use for one."""
-        if ngrams is None or self.ngrams is not None or TREES[self.method].with_ngrams is None:
-            return self
-        return replace(self, ngrams=str(ngrams))
+    def with_drafter_ngrams(self, ngram_file: Path | None) -> Self:
+        """Return the options with the n-gram file that is stored next to a drafter's weights.
 
-    def name_with(self, drafter) -> str:
-        """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file
-        of its own."""
-        return self.beside(None if drafter is None else drafter.ngrams).tree.name
+        Returns the options unchanged if there is no file, if `ngrams` is set already, or if
+        the method has no variant with n-grams.
+        """
+        has_variant = TREE_METHODS[self.method].ngram_variant is not None
+        if ngram_file is None or self.ngrams is not None or not has_variant:
+            return self
+        return replace(self, ngrams=str(ngram_file))
+
+    def describe_method(self, drafter: Any) -> str:
+        """Return the name of the tree method that is used with a drafter.
+
+        For example "ddtree+ngrams" for method=ddtree and a drafter with an n-gram file.
+        """
+        ngram_file = None if drafter is None else drafter.ngram_path
+        return self.with_drafter_ngrams(ngram_file).tree.name
 
     @property
-    def drafts(self) -> bool:
-        """Return whether the method needs a drafter."""
-        return self.tree.drafts
+    def uses_drafter(self) -> bool:
+        """Whether the method needs a drafter."""
+        return self.tree.needs_drafter
 
-    def room(self, tokens: int) -> int:
-        """Return the positions that an answer of so many tokens takes."""
+    def output_positions(self, tokens: int) -> int:
+        """Return how many positions of the KV cache an output of `tokens` tokens needs."""
         return tokens
 
     def check(self) -> None:
-        """Raise ValueError for a way of decoding that does not exist."""
+        """Raise ValueError for unknown methods and for options that do not fit the method."""
         require_method(self.method)
-        one_of(self, method=TREES)
-        at_least(self, width=1, max_num_seqs=1, max_num_batched_tokens=1, prefix_cache_mib=0)
+        require_one_of(self, method=TREE_METHODS)
+        require_at_least(
+            self, width=1, max_num_seqs=1, max_num_batched_tokens=1, prefix_cache_mib=0
+        )
         if isinstance(self.budget, str) and self.budget != "auto":
-            raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
-        if self.tree.ngrams and not self.asks_ngrams:
+            raise ValueError(f"budget={self.budget}: give a number of nodes, or auto")
+        if self.tree.needs_ngrams and not self.uses_ngram_file:
             raise ValueError(
-                f"method={self.method} needs ngrams=<n-gram file>: ./launch.sh ngram makes one"
+                f"method={self.method} needs ngrams=<n-gram file>; ./launch.sh ngram creates one"
             )
-        if self.ngrams == TEXT_NGRAMS and not self.tree.recalls:
+        if self.ngrams == TEXT_NGRAMS and not self.tree.uses_sequence_ngrams:
             raise ValueError(
-                f"ngrams={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}"
+                f"ngrams={TEXT_NGRAMS} works with method=ddtree only, not with {self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
-            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
-        if self.asks_ngrams and not self.tree.ngrams:
-            takers = " or ".join(
-                name for name, row in TREES.items() if row.ngrams or row.with_ngrams
-            )
-            raise ValueError(f"ngrams={self.ngrams}: for method={takers}, not for {self.method}")
-        if self.budget == "auto" and self.drafts and not self.tree.ranked:
-            ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(
-                f"budget=auto: for method={ranked} only; give method={self.method} a number of nodes"
+                f"width={self.width} is larger than budget={self.budget}: give a larger budget"
+            )
+        if self.uses_ngram_file and not self.tree.needs_ngrams:
+            methods = [
+                name for name, row in TREE_METHODS.items() if row.needs_ngrams or row.ngram_variant
+            ]
+            raise ValueError(
+                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, "
+                f"not with {self.method}"
+            )
+        if self.budget == "auto" and self.uses_drafter and not self.tree.ranked:
+            methods = [name for name, row in TREE_METHODS.items() if row.ranked]
+            raise ValueError(
+                f"budget=auto works with method={' or '.join(methods)} only; "
+                f"give method={self.method} a number of nodes"
             )
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(
-                f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)"
+                f"budget={self.budget}: must be at least 1 node; "
+                "use method=plain to decode without a drafter"
             )
 
 
-@inherited_help
+@append_inherited_help
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
     """Options of EngineConfig and TextOptions together."""
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
+        """Raise ValueError for invalid options."""
         TextOptions.check(self)
         EngineConfig.check(self)
 
@@ -408,8 +450,8 @@ class EvaluationConfig:
     ngrams: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for an evaluation that measures nothing."""
-        at_least(
+        """Raise ValueError for values out of range."""
+        require_at_least(
             self,
             "evaluation.",
             prompts=0,
@@ -417,9 +459,10 @@ class EvaluationConfig:
             max_prompt_tokens=1,
             max_new_tokens=1,
         )
-        temperature(self, "evaluation.")
-        above_zero(self, "evaluation.", "max_minutes")
+        require_temperature(self, "evaluation.")
+        require_positive(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(
-                f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1"
+                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, "
+                "each at least 1"
             )

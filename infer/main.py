@@ -1,102 +1,131 @@
-"""The entry point of every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the
-environment and hands on to it.
+"""The entry point of every command: `blockdraft COMMAND [overrides]`.
 
-What a command needs is imported when it runs. A command is a row here and a file with its options
-and its `run`.
+launch.sh prepares the environment and calls it. A command is an entry of the table here and a file
+with its option dataclass and its function `run`. That file is imported when the command runs.
 """
 
 import sys
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from infer.utils.errors import fail, fail_for_missing, quiet_where_unread
+from infer.utils.errors import exit_for_missing_module, exit_quietly_on_broken_pipe, exit_with_error
 from infer.utils.hydra_app import run_command
 from infer.utils.installation import package_version
-from infer.utils.optional import explain_missing, is_installed
+from infer.utils.optional import explain_missing_module, is_installed
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, in a line; its options and its function as "module:name". Its file in
-    conf/ has the command's name."""
+    """An entry of the table of commands. Its file in conf/ has the command's name.
+
+    help: one line that says what the command does
+    options: option dataclass as "module:name"
+    run: function that takes the options, as "module:name"
+    """
 
     help: str
     options: str
     run: str
 
     def options_class(self) -> type:
-        """Import the dataclass of the options."""
+        """Import the option dataclass and return it."""
         return resolve_name(self.options)
 
     def start(self, options: object) -> None:
-        """Import the function, and call it."""
+        """Import the command's function and call it."""
         resolve_name(self.run)(options)
 
 
-def own(name: str, help: str) -> Command:
-    """Return a command of infer/cli: in <name>.py are <Name>Command and run."""
-    return Command(help, f"infer.cli.{name}:{name.capitalize()}Command", f"infer.cli.{name}:run")
+def cli_command(name: str, help: str) -> Command:
+    """Return a command of infer/cli, whose file <name>.py has <Name>Command and run."""
+    module = f"infer.cli.{name}"
+    return Command(help, f"{module}:{name.capitalize()}Command", f"{module}:run")
 
 
-_ROWS = {
+_ALL_COMMANDS = {
     "train": Command(
-        "train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"
+        "train a drafter and evaluate it",
+        "train.config:TrainConfig",
+        "train.main:train_in_hydra_folder",
     ),
-    "eval": own("eval", "decode held-out prompts with a checkpoint"),
-    "compare": own("compare", "evaluate several checkpoints with every tree"),
-    "data": own("data", "show what would be learnt of a data set"),
-    "ngram": own("ngram", "count n-grams of a data set, for trees"),
-    "generate": own("generate", "answer or continue a text with a checkpoint"),
-    "serve": own("serve", "answer over HTTP as OpenAI's API does"),
-    "chat": own("chat", "talk to a target and its drafter, or to a server"),
-    "regenerate": own("regenerate", "let the target rewrite the answers of a data set"),
-    "export": own("export", "write a drafter for vLLM, SGLang or speculators"),
-    "check": own("check", "say which engines would load a drafter"),
-    "doctor": own("doctor", "say why a drafter's acceptance is low"),
+    "eval": cli_command("eval", "decode held-out prompts with a checkpoint"),
+    "compare": cli_command("compare", "evaluate several checkpoints with every tree"),
+    "data": cli_command("data", "show what would be learnt from a data set"),
+    "ngram": cli_command("ngram", "count n-grams of a data set, for trees"),
+    "generate": cli_command("generate", "answer or continue a text with a checkpoint"),
+    "serve": cli_command("serve", "answer over HTTP as OpenAI's API does"),
+    "chat": cli_command("chat", "talk to a target and its drafter, or to a server"),
+    "regenerate": cli_command("regenerate", "let the target rewrite the answers of a data set"),
+    "export": cli_command("export", "write a drafter for vLLM, SGLang or speculators"),
+    "check": cli_command("check", "say which engines would load a drafter"),
+    "doctor": cli_command("doctor", "say why a drafter's acceptance is low"),
     "features": Command(
-        "store what training needs of a target",
+        "store the target features that training needs",
         "train.config:FeaturesConfig",
         "train.features:store_features",
     ),
     "plan": Command(
-        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan"
+        "estimate time and memory of a training run",
+        "train.config:TrainConfig",
+        "train.plan:print_plan",
     ),
     "study": Command(
-        "train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"
+        "train variants of a run and compare them",
+        "train.study:StudyCommand",
+        "train.study:run_study",
     ),
     "diffusion": Command(
         "train a masked diffusion model from a causal one",
         "train.masked.config:DiffusionConfig",
-        "train.masked.diffusion:train",
+        "train.masked.diffusion:train_diffusion_model",
     ),
 }
-COMMANDS = {name: row for name, row in _ROWS.items() if is_installed(row.options)}
+# Without those of optional packages that are not installed.
+COMMANDS = {
+    name: command for name, command in _ALL_COMMANDS.items() if is_installed(command.options)
+}
 
 
-@quiet_where_unread()
+@exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command that the arguments name, those of the process by default. What the user got
-    wrong is one sentence on stderr and exit code 2."""
-    name, *overrides = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    """Run a command.
+
+    arguments: the command's name, then its overrides; None: those of `sys.argv`
+
+    A mistake in the arguments ends the process with one sentence on stderr and exit code 2.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name, *overrides = arguments or ["help"]
     if name in ("help", "--help", "-h"):
-        lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
-        options = "COMMAND --help explains every KEY. --version prints the version."
-        return print(f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\n{options}")
+        print_usage()
+        return
     if name == "--version":
-        return print(f"blockdraft {package_version()}")
-    if name not in _ROWS:
-        fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
-    command = _ROWS[name]
-    sentence = explain_missing(command.options, f"command {name}")
-    if sentence is not None:
-        fail(sentence)
+        print(f"blockdraft {package_version()}")
+        return
+    if name not in _ALL_COMMANDS:
+        exit_with_error(f"unknown command '{name}': use one of {', '.join(COMMANDS)}")
+
+    command = _ALL_COMMANDS[name]
+    missing_package = explain_missing_module(command.options, f"command {name}")
+    if missing_package is not None:
+        exit_with_error(missing_package)
     try:
         options_class = command.options_class()
     except ModuleNotFoundError as error:
-        fail_for_missing(error)
-    if name == "train":  # it leaves the process in its own way
-        return resolve_name("train.main:main")(overrides)
+        exit_for_missing_module(error)
+    if name == "train":  # its processes need their own way to exit
+        resolve_name("train.main:main")(overrides)
+        return
     run_command(name, options_class, command.start, overrides)
+
+
+def print_usage() -> None:
+    """Print the installed commands."""
+    print("Usage: blockdraft COMMAND [KEY=VALUE ...]\n")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<11}{command.help}")
+    print("\nCOMMAND --help explains every KEY. --version prints the version.")
 
 
 if __name__ == "__main__":

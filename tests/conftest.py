@@ -1,4 +1,4 @@
-"""What every test stands on: no network, one thread a process, the repository's folder."""
+"""Settings and fixtures of all tests: no network, one thread per process."""
 
 import fcntl
 import functools
@@ -22,20 +22,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-import pytest  # and no torch: the process that hands out the tests needs none
+# torch is imported in fixtures only: the process that distributes the tests does not need it.
+import pytest
 
-if (
-    "PYTEST_XDIST_WORKER" not in os.environ
-):  # pytest's processes share the rows that they pack, and nobody else
-    CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
-    os.environ["HF_DATASETS_CACHE"] = CACHE.name
+# All processes of one pytest run share a cache of packed data sets, and other runs do not.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    DATASETS_CACHE_FOLDER = tempfile.TemporaryDirectory(prefix="datasets-")
+    os.environ["HF_DATASETS_CACHE"] = DATASETS_CACHE_FOLDER.name
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # of the processes that tests start, too: pytest itself runs twice side by side
-)
+# Also for the processes that tests start. Several pytest processes run at the same time.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
-TINY = {  # what all tiny random models have in common
+TINY_QWEN3_SIZES = {  # common to all tiny random models
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,
@@ -55,32 +54,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = [path for path in package["code"] if not (tests.parent / path).exists()]
         for item in items if missing else ():
             parameters = item.callspec.params if hasattr(item, "callspec") else ""
-            named = {*re.split(r"[\W_]+", f"{item.name} {parameters}")}
-            marked = {needed for marker in item.iter_markers("needs") for needed in marker.args}
-            if name in marked or not named.isdisjoint(package["words"]):
+            name_words = {*re.split(r"[\W_]+", f"{item.name} {parameters}")}
+            needed_packages = {
+                needed for marker in item.iter_markers("needs") for needed in marker.args
+            }
+            if name in needed_packages or not name_words.isdisjoint(package["words"]):
                 item.add_marker(pytest.mark.skip(reason=f"needs {missing[0]}, which is missing"))
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is here to stay: it is not looked through for garbage again and
-    again."""
+    """Exclude imported modules from garbage collection, as they stay in memory anyway."""
     gc.collect()
     gc.freeze()
 
 
-# every HTTP client that a test makes would read all certificates anew, for a server that has none
+# Otherwise every HTTP client of a test would read all certificates, for a server without TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 @pytest.fixture(scope="session")
 def repo() -> Path:
-    """The repository's root."""
+    """Return the repository's root folder."""
     return Path(__file__).resolve().parent.parent
 
 
 class ForkServer:
-    """The client of fork_server.py, which starts processes of the project's commands: one server
-    for all of pytest's processes, started by the first of them."""
+    """Client of fork_server.py, which starts processes of the project's commands.
+
+    All processes of a pytest run share one server, which the first of them starts.
+    """
 
     def __init__(self, repo: Path, folder: Path) -> None:
         self.repo = repo
@@ -94,7 +96,7 @@ class ForkServer:
                 try:
                     self.socket.connect(str(path))
                     break
-                except OSError:  # nobody has started it, or it has just been, or it has just ended
+                except OSError:  # it is not started yet, is just starting, or has just ended
                     assert time.monotonic() < deadline and (
                         started is None or started.poll() is None
                     )
@@ -107,7 +109,8 @@ class ForkServer:
                 time.sleep(0.02)
         self.lines = self.socket.makefile("rw")
 
-    def ask(self, **request) -> int | None:
+    def send_request(self, **request) -> int | None:
+        """Send a request and return the answer, see fork_server.py."""
         print(json.dumps(request), file=self.lines, flush=True)
         return json.loads(self.lines.readline())
 
@@ -117,7 +120,7 @@ class ForkServer:
 
 
 class Command:
-    """A running command of one or more processes. When one of them fails, the others are killed."""
+    """A running command of one or more processes. If one of them fails, the others are killed."""
 
     def __init__(
         self,
@@ -147,17 +150,22 @@ class Command:
         }
         self.running = []
         for rank in range(processes):
-            place = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            self.running.append(server.ask(**common, environment=place | variables))
+            rank_variables = {}
+            if processes > 1:
+                rank_variables = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.running.append(
+                server.send_request(**common, environment=rank_variables | variables)
+            )
 
     def poll(self) -> int | None:
+        """Return the exit code, or None while a process is running."""
         for process in list(self.running):
-            code = self.server.ask(poll=process)
-            if code is None:
+            exit_code = self.server.send_request(poll=process)
+            if exit_code is None:
                 continue
             self.running.remove(process)
-            self.returncode = self.returncode or code
-            if code:
+            self.returncode = self.returncode or exit_code
+            if exit_code:
                 self.kill()
         return None if self.running else self.returncode
 
@@ -169,24 +177,27 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = 600) -> int:
-        end = time.monotonic() + timeout
+        """Wait for the end; return the exit code. Raises TimeoutError after `timeout` seconds."""
+        deadline_time = time.monotonic() + timeout
         while self.poll() is None:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline_time:
                 self.kill()
                 raise TimeoutError(self.output.read_text())
             time.sleep(0.02)
         return self.returncode
 
     def finish(self, code: int = 0) -> str:
-        """Wait for the end, which must have this exit code; return what was printed."""
+        """Wait for the end, check that its exit code is `code`, and return the output."""
         assert self.wait() == code, self.output.read_text()
         return self.output.read_text()
 
 
 @pytest.fixture(scope="session")
 def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
-    """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script
-    arguments`, but already imported."""
+    """Return a function (script, arguments, processes=1, **environment) -> running `Command`.
+
+    It does the same as `python script arguments`, but with all modules already imported.
+    """
     servers = []
     commands = []
     folder = tmp_path_factory.mktemp("commands")
@@ -199,7 +210,7 @@ def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
         return commands[-1]
 
     yield start
-    for command in commands:  # of tests that failed
+    for command in commands:  # a failed test may have left it running
         command.kill()
     for server in servers:
         server.close()
@@ -207,36 +218,38 @@ def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory) -> Path:
-    """A folder of all of pytest's processes together."""
+    """Return a folder that all processes of the pytest run share."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
 def make_once(shared_folder):
-    """(name, make) -> a folder that `make(folder)` has filled, once for all of pytest's processes:
-    the others wait."""
+    """Return a function (name, make) -> folder that `make(folder)` has filled.
+
+    It is filled once for all processes of the pytest run; the others wait for it.
+    """
     shared = shared_folder
 
-    def once(name: str, make) -> Path:
+    def make_folder_once(name: str, make) -> Path:
         folder = shared / f"once-{name}"
         with (shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (shared / f"{name}.made").exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a process in which it failed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a process that failed
                 folder.mkdir()
                 make(folder)
                 (shared / f"{name}.made").touch()
         return folder
 
-    return once
+    return make_folder_once
 
 
 @pytest.fixture(scope="session")
 def load_program(repo):
-    """name -> the program of that name in tests/robustness, as a module."""
+    """Return a function (name) -> module of the program tests/robustness/<name>.py."""
 
-    def load(name: str) -> ModuleType:
+    def load_robustness_program(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(
             name, repo / "tests" / "robustness" / f"{name}.py"
         )
@@ -244,29 +257,31 @@ def load_program(repo):
         spec.loader.exec_module(module)
         return module
 
-    return load
+    return load_robustness_program
 
 
 @pytest.fixture
 def file_size_limit():
-    """(bytes) -> a context in which no file grows beyond that, as on a full disk: the kernel says
-    EFBIG."""
+    """Return a function (bytes) -> context in which no file can grow beyond this size.
+
+    Writing then fails with EFBIG, as on a full disk.
+    """
 
     @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    def limit_file_size(size: int) -> Iterator[None]:
+        old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old_limits[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
 
-    return limit
+    return limit_file_size
 
 
 @pytest.fixture(scope="session")
 def embedded():
-    """The repository's own target, float32, with its tokenizer. Read only."""
+    """Return the embedded target in float32 with its tokenizer. Tests must not change it."""
     from infer import load_target
 
     return load_target("embedded", dtype="float32", device="cpu")
@@ -274,38 +289,39 @@ def embedded():
 
 @pytest.fixture(scope="session")
 def shallow(make_once) -> Path:
-    """A folder with the embedded target's first four layers and its tokenizer: for runs that need a
-    target, whatever it says. Read only."""
+    """Return a folder with the embedded target's first four layers and its tokenizer.
 
-    def cut(folder: Path) -> None:
+    It is for tests that need any target, whatever it generates. They must not change it.
+    """
+
+    def write_shallow_copy(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
 
-        from infer.targets.loading import EMBEDDED
+        from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 
         shutil.copytree(
-            EMBEDDED,
+            EMBEDDED_TARGET_FOLDER,
             folder,
             dirs_exist_ok=True,
             ignore=shutil.ignore_patterns("drafter", "*.jsonl"),
         )
-        config = json.loads((EMBEDDED / "config.json").read_text())
+        config = json.loads((EMBEDDED_TARGET_FOLDER / "config.json").read_text())
         config |= {"num_hidden_layers": 4, "layer_types": config["layer_types"][:4]}
         (folder / "config.json").write_text(json.dumps(config))
-        tensors = load_file(EMBEDDED / "model.safetensors")
-        kept = {
-            name: it
-            for name, it in tensors.items()
+        tensors = load_file(EMBEDDED_TARGET_FOLDER / "model.safetensors")
+        remaining_tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
             if ".layers." not in name or int(name.split(".")[2]) < 4
         }
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(remaining_tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    return make_once("shallow", cut)
+    return make_once("shallow", write_shallow_copy)
 
 
 @pytest.fixture(scope="session")
 def shallow_target(shallow):
-    """These four layers, float32, with the tokenizer: for tests of what stands around a target.
-    Read only."""
+    """Return the target of the fixture `shallow` in float32. Tests must not change it."""
     from infer import load_target
 
     return load_target(str(shallow), dtype="float32", device="cpu")
@@ -313,32 +329,38 @@ def shallow_target(shallow):
 
 @pytest.fixture(scope="session")
 def random_qwen3():
-    """A factory of small Qwen3 models with random weights, sharp enough that tokens differ: (seed,
-    **what differs)."""
+    """Return a function (seed, **config options) -> small Qwen3 model with random weights.
+
+    The weights are large enough that the model generates different tokens.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def make(seed: int = 0, **sizes) -> Qwen3ForCausalLM:
         torch.manual_seed(seed)
-        usual = {
+        default_sizes = {
             "vocab_size": 97,
             "num_hidden_layers": 2,
             "max_position_embeddings": 512,
             "initializer_range": 0.2,
         }
-        return Qwen3ForCausalLM(Qwen3Config(**TINY | usual | sizes))
+        return Qwen3ForCausalLM(Qwen3Config(**TINY_QWEN3_SIZES | default_sizes | sizes))
 
     return make
 
 
 @pytest.fixture(scope="session")
 def make_tiny(random_qwen3):
-    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed,
-    layers, depth of the target, family) -> (target, drafter)."""
+    """Return a function -> (target, drafter), both random, with a vocabulary of 97 tokens.
+
+    layers: of the drafter
+    depth: number of the target's layers
+    options: of DrafterConfig
+    """
     import torch
 
     from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
+    from infer.drafters.build import create_drafter
     from infer.targets.target import Target
 
     def make(
@@ -351,11 +373,13 @@ def make_tiny(random_qwen3):
     ):
         target = Target(random_qwen3(seed, num_hidden_layers=depth).to(dtype))
         dart = options.get("family") == "dart"
-        layers = 1 if dart else layers
-        if depth < 6:  # the public formulas are for more layers
-            options = {"target_layer_ids": [0, 1, 1] if dart else [*range(layers)]} | options
+        if dart:
+            layers = 1
+        if depth < 6:  # the default layer ids need more layers
+            target_layer_ids = [0, 1, 1] if dart else [*range(layers)]
+            options = {"target_layer_ids": target_layer_ids} | options
         options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96, **options)
-        drafter = new_drafter(options, target)
+        drafter = create_drafter(options, target)
         drafter.config.initializer_range = 0.2
         drafter.init_weights(torch.Generator().manual_seed(seed))
         return target, drafter.to(dtype)
@@ -365,16 +389,15 @@ def make_tiny(random_qwen3):
 
 @pytest.fixture(scope="session")
 def random_target():
-    """(transformers config) -> a target with random weights; its norms, biases and sinks are random
-    too."""
+    """Return a function (transformers config) -> target with random weights, norms and biases."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from infer.targets.loading import without_memory
+    from infer.targets.loading import build_meta_model
     from infer.targets.target import Target
 
     def make(config) -> Target:
-        attention = without_memory(config).config._attn_implementation
+        attention = build_meta_model(config).config._attn_implementation
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         generator = torch.Generator().manual_seed(3)
         for parameter in model.parameters():
@@ -388,8 +411,10 @@ def random_target():
 
 @pytest.fixture(scope="session")
 def ngrams(tmp_path_factory) -> Path:
-    """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for
-    `make_tiny`'s targets."""
+    """Return an n-gram file of order 3 over 97 tokens, for the targets of `make_tiny`.
+
+    Every token has three frequent successors.
+    """
     import torch
 
     from infer.ngrams.count import count_ngrams
@@ -399,8 +424,8 @@ def ngrams(tmp_path_factory) -> Path:
     documents = []
     for _ in range(40):
         ids = [int(torch.randint(97, (), generator=generator))]
-        for dice in torch.randint(6, (120,), generator=generator).tolist():
-            ids.append(int(favourites[ids[-1], dice % 3]) if dice < 5 else (ids[-1] + 31) % 97)
+        for draw in torch.randint(6, (120,), generator=generator).tolist():
+            ids.append(int(favourites[ids[-1], draw % 3]) if draw < 5 else (ids[-1] + 31) % 97)
         documents.append(ids)
     path = tmp_path_factory.mktemp("ngrams") / "tiny.ngrams"
     count_ngrams(documents, 97, 3, path, "0" * 64)
@@ -409,17 +434,18 @@ def ngrams(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_masked(random_qwen3):
-    """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in
-    confidence."""
+    """Return a function (shifted, seed) -> random bidirectional model of 64 tokens.
+
+    The weights are large enough that positions differ in confidence.
+    """
     from infer.masked.model import MaskedModel
 
     def make(shifted: bool = False, seed: int = 2) -> MaskedModel:
         sizes = {"vocab_size": 64, "max_position_embeddings": 128, "initializer_range": 0.4}
         body = random_qwen3(seed, **sizes).eval().requires_grad_(False)
         for layer in body.model.layers:
-            layer.self_attn.o_proj.weight *= (
-                0.25  # what stands elsewhere matters, but not so much that no draft holds
-            )
+            # Other positions matter, but not so much that every draft is rejected.
+            layer.self_attn.o_proj.weight *= 0.25
         return MaskedModel(body, None, 60, shifted, "tiny")
 
     return make

@@ -1,5 +1,4 @@
-"""Every configuration composes, is checked before torch loads, and is refused in one sentence when
-wrong."""
+"""Every configuration composes, is checked before torch loads, and gives clear errors."""
 
 import json
 import subprocess
@@ -12,23 +11,23 @@ from omegaconf import OmegaConf
 
 from infer.config import TargetConfig
 from infer.main import COMMANDS
-from infer.utils.hydra_app import CONF, compose_options, run_command
+from infer.utils.hydra_app import CONFIG_FOLDER, compose_options, run_command
 from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
 
 
 def composed(name: str, overrides: list[str]):
-    """The checked options of a command."""
+    """Return the checked options of a command."""
     return compose_options(name, COMMANDS[name].options_class(), overrides)
 
 
-def options_of(group: str) -> list[str]:
-    """What may be chosen in a group of conf/."""
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+def group_choices(group: str) -> list[str]:
+    """Return the names of the files in a group of conf/."""
+    return sorted(file.stem for file in (CONFIG_FOLDER / group).glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    "name",  # of a study every variant is composed
+    "name",  # "study" composes every variant, which is slow
     [
         pytest.param(name, marks=[pytest.mark.robustness] if name == "study" else [])
         for name in COMMANDS
@@ -40,37 +39,39 @@ def test_entry_configs_compose(name):
 
 @pytest.mark.robustness
 def test_every_group_option_composes(repo):
-    targets = options_of("target")
+    targets = group_choices("target")
     for target in targets:
-        found = OmegaConf.merge(TargetConfig, OmegaConf.load(CONF / "target" / f"{target}.yaml"))
-        assert target == "hf" or found.path.split("/")[-1].lower().startswith(target[:8])
+        config = OmegaConf.merge(
+            TargetConfig, OmegaConf.load(CONFIG_FOLDER / "target" / f"{target}.yaml")
+        )
+        assert target == "hf" or config.path.split("/")[-1].lower().startswith(target[:8])
     assert len(targets) >= 20
-    losses, rest = (
-        [f"{group}={option}" for group in groups for option in options_of(group)]
+    losses, others = (
+        [f"{group}={option}" for group in groups for option in group_choices(group)]
         for groups in (("objective", "head"), ("drafter", "deepspeed", "optim", "evaluation"))
     )
-    assert len(losses) >= 17 and len(rest) >= 13
-    for loss, other in zip_longest(losses, rest, fillvalue="seed=1"):
-        head = ["head=selector"][: loss.endswith("=dflash2")]  # its loss has a word for the head
+    assert len(losses) >= 17 and len(others) >= 13
+    for loss, other in zip_longest(losses, others, fillvalue="seed=1"):
+        head = ["head=selector"][: loss.endswith("=dflash2")]  # this loss needs a head
         composed("train", ["data=stdlib", "optim=dflash", loss, *head, other])
     composed("data", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for data in ("ultrachat", "sharegpt"):
         assert composed("data", [f"data={data}"]).data.source == "hub"
-    parts = composed(
+    mixture = composed(
         "data", ["data=mixture", "data.datasets=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"]
     )
-    assert [(part.path, part.split, part.weight) for part in parts.data.datasets] == [
+    assert [(part.path, part.split, part.weight) for part in mixture.data.datasets] == [
         ("a.jsonl", "train", 2),
         ("b", "x", 1),
     ]
-    for option in options_of("decoding"):
+    for option in group_choices("decoding"):
         composed("generate", [f"decoding={option}"])
-    for suite in options_of("suite"):
+    for suite in group_choices("suite"):
         folder = [] if suite != "files" else [f"suite.folder={repo / 'data' / 'embedded'}"]
         composed("eval", [f"suite={suite}", *folder])
 
 
-def test_a_suite_brings_the_papers_settings_which_may_be_changed():
+def test_a_suite_has_the_papers_settings_and_they_can_be_overridden():
     config = composed("eval", ["suite=ddtree"])
     assert config.evaluation.max_new_tokens == 2048 and config.evaluation.budgets[-1] == 1024
     assert list(config.suite.temperatures) == [0.0, 1.0] and not config.suite.thinking
@@ -82,8 +83,8 @@ def test_a_suite_brings_the_papers_settings_which_may_be_changed():
 
 
 @pytest.mark.parametrize("model", ["default", "qwen3-4b"])
-def test_a_model_preset_is_what_the_committed_file_says(repo, model, capsys):
-    """A change of configuration shows in review: rewrite the file with what --cfg job prints."""
+def test_a_model_preset_matches_the_committed_file(repo, model, capsys):
+    """A change shows in review. Update the file with the output of --cfg job."""
     overrides = [] if model == "default" else [f"+model={model}"]
     composed("train", overrides)
     run_command("train", TrainConfig, None, [*overrides, "--cfg", "job"])
@@ -94,15 +95,15 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
     """tests/golden/models.json is what the code of 4e0af7d composed: every file of conf/model, and
     Qwen3 4B by both recipes. Options that were renamed since are translated."""
     expected = json.loads((repo / "tests" / "golden" / "models.json").read_text())
-    assert {name for name in expected if " " not in name} == {"default", *options_of("model")}
+    assert {name for name in expected if " " not in name} == {"default", *group_choices("model")}
     for name, options in expected.items():
         model, *recipes = name.split()
-        if not {*recipes} <= {*options_of("recipe")}:  # of an optional package that was deleted
+        if not {*recipes} <= {*group_choices("recipe")}:  # of an optional package that was deleted
             continue
         overrides = [f"+recipe={recipe}" for recipe in recipes]
         if model != "default":
             overrides.append(f"+model={model}")
-        if model in ("hf", "smollm2"):  # they say what is missing: a target, answers
+        if model in ("hf", "smollm2"):  # these presets need a target or data
             overrides += {"hf": ["target.path=/model"], "smollm2": [f"data.path={__file__}"]}[model]
             options["target" if model == "hf" else "data"]["path"] = overrides[-1].partition("=")[2]
         options = translate_saved_config(options)
@@ -113,15 +114,14 @@ def test_every_model_is_composed_as_before_hydras_own_command_line(repo):
 
 
 def test_every_experiment_composes_alone_and_over_a_model(tmp_path):
-    """What it says counts more than the model's preset, and less than what is typed, wherever it is
-    typed."""
+    """It overrides the model's preset, and arguments override it, in any order."""
     (tmp_path / "answers.jsonl").write_text('{"text": "x"}\n')
-    own = ["target=./model", f"data={tmp_path}/answers.jsonl", "drafter.init=embedded"]
-    assert options_of("experiment") == ["fine-tune", "objectives"]
-    for experiment in options_of("experiment"):
+    required = ["target=./model", f"data={tmp_path}/answers.jsonl", "drafter.init=embedded"]
+    assert group_choices("experiment") == ["fine-tune", "objectives"]
+    for experiment in group_choices("experiment"):
         composed("train", [f"+experiment={experiment}"])
         config = composed(
-            "train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *own]
+            "train", ["optim.epochs=3", f"+experiment={experiment}", "+model=hf", *required]
         )
         assert (config.name, config.anchors_per_document) == (f"{experiment}-dflash", 512)
         assert config.optim.epochs == 3 and config.target.path == "./model"
@@ -136,26 +136,26 @@ def test_the_preset_of_any_model_asks_for_its_target():
 @pytest.mark.robustness
 @pytest.mark.parametrize("model", ["qwen3-4b", "smollm2"])
 def test_every_objective_composes_with_every_bundle(model):
-    """`gamma` is the objective's: what a bundle says of one is nothing to another."""
-    for objective in options_of("objective"):
+    """`gamma` belongs to the objective: a preset's value for one does not affect another."""
+    for objective in group_choices("objective"):
         head = ["head=selector"] * (objective == "dflash2")
-        given = ["data=stdlib", f"objective={objective}", *head]
-        found = composed("train", [f"+model={model}", *given])
-        alone = composed("train", given)
-        assert found.objective == alone.objective
+        arguments = ["data=stdlib", f"objective={objective}", *head]
+        with_preset = composed("train", [f"+model={model}", *arguments])
+        alone = composed("train", arguments)
+        assert with_preset.objective == alone.objective
     assert (
         composed("train", ["+model=smollm2", "data=stdlib"]).objective.gamma == 4.0
     )  # blocks of 8
 
 
 def test_a_recipe_changes_what_a_models_bundle_says():
-    """In any order; an override of one's own counts more."""
+    """In any order; arguments override both."""
 
-    def of(*arguments: str) -> TrainConfig:
+    def compose(*arguments: str) -> TrainConfig:
         return composed("train", [*arguments])
 
-    dspark = of("optim.epochs=2", "+recipe=dspark", "+model=qwen3-4b")
-    assert dspark == of("+model=qwen3-4b", "+recipe=dspark", "optim.epochs=2")
+    dspark = compose("optim.epochs=2", "+recipe=dspark", "+model=qwen3-4b")
+    assert dspark == compose("+model=qwen3-4b", "+recipe=dspark", "optim.epochs=2")
     assert (dspark.target.path, dspark.anchors_per_document) == ("Qwen/Qwen3-4B", 512)
     drafter = dspark.drafter
     objective = dspark.objective
@@ -202,24 +202,26 @@ def test_the_recipe_of_dart():
         ("qwen3-coder-30b-a3b", 30_532),
     ],
 )
-def test_sizes_for_planning_are_the_models_own(bundle, millions):
-    """By the published parameter counts."""
-    from train.plan import StepShape, target_config
+def test_sizes_for_planning_match_the_models(bundle, millions):
+    """Compared with the published parameter counts."""
+    from train.plan import StepShape, load_target_config
 
-    target = OmegaConf.to_container(OmegaConf.load(CONF / "target" / f"{bundle}.yaml"))
+    target = OmegaConf.to_container(OmegaConf.load(CONFIG_FOLDER / "target" / f"{bundle}.yaml"))
     config = TrainConfig(target=TargetConfig(**target))
-    shape = StepShape(config, target_config(config))
+    shape = StepShape(config, load_target_config(config))
     assert round(shape.target_parameters / 1e6) == millions
 
 
 def test_wrong_configuration_is_one_sentence_and_exit_2(start_command):
-    said = start_command("train/main.py", ["optim.lr=-1"]).finish(code=2)
-    assert said == "error: optim.lr=-1.0: above 0\n"
+    output = start_command("train/main.py", ["optim.lr=-1"]).finish(code=2)
+    assert output == "error: optim.lr=-1.0: must be above 0\n"
 
 
 def test_composing_and_checking_load_no_torch(repo):
     code = (
-        "import sys; from infer.utils.hydra_app import run_command; from train.config import TrainConfig\n"
+        "import sys\n"
+        "from infer.utils.hydra_app import run_command\n"
+        "from train.config import TrainConfig\n"
         "run = lambda options: print('torch' in sys.modules, options.drafter.layers)\n"
         "run_command('plan', TrainConfig, run, ['+model=qwen3-4b'])"
     )
@@ -229,13 +231,13 @@ def test_composing_and_checking_load_no_torch(repo):
     assert result.stdout.split() == ["False", "5"], result.stderr
 
 
-def test_without_the_hub_one_sentence_says_what_is_missing_and_what_to_do(start_command, tmp_path):
-    said = start_command("train/main.py", ["+model=qwen3-4b", f"runs_dir={tmp_path}"]).finish(
+def test_without_the_hub_the_error_names_the_model_and_the_option(start_command, tmp_path):
+    output = start_command("train/main.py", ["+model=qwen3-4b", f"runs_dir={tmp_path}"]).finish(
         code=2
     )
-    sentence = [line for line in said.splitlines() if line.startswith("error: ")]
+    sentence = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(sentence) == 1
     assert "Qwen/Qwen3-4B" in sentence[0]
     assert "target.path=" in sentence[0]
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and
+"""The code of docs/extending.md works: in a copy of the repository it is trained, measured and
 exported."""
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SECTIONS = {
+FILES_PER_SECTION = {
     "A divergence": 2,
     "A tree": 2,
     "A drafter family": 3,
@@ -17,11 +17,11 @@ SECTIONS = {
     "A target family": 2,
     "An evaluation set": 1,
 }
-BLOCK = re.compile(
+CODE_BLOCK_PATTERN = re.compile(
     r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
 )
 
-TRAIN = [
+TOY_TRAIN_OPTIONS = [
     *(
         "objective=reverse-kl",
         "drafter=corrected",
@@ -46,9 +46,11 @@ TRAIN = [
     ),
     *("evaluation.external_prompts=0", "evaluation.sampling_temperature=null"),
 ]
-DATA = ["data=jsonl", "data.path=texts.jsonl"]
-SMALL = [option for option in TRAIN if option.startswith("evaluation.")]
-PROGRAM = f"""
+TOY_DATA_OPTIONS = ["data=jsonl", "data.path=texts.jsonl"]
+TOY_EVALUATION_OPTIONS = [
+    option for option in TOY_TRAIN_OPTIONS if option.startswith("evaluation.")
+]
+TOY_PROGRAM = f"""
 import os, sys
 import train.loop
 from infer.main import main
@@ -56,70 +58,72 @@ from infer.main import main
 os.chdir(os.path.dirname(__file__))
 sys.stdout.reconfigure(line_buffering=True)
 if os.fork() == 0:  # training leaves its process by os._exit
-    main(["train", f"target.path={{sys.argv[1]}}", *{TRAIN + DATA!r}])
+    main(["train", f"target.path={{sys.argv[1]}}", *{TOY_TRAIN_OPTIONS + TOY_DATA_OPTIONS!r}])
 assert os.wait()[1] == 0
 best = "runs/toys/checkpoints/best"
-main(["eval", f"checkpoint={{best}}", "out=evaluation", *{DATA + SMALL!r}])
+main(["eval", f"checkpoint={{best}}", "out=evaluation", *{TOY_DATA_OPTIONS + TOY_EVALUATION_OPTIONS!r}])
 main(["eval", f"checkpoint={{best}}", "out=riddles", "suite=ddtree", "suite.sets=[riddles]", "suite.folder=riddles",
-      "suite.temperatures=[0.0]", *{SMALL!r}])
-main(["compare", f"checkpoints=[{{best}}]", "out=comparison", *{DATA + SMALL!r}])
+      "suite.temperatures=[0.0]", *{TOY_EVALUATION_OPTIONS!r}])
+main(["compare", f"checkpoints=[{{best}}]", "out=comparison", *{TOY_DATA_OPTIONS + TOY_EVALUATION_OPTIONS!r}])
 main(["generate", f"checkpoint={{best}}", "decoding.method=comb", "decoding.max_new_tokens=4"])
 main(["export", f"checkpoint={{best}}", "format=corrected", "out=exported"])
 main(["plan", "+model=tiny-llama"])
 """
 
 
-def blocks(section: str) -> list[tuple[str, ...]]:
-    """(path, before or after, line, text) of every code block with a path."""
-    return BLOCK.findall(section)
+def find_code_blocks(section: str) -> list[tuple[str, ...]]:
+    """Return (path, "before" or "after", line, text) of every code block with a path."""
+    return CODE_BLOCK_PATTERN.findall(section)
 
 
-def write(root: Path, path: str, where: str, line: str, text: str) -> None:
-    """Do what a reader of a block does: make the file, or insert the text at the line."""
+def apply_code_block(root: Path, path: str, insert_mode: str, line: str, text: str) -> None:
+    """Create the file of a code block, or insert its text before or after a line of the file."""
     file = root / path
-    if not where:
+    if not insert_mode:
         assert not file.exists()
         file.write_text(text)
         return
     head, mark, tail = file.read_text().partition(f"\n{line}\n")
     assert mark, f"{path} has no line {line}"
     file.write_text(
-        f"{head}\n{text}{line}\n{tail}" if where == "before" else f"{head}\n{line}\n{text}{tail}"
+        f"{head}\n{text}{line}\n{tail}"
+        if insert_mode == "before"
+        else f"{head}\n{line}\n{text}{tail}"
     )
 
 
 @pytest.fixture(scope="module")
 def page(repo) -> dict[str, str]:
-    """The page's sections by title."""
-    parts = re.split(
+    """Return the page's sections by title."""
+    titles_and_texts = re.split(
         r"^## (.+)$", (repo / "docs" / "extending.md").read_text(), flags=re.MULTILINE
     )[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    return dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True))
 
 
 @pytest.fixture(scope="module")
-def copy(repo, page, tmp_path_factory) -> Path:
-    """A copy of the repository with all toys."""
+def toy_repository(repo, page, tmp_path_factory) -> Path:
+    """Return a copy of the repository with the code of all sections."""
     root = tmp_path_factory.mktemp("toys") / "copy"
     for folder in ("train", "infer", "data", "conf"):
-        halves = shutil.ignore_patterns(
-            "*.pyc.*", "*.tmp.*"
-        )  # of compiled code that others are just writing
-        shutil.copytree(repo / folder, root / folder, ignore=halves)
+        # Compiled code that other processes are writing.
+        unfinished_files = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")
+        shutil.copytree(repo / folder, root / folder, ignore=unfinished_files)
     for section in page.values():
-        for block in blocks(section):
-            write(root, *block)
+        for block in find_code_blocks(section):
+            apply_code_block(root, *block)
     return root
 
 
-def test_a_toy_is_as_few_files_as_the_page_says(page):
+def test_each_section_needs_few_files_and_lines(page):
     assert {
-        title: len({path for path, *_ in blocks(page[title])}) for title in SECTIONS
-    } == SECTIONS
-    for title in SECTIONS:
+        title: len({path for path, *_ in find_code_blocks(page[title])})
+        for title in FILES_PER_SECTION
+    } == FILES_PER_SECTION
+    for title in FILES_PER_SECTION:
         code = [
             line
-            for _, _, _, text in blocks(page[title])
+            for _, _, _, text in find_code_blocks(page[title])
             for line in text.splitlines()
             if line.strip()
         ]
@@ -127,24 +131,28 @@ def test_a_toy_is_as_few_files_as_the_page_says(page):
 
 
 @pytest.mark.robustness
-def test_toys_go_through_training_eval_compare_and_export(copy, shallow, start_command):
+def test_the_examples_work_in_training_eval_compare_and_export(
+    toy_repository, shallow, start_command
+):
     rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
-    (copy / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (copy / "riddles").mkdir()
-    (copy / "riddles" / "riddles.jsonl").write_text(json.dumps({"riddle": "What has keys?"}) + "\n")
-    (copy / "program.py").write_text(PROGRAM)
-    printed = start_command(str(copy / "program.py"), [str(shallow)], FRESH="1").finish()
-    evaluation = json.loads((copy / "evaluation" / "evaluation.json").read_text())
+    (toy_repository / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (toy_repository / "riddles").mkdir()
+    (toy_repository / "riddles" / "riddles.jsonl").write_text(
+        json.dumps({"riddle": "What has keys?"}) + "\n"
+    )
+    (toy_repository / "program.py").write_text(TOY_PROGRAM)
+    printed = start_command(str(toy_repository / "program.py"), [str(shallow)], FRESH="1").finish()
+    evaluation = json.loads((toy_repository / "evaluation" / "evaluation.json").read_text())
     assert [method["name"] for method in evaluation["methods"]].count("comb") == 1
     assert all(method["identical"] for method in evaluation["methods"])
-    assert "comb" in (copy / "comparison" / "comparison.md").read_text()
-    assert "Riddles" in (copy / "riddles" / "suite.md").read_text()
-    exported = json.loads((copy / "exported" / "config.json").read_text())
+    assert "comb" in (toy_repository / "comparison" / "comparison.md").read_text()
+    assert "Riddles" in (toy_repository / "riddles" / "suite.md").read_text()
+    exported = json.loads((toy_repository / "exported" / "config.json").read_text())
     assert exported["architectures"] == ["CorrectedDraftModel"]
     assert exported["dflash_config"]["pairs_rank"] == 8
     assert "example/tiny-llama" in printed
     losses = [
         json.loads(line)
-        for line in (copy / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()
+        for line in (toy_repository / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()
     ]
     assert len(losses) == 2 and all(line["loss"] > 0 for line in losses)

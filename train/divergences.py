@@ -1,156 +1,173 @@
 """The formulas of the objective, as two tables: divergences between target and drafter, and weights
-of positions.
+of drafted positions.
 
 A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`)
-and the tests all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and
-name it in a file in conf/objective/. Training differentiates the formula with autograd, chunk by
-chunk. A row may also have its gradient derived by hand, which is 1.4 to 1.5 times as fast and needs
-less memory; the most rows below do.
+and the tests all compute it from here. To add one, write the formula, add a row to
+DIVERGENCE_TABLE, and name it in a file in conf/objective/. Training differentiates the formula by
+autograd. A row may also have a hand-derived gradient, which is 1.4 to 1.5 times as fast and needs
+less memory; the frequently used rows have one.
 
 This module does not import torch, because `train/config.py` checks names against the tables before
-torch loads: formulas use methods of the tensors that they are given.
+torch is loaded. The formulas call methods of their tensor arguments.
 
-G blocks of L drafted positions, V vocabulary. p is the target's distribution, q the drafter's.
+Shapes: G blocks of L drafted positions, V vocabulary. p is the target's distribution, q the
+drafter's.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALPHA = 0.5  # D-PACE: the least probability that a draft counts with
-TINY = 2.0**-126  # the smallest normal float32: the least overlap whose logarithm is taken
+DPACE_SMOOTHING = 0.5  # D-PACE: lower bound of a draft's estimated acceptance probability
+SMALLEST_NORMAL_FLOAT32 = 2.0**-126  # lower bound of an overlap before its logarithm
 
 
 @dataclass
-class Chunk:
-    """Rows whose divergence is computed by hand. The computation may overwrite p and q."""
+class DivergenceChunk:
+    """The inputs of a hand-derived gradient for some rows. It may overwrite p and q."""
 
-    p: "Tensor | None"  # (rows, V); None for a divergence of labels
+    p: "Tensor | None"  # (rows, V); None if the divergence has `labels_only`
     q: "Tensor"  # (rows, V)
-    negative_entropy: "Tensor | None"  # (rows,) sum_v p log p
-    expected_log: "Tensor | None"  # (rows,) sum_v p log q, for divergences that read it
-    log_label: "Tensor"  # (rows,) log q of the true token
-    label: "Tensor"  # (rows,) the true token
+    negative_entropy: "Tensor | None"  # (rows,) sum_v p log p; None as p
+    expected_log_q: "Tensor | None"  # (rows,) sum_v p log q; None unless `needs_expected_log_q`
+    label_log_probs: "Tensor"  # (rows,) log q of the true token
+    labels: "Tensor"  # (rows,) the true token
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One row of the table."""
+    """One row of DIVERGENCE_TABLE."""
 
-    # log p (..., V), log q (..., V), label (...) -> nats (...)
+    # log p (..., V), log q (..., V), labels (...) -> nats (...)
     formula: "Callable[[Tensor, Tensor, Tensor], Tensor]"
-    # (rows,) and d/d logits of the drafter (rows, V)
-    by_hand: "Callable[[Chunk], tuple[Tensor, Tensor]] | None" = None
-    of_labels: bool = False  # does not read p, so that it is not computed
-    reads_log_q: bool = False  # by hand it reads sum_v p log q
-    until_gap: bool = (
-        False  # a block ends before its first label without loss: what lies behind is not learnt
-    )
+    # returns nats (rows,) and their gradient with respect to the drafter's logits (rows, V)
+    value_and_gradient: "Callable[[DivergenceChunk], tuple[Tensor, Tensor]] | None" = None
+    labels_only: bool = False  # the divergence does not depend on p
+    needs_expected_log_q: bool = False  # `value_and_gradient` reads `expected_log_q`
+    ends_at_gap: bool = False  # nothing is learned behind a block's first label without loss
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much the positions t = 1 .. L of a block count."""
+    """One row of WEIGHTING_TABLE: the weights of the drafted positions t = 1 .. L of a block."""
 
-    by_position: "Callable[[Tensor, object], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
-    # a further factor, known once a block is drafted: the drafter's probability of each label (G,
-    # L), which ones count (G, L) -> (G, L)
-    by_block: "Callable[[Tensor, Tensor], Tensor] | None" = None
+    position_weights: "Callable[[Tensor, Any], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
+    # An additional factor that depends on the drafter. Arguments: the drafter's probability of each
+    # label (G, L), and which positions have loss (G, L) bool. Returns (G, L).
+    block_factor: "Callable[[Tensor, Tensor], Tensor] | None" = None
 
 
-def kl(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
+def kl(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
     """KL(p || q) (DART section 3.3)."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def kl_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    return chunk.negative_entropy - chunk.expected_log, chunk.q.sub_(chunk.p)
+def kl_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor, Tensor]":
+    """Return KL(p || q) and its gradient q - p. Overwrites q."""
+    assert chunk.p is not None
+    assert chunk.negative_entropy is not None
+    assert chunk.expected_log_q is not None
+    return chunk.negative_entropy - chunk.expected_log_q, chunk.q.sub_(chunk.p)
 
 
-def cross_entropy(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
+def cross_entropy(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
     """-log q(label)."""
-    return -log_q.gather(-1, label[..., None])[..., 0]
+    return -log_q.gather(-1, labels[..., None])[..., 0]
 
 
-def cross_entropy_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    label = chunk.label[:, None]
-    delta = chunk.q.scatter_add_(1, label, chunk.q.new_full(label.shape, -1))  # q - onehot(label)
-    return -chunk.log_label, delta
+def cross_entropy_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor, Tensor]":
+    """Return -log q(label) and its gradient q - onehot(label). Overwrites q."""
+    labels = chunk.labels[:, None]
+    delta = chunk.q.scatter_add_(1, labels, chunk.q.new_full(labels.shape, -1))
+    return -chunk.label_log_probs, delta
 
 
 def overlap(log_p: "Tensor", log_q: "Tensor") -> "Tensor":
     """a = sum_v min(p, q), the probability that speculative sampling accepts a draft."""
-    return log_p.exp().minimum(log_q.exp()).sum(-1).clamp(min=TINY)
+    return log_p.exp().minimum(log_q.exp()).sum(-1).clamp(min=SMALLEST_NORMAL_FLOAT32)
 
 
-def overlap_by_hand(p: "Tensor", q: "Tensor") -> "tuple[Tensor, Tensor]":
-    """a, and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p.
-    Overwrites q."""
-    gained = q * (q < p)
+def overlap_with_gradient(p: "Tensor", q: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Return the overlap a and its gradient q_v (m_v - sum_u q_u m_u), where m is 1 for tokens with
+    q < p and 0 for others. Overwrites q."""
+    q_below_p = q * (q < p)
     overlap = p.minimum(q).sum(-1)
-    return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
+    return overlap, q_below_p.sub_(q.mul_(q_below_p.sum(-1, keepdim=True)))
 
 
-def total_variation(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
+def total_variation(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
     """1 - a."""
     return 1 - overlap(log_p, log_q)
 
 
-def acceptance(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
+def negative_log_overlap(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
     """-log a."""
     return -overlap(log_p, log_q).log()
 
 
-def lk(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
-    """s KL + (1 - s) (1 - a) with s = exp(-3 a), held constant in the gradient: KL while target and
-    drafter are far apart, acceptance itself when they are near."""
+def kl_total_variation_mix(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
+    """s KL + (1 - s) (1 - a) with s = exp(-3 a), which is constant in the gradient (LK loss).
+
+    It is close to KL while target and drafter differ much, and to the total variation when they are
+    similar.
+    """
     accepted = overlap(log_p, log_q)
-    share = (-3 * accepted).exp().detach()
-    return share * kl(log_p, log_q, label) + (1 - share) * (1 - accepted)
+    kl_share = (-3 * accepted).exp().detach()
+    return kl_share * kl(log_p, log_q, labels) + (1 - kl_share) * (1 - accepted)
 
 
-def lk_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    overlap, gradient = overlap_by_hand(chunk.p, chunk.q.clone())
-    kl, kl_gradient = kl_by_hand(chunk)
-    share = (-3 * overlap).exp()
-    mixed = kl_gradient.mul_(share[:, None]).sub_(gradient.mul_(1 - share[:, None]))
-    return share * kl + (1 - share) * (1 - overlap), mixed
+def kl_total_variation_mix_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor, Tensor]":
+    """Return `kl_total_variation_mix` and its gradient. Overwrites q."""
+    assert chunk.p is not None
+    overlap, overlap_gradient = overlap_with_gradient(chunk.p, chunk.q.clone())
+    kl, kl_gradient = kl_with_gradient(chunk)
+    kl_share = (-3 * overlap).exp()
+    gradient = kl_gradient.mul_(kl_share[:, None]).sub_(
+        overlap_gradient.mul_(1 - kl_share[:, None])
+    )
+    return kl_share * kl + (1 - kl_share) * (1 - overlap), gradient
 
 
-def ce_l1(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
-    """0.1 CE + 0.9 sum_v |p - q|: DSpark's mixture; the sum is twice the total variation."""
-    return 0.1 * cross_entropy(log_p, log_q, label) + 1.8 * total_variation(log_p, log_q, label)
+def cross_entropy_l1_mix(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
+    """0.1 CE + 0.9 sum_v |p - q|, DSpark's loss. The sum is twice the total variation."""
+    return 0.1 * cross_entropy(log_p, log_q, labels) + 1.8 * total_variation(log_p, log_q, labels)
 
 
-def ce_l1_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    overlap, gradient = overlap_by_hand(chunk.p, chunk.q.clone())
-    entropy, slope = cross_entropy_by_hand(chunk)
-    return 0.1 * entropy + 1.8 * (1 - overlap), slope.mul_(0.1).sub_(gradient, alpha=1.8)
+def cross_entropy_l1_mix_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor, Tensor]":
+    """Return `cross_entropy_l1_mix` and its gradient. Overwrites q."""
+    assert chunk.p is not None
+    overlap, overlap_gradient = overlap_with_gradient(chunk.p, chunk.q.clone())
+    entropy, entropy_gradient = cross_entropy_with_gradient(chunk)
+    gradient = entropy_gradient.mul_(0.1).sub_(overlap_gradient, alpha=1.8)
+    return 0.1 * entropy + 1.8 * (1 - overlap), gradient
 
 
-def dpace(likely: "Tensor", counted: "Tensor") -> "Tensor":
-    """w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - ALPHA) q + ALPHA and q the drafter's
-    probability of the label (D-PACE)."""
-    reach = ((1 - ALPHA) * likely + ALPHA).cumprod(1) * counted
-    return reach.flip(1).cumsum(1).flip(1)
+def dpace_weights(label_probs: "Tensor", has_loss: "Tensor") -> "Tensor":
+    """w_t = sum_{j >= t} prod_{i <= j} s_i with s = (1 - c) q(label) + c, where c is
+    DPACE_SMOOTHING (D-PACE). Both arguments are (G, L)."""
+    survival = ((1 - DPACE_SMOOTHING) * label_probs + DPACE_SMOOTHING).cumprod(1) * has_loss
+    return survival.flip(1).cumsum(1).flip(1)
 
 
-DIVERGENCES = {
-    "kl": Divergence(kl, kl_by_hand, reads_log_q=True),
-    "cross_entropy": Divergence(cross_entropy, cross_entropy_by_hand, of_labels=True),
+DIVERGENCE_TABLE = {
+    "kl": Divergence(kl, kl_with_gradient, needs_expected_log_q=True),
+    "cross_entropy": Divergence(cross_entropy, cross_entropy_with_gradient, labels_only=True),
     "tv": Divergence(total_variation),
-    "acceptance": Divergence(acceptance),
-    "lk": Divergence(lk, lk_by_hand, reads_log_q=True),
-    "ce_l1": Divergence(ce_l1, ce_l1_by_hand, until_gap=True),  # as DeepSpec and SpecForge train it
+    "acceptance": Divergence(negative_log_overlap),
+    "lk": Divergence(
+        kl_total_variation_mix, kl_total_variation_mix_with_gradient, needs_expected_log_q=True
+    ),
+    # DeepSpec and SpecForge, too, end a block at a gap
+    "ce_l1": Divergence(cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, ends_at_gap=True),
 }
 
-WEIGHTS = {
-    "gamma": Weighting(lambda steps, config: config.gamma**steps),  # DART section 3.3
-    "exponential": Weighting(
-        lambda steps, config: (-steps / config.gamma).exp()
-    ),  # the DFlash recipe
-    "dpace": Weighting(lambda steps, config: steps.new_ones(steps.shape), dpace),
+WEIGHTING_TABLE = {
+    # DART section 3.3
+    "gamma": Weighting(lambda steps, config: config.gamma**steps),
+    # the DFlash recipe
+    "exponential": Weighting(lambda steps, config: (-steps / config.gamma).exp()),
+    "dpace": Weighting(lambda steps, config: steps.new_ones(steps.shape), dpace_weights),
 }

@@ -1,7 +1,12 @@
-"""DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the
-same for every ZeRO stage and number of processes."""
+"""The DeepSpeed engine around drafter and optimiser, and its training state.
+
+A training state is a dictionary of complete tensors by parameter name. It is the same for every
+ZeRO stage and number of processes, so a run can be resumed with other ones.
+"""
 
 import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,64 +15,76 @@ from torch import nn
 from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_dtype
 from train.config import TrainConfig
-from train.optim import has_bfloat16, make_optimizer
+from train.optim import has_fast_bfloat16, make_optimizer
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of training's products: the drafter's, whose weights, gradients and moments
-    are always float32, and on a CPU the target's too (`target_dtype`)."""
+    """Return the dtype of the drafter's matrix products in training. Its weights, gradients and
+    optimiser moments are always float32."""
     name = config.optim.precision
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" or has_bfloat16() else "float32"
+        has_bfloat16 = device.type == "cuda" or has_fast_bfloat16()
+        name = "bfloat16" if has_bfloat16 else "float32"
     return getattr(torch, name)
 
 
 def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the frozen target in training's passes. Decoding's is `target.dtype`,
-    float32 on a CPU where that is auto: what an evaluation writes is exact."""
+    """Return the dtype of the frozen target in training steps.
+
+    On a CPU with target.dtype=auto it is `compute_dtype`; evaluations use float32 there, so that
+    their outputs are exact.
+    """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
     return resolve_dtype(config.target.dtype, device)
 
 
-def compiles(config: TrainConfig, cuda: bool) -> bool:
-    """Return whether the drafter's training pass is compiled."""
-    return bool(config.compile) or (config.compile is None and cuda and config.deepspeed.stage < 3)
+def uses_torch_compile(config: TrainConfig, cuda: bool) -> bool:
+    """Return whether the drafter's training step runs under torch.compile."""
+    if config.compile is None:
+        return cuda and config.deepspeed.stage < 3
+    return config.compile
 
 
-def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
-    """Return (rows of a process's pass, passes of a step), such that `world` processes together
-    take `optim.batch_size` rows a step.
+def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
+    """Return the size of a micro-batch and the number of micro-batches of each process, such that
+    all processes together take `optim.batch_size` packed sequences per step.
 
-    Raises ValueError where the rows cannot be shared evenly.
+    Raises ValueError if the batch cannot be divided evenly.
     """
     batch = config.optim.batch_size
     micro = config.optim.micro_batch_size
-    each = batch // world
-    if batch % world or each % (micro or each):
+    process_batch = batch // world_size
+    if batch % world_size or process_batch % (micro or process_batch):
+        micro_text = f" in micro-batches of optim.micro_batch_size={micro}" if micro else ""
         raise ValueError(
-            f"optim.batch_size={batch} rows a step cannot be shared evenly by {world} processes"
-            + (f" in passes of optim.micro_batch_size={micro} rows" if micro else "")
-            + f": choose a multiple of {world * (micro or 1)}"
+            f"optim.batch_size={batch} cannot be divided evenly among {world_size} "
+            f"processes{micro_text}: "
+            f"choose a multiple of {world_size * (micro or 1)}"
         )
-    return micro or each, each // (micro or each)
+    micro_batch_size = micro or process_batch
+    return micro_batch_size, process_batch // micro_batch_size
 
 
-def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
-    """Put DeepSpeed around drafter and optimiser. The target stays outside, because it has no
-    training state."""
+def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) -> "DeepSpeedEngine":
+    """Move the drafter to the device, create its optimiser, and return a DeepSpeed engine around
+    both. The frozen target is not part of the engine, because it has no training state."""
     import deepspeed
 
-    rows, passes = micro_batch(config, dist.get_world_size())
+    micro_batch_size, micro_steps = split_batch(config, dist.get_world_size())
     drafter.to(device)
     drafter.recompute = bool(config.gradient_checkpointing)
-    model = drafter
-    if compiles(config, device.type == "cuda"):
-        # a module around the drafter: DeepSpeed adds its hooks to that one, and they cannot be
-        # compiled
-        model = torch.compile(drafter, dynamic=False)
-    kind = compute_dtype(config, device)
-    if kind != torch.float32:  # the norms' weights are float32 on purpose
+    model: nn.Module = drafter
+    if uses_torch_compile(config, device.type == "cuda"):
+        # A new module around the drafter: DeepSpeed adds hooks to the module that it is given, and
+        # these hooks cannot be compiled.
+        model = cast(nn.Module, torch.compile(drafter, dynamic=False))
+
+    dtype = compute_dtype(config, device)
+    if dtype != torch.float32:  # the norms' weights are float32 on purpose
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
@@ -76,12 +93,12 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
         model=model,
         optimizer=make_optimizer(drafter, config.optim),
         config={
-            "train_micro_batch_size_per_gpu": rows,
-            "gradient_accumulation_steps": passes,
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": micro_steps,
             "gradient_clipping": config.optim.max_grad_norm,
             "torch_autocast": {
-                "enabled": kind != torch.float32,
-                "dtype": str(kind).removeprefix("torch."),
+                "enabled": dtype != torch.float32,
+                "dtype": str(dtype).removeprefix("torch."),
             },
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
@@ -92,138 +109,163 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     return engine
 
 
-def take_step(engine) -> torch.Tensor:
-    """Take the optimiser's step after a backward pass, if that was the step's last. Return the
-    gradient's norm before clipping, () (NaN where there was no step). Where the norm is not finite,
-    weights and moments stay as they were, in all processes."""
-    no_step = torch.tensor(float("nan"))
+def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
+    """Finish a micro-batch after its backward pass, and return the gradient norm before clipping.
+
+    Call it after every micro-batch, like DeepSpeed's `engine.step()`. Only after the last one of a
+    step does it update the weights; after the others it counts the micro-batch and returns NaN. If
+    the norm is not finite, all processes leave weights and moments unchanged.
+    """
+    no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():
         engine.step()
-        return no_step
+        return no_norm
 
     if engine.zero_optimization_stage() > 0:
-        engine.step()  # with sharded states DeepSpeed itself skips a step
+        engine.step()  # with sharded states, DeepSpeed skips the update itself
         norm = engine.get_global_grad_norm()
-        return no_step if engine.optimizer.overflow or norm is None else torch.as_tensor(norm)
+        zero_optimizer: Any = engine.optimizer
+        if zero_optimizer.overflow or norm is None:
+            return no_norm
+        return torch.as_tensor(norm)
 
-    gradients = [
-        parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None
-    ]
+    gradients = []
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
     norm = torch.nn.utils.get_total_norm(gradients)
     if not torch.isfinite(norm):
         engine.zero_grad()
-        engine.set_gradient_accumulation_boundary(
-            False
-        )  # the engine counts the pass, and that is all
+        # the engine then only counts the micro-batch, without an update
+        engine.set_gradient_accumulation_boundary(False)
     engine.step()
-    engine.set_gradient_accumulation_boundary(None)  # by the number of passes, as before
+    # from now on the boundary follows from the number of micro-batches again
+    engine.set_gradient_accumulation_boundary(None)
     return norm
 
 
-def _flats(engine) -> list[torch.Tensor]:
-    """Return the parameters that a sharded optimiser itself sees: this process's shares of the
-    drafter's, in one piece."""
+def _flat_parameters(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
+    """Return the flat parameters that a sharded optimiser updates: this process's shard of each
+    parameter group."""
     if engine.zero_optimization_stage() == 3:
-        return engine.optimizer.fp32_partitioned_groups_flat
-    return [
-        parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]
-    ]
+        zero_optimizer: Any = engine.optimizer
+        return zero_optimizer.fp32_partitioned_groups_flat
+    basic_optimizer: Any = engine.basic_optimizer
+    return [p for group in basic_optimizer.param_groups for p in group["params"]]
 
 
-def _link(engine) -> None:
-    """Tell DeepSpeed where in its flat shares the moments of each parameter lie. It does so itself
-    after the first group of parameters was stepped for the first time: too early for the other
-    groups."""
+def _map_moments_to_parameters(engine: "DeepSpeedEngine") -> None:
+    """Let DeepSpeed record which part of its flat moments belongs to which parameter.
+
+    DeepSpeed does so itself after the first step of the first parameter group, but before the other
+    groups have moments.
+    """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    zero = engine.optimizer
+    zero_optimizer: Any = engine.optimizer
+    basic_optimizer: Any = engine.basic_optimizer
     if engine.zero_optimization_stage() in (1, 2):
-        for group, flat in zip(
-            zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
-        ):
-            lazy_init_hp_params_optimizer_state(group, flat, engine.basic_optimizer.state)
+        groups = zero_optimizer.bit16_groups
+        flat_groups = zero_optimizer.single_partition_of_fp32_groups
+        for group, flat in zip(groups, flat_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(group, flat, basic_optimizer.state)
 
 
-def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
-    """Return every weight (its name) and what an unsharded optimiser keeps of it (name/exp_avg,
-    ..., name/step), all float32 on the host, and buffers; `moments` is the optimiser's state."""
+def collect_unsharded_state(
+    model: nn.Module, moments: Mapping[torch.Tensor, dict]
+) -> dict[str, torch.Tensor]:
+    """Return the training state of a model with an unsharded optimiser, copied to the host.
+
+    moments: the optimiser's `state`. The keys are parameter names for weights, name/exp_avg,
+    name/step etc. for the optimiser's state, and buffer names for buffers.
+    """
     state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
-        state |= {
-            f"{name}/{key}": value for key, value in moments.get(parameter, {}).items()
-        }  # none if frozen
-    return copied(state)
+        for key, value in moments.get(parameter, {}).items():  # empty for frozen parameters
+            state[f"{name}/{key}"] = value
+    return copy_to_host(state)
 
 
-def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the host, float32; of whole numbers as they are."""
-    kinds = {
-        name: torch.float32 if value.is_floating_point() else value.dtype
-        for name, value in state.items()
-    }
-    return {name: value.to("cpu", kinds[name], copy=True) for name, value in state.items()}
-
-
-def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tensor]) -> None:
-    """Give an unsharded optimiser what `plain_state` took from another one; weights are left
-    alone."""
-    named = dict(model.named_parameters())
+def copy_to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the host: floating-point tensors as float32, others in their own
+    dtype."""
+    copies = {}
     for name, value in state.items():
-        if "/" in name:
-            owner, key = name.split("/")
-            moments[named[owner]][key] = (
-                value if value.ndim == 0 else value.to(named[owner].device)
-            ).clone()
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
+        copies[name] = value.to("cpu", dtype, copy=True)
+    return copies
 
 
-def training_state(drafter: Drafter, engine) -> dict[str, torch.Tensor]:
-    """Return the state of `plain_state`, whole whatever the ZeRO stage: in the first process,
-    nothing in the others. All processes call it together; engine: the one around the drafter."""
+def restore_unsharded_moments(
+    model: nn.Module, moments: dict, state: dict[str, torch.Tensor]
+) -> None:
+    """Write the optimiser's part of a training state into an unsharded optimiser's `state`. The
+    model's weights are not changed."""
+    parameters = dict(model.named_parameters())
+    for state_name, value in state.items():
+        if "/" not in state_name:
+            continue
+        name, key = state_name.split("/")
+        parameter = parameters[name]
+        on_device = value if value.ndim == 0 else value.to(parameter.device)
+        moments[parameter][key] = on_device.clone()
+
+
+def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[str, torch.Tensor]:
+    """Return the training state (see `collect_unsharded_state`) whatever the ZeRO stage.
+
+    All processes must call it together. The first process gets the state, the others an empty
+    dictionary.
+    """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    first = dist.get_rank() == 0
-    moments = engine.basic_optimizer.state
+    is_first = dist.get_rank() == 0
+    basic_optimizer: Any = engine.basic_optimizer
+    moments = basic_optimizer.state
     if engine.zero_optimization_stage() == 0:
-        return plain_state(drafter, moments) if first else {}
-    _link(engine)
-    common = moments[
-        _flats(engine)[0]
-    ]  # every process's share has the same keys, and is in the same step
-    state = copied(dict(drafter.named_buffers())) if first else {}
+        return collect_unsharded_state(drafter, moments) if is_first else {}
+
+    _map_moments_to_parameters(engine)
+    # every shard has the same keys and the same step count
+    shard_state = moments[_flat_parameters(engine)[0]]
+    state = copy_to_host(dict(drafter.named_buffers())) if is_first else {}
     for name, parameter in drafter.named_parameters():
-        whole = {name: safe_get_full_fp32_param(parameter)}
-        for key, value in common.items():
-            whole[f"{name}/{key}"] = (
-                value if value.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
-            )
-        if first:
-            state |= copied(whole)  # at once: the next parameter's take its place
+        full_tensors = {name: safe_get_full_fp32_param(parameter)}
+        for key, value in shard_state.items():
+            if value.ndim > 0:
+                value = safe_get_full_optimizer_state(parameter, key)
+            full_tensors[f"{name}/{key}"] = value
+        if is_first:
+            state |= copy_to_host(full_tensors)  # now, because the next parameter reuses the memory
     return state
 
 
-def restore(drafter: Drafter, engine, state: dict[str, torch.Tensor]) -> None:
-    """Give a fresh engine around a drafter of the same weights what `training_state` took from
-    another one, sharded or not."""
+def restore_training_state(
+    drafter: Drafter, engine: "DeepSpeedEngine", state: dict[str, torch.Tensor]
+) -> None:
+    """Write the optimiser's part of a training state into a new engine, sharded or not. The drafter
+    must already have the weights of the state."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    moments = engine.basic_optimizer.state
+    basic_optimizer: Any = engine.basic_optimizer
+    moments = basic_optimizer.state
     if engine.zero_optimization_stage() == 0:
-        restore_moments(drafter, moments, state)
+        restore_unsharded_moments(drafter, moments, state)
         return
-    named = dict(drafter.named_parameters())
-    known = {name: value for name, value in state.items() if "/" in name}
-    of_first = f"{next(iter(named))}/"
-    some = {
-        name.removeprefix(of_first): value
-        for name, value in known.items()
-        if name.startswith(of_first)
-    }
-    for flat in _flats(engine):
-        for key, value in some.items():
-            moments[flat][key] = value.clone() if value.ndim == 0 else torch.zeros_like(flat)
-    _link(engine)
-    for name, value in known.items():
-        owner, key = name.split("/")
+
+    # create the moments of the flat parameters, with the keys that the first parameter has
+    parameters = dict(drafter.named_parameters())
+    optimizer_state = {name: value for name, value in state.items() if "/" in name}
+    prefix = f"{next(iter(parameters))}/"
+    for flat in _flat_parameters(engine):
+        for name, value in optimizer_state.items():
+            if name.startswith(prefix):
+                key = name.removeprefix(prefix)
+                moments[flat][key] = value.clone() if value.ndim == 0 else torch.zeros_like(flat)
+    _map_moments_to_parameters(engine)
+
+    for state_name, value in optimizer_state.items():
+        name, key = state_name.split("/")
         if value.ndim:
-            safe_set_full_optimizer_state(named[owner], value.to(engine.device), key)
+            safe_set_full_optimizer_state(parameters[name], value.to(engine.device), key)

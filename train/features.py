@@ -1,85 +1,93 @@
-"""Stored features: the target's hidden states of the training rows, computed once, so that training
-needs no target.
+"""Stored features: the target's hidden states of the training data, computed once, so that training
+does not need the target's decoder layers.
 
-    <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its
-                          rows' checksums
+    <out>/manifest.json   target, tokenizer, layers and data of the features, and every shard with
+                          the checksums of its packed sequences
     <out>/shard-00000.safetensors
-        ids, positions, documents, loss   (n, T) the packed rows
+        ids, positions, documents, loss   (n, T) the packed sequences
         context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K) and
                                                last_scale (n, T)
 
-n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed,
-then
-listed: a run that was stopped goes on after the last listed one.
+Shapes: n packed sequences, T tokens each, K feature layers of the target, D hidden size.
 
-The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and
-every row with its CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads
-ahead.
+A shard is written under a temporary name, renamed, and then listed in the manifest. A run that was
+stopped continues after the last listed shard.
+
+The manifest contains its own SHA-256. When a folder is opened, the size of every shard is checked;
+when a packed sequence is read, its CRC-32 is checked. This takes about a second per gigabyte, in
+the thread that reads ahead.
 """
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.packing import prepare_rows, refuse_no_rows
+from data.packing import prepare_packed_dataset, refuse_empty_dataset
 from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
-from infer.utils.errors import disk, going_on
+from infer.utils.errors import abort_on_write_error, explain_interrupt
 from infer.utils.files import (
+    atomic_replace_file,
     atomic_write,
     json_digest,
-    refuse_other_settings,
-    replacing,
-    save_readable,
+    refuse_changed_settings,
+    save_shared_safetensors,
 )
 from infer.utils.redact import redact
 from infer.utils.renamed_options import translate_saved_config
 from train.config import FeaturesConfig, TrainConfig
 
-MANIFEST = "manifest.json"
-NO_INFLUENCE = ("data.max_invalid_fraction",)  # options that change no row
-SHARD = 512 * 10**6  # bytes, about
-COLUMNS = {
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FEATURES_MANIFEST_FILE = "manifest.json"
+OPTIONS_WITHOUT_INFLUENCE = ("data.max_invalid_fraction",)  # options that change no packed sequence
+MAX_SHARD_BYTES = 512 * 10**6  # approximately
+INPUT_COLUMN_DTYPES = {
     "ids": torch.int32,
     "positions": torch.int32,
     "documents": torch.int32,
     "loss": torch.bool,
 }
+INPUT_BYTES_PER_TOKEN = 13  # of the columns above
+SCALE_BYTES = 4  # float32, of each int8 vector
+MIN_QUANTISATION_RANGE = 1e-12  # lower bound of a vector's largest entry
 
 
-def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors (..., D) as int8 and the scale of each, (...,) float32: the largest entry becomes
-    127."""
-    scale = states.abs().amax(-1).float().clamp(min=1e-12) / 127
+def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return vectors (..., D) as int8, and the scale of each vector, (...,) float32. The largest
+    entry of a vector becomes 127."""
+    scale = states.abs().amax(-1).float().clamp(min=MIN_QUANTISATION_RANGE) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
 
-def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """Return the features of a batch of stored rows: context (B, T, K*D), last (B, T, D), in
-    `dtype`."""
+def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
+    """Return the features of a batch of stored sequences in `dtype`: context (B, T, K*D) and last
+    (B, T, D)."""
 
-    def whole(name: str) -> torch.Tensor:
-        states = rows[name]
-        if f"{name}_scale" in rows:
-            states = states * rows[f"{name}_scale"][..., None]
+    def dequantise_column(name: str) -> torch.Tensor:
+        states = batch[name]
+        if f"{name}_scale" in batch:
+            states = states * batch[f"{name}_scale"][..., None]
         return states.to(dtype)
 
-    return Features(whole("context").flatten(2), whole("last"))
+    return Features(dequantise_column("context").flatten(2), dequantise_column("last"))
 
 
-def dependencies(
+def feature_dependencies(
     config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]
 ) -> dict:
-    """Return what stored features depend on; training from them is refused if one of these
-    differs."""
-    known = {
+    """Return what stored features depend on, as written to the manifest. Training is refused with
+    features whose dependencies differ. layers: ids of the target's feature layers."""
+    dependencies = {
         "target": {
             "path": config.target.path,
             "weights": weights_digest(config.target.path),
@@ -90,84 +98,114 @@ def dependencies(
         "layers": list(layers),
         "data": asdict(config.data),
     }
-    return redact(known)
+    return cast(dict, redact(dependencies))
 
 
-def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
-    """Bytes of one stored row."""
-    each = 2 * hidden if store == "bfloat16" else hidden + 4
-    return length * ((layers + 1) * each + 13)
+def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: str) -> int:
+    """Return the bytes of one stored sequence of `length` tokens. store: bfloat16 or int8."""
+    vector_bytes = {"bfloat16": 2 * hidden_size, "int8": hidden_size + SCALE_BYTES}[store]
+    return length * ((num_layers + 1) * vector_bytes + INPUT_BYTES_PER_TOKEN)
 
 
 @torch.no_grad()
 def write_features(
-    config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance
+    config: FeaturesConfig,
+    target: Target,
+    layers: tuple[int, ...],
+    dataset: "Dataset",
+    report_progress: Callable[[int, int], None],
 ) -> Path:
-    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on
-    with what a stopped run left. Raises ValueError when the folder holds features of something
-    else."""
+    """Store the features of all packed sequences and return the folder.
+
+    A run that was stopped is continued. `report_progress(stored sequences, all sequences)` is
+    called after every shard. Raises ValueError if the folder holds features with other
+    dependencies.
+    """
     out = Path(config.out)
-    known = dependencies(config, target, layers)
+    dependencies = feature_dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": 1,
         "store": config.store_dtype,
-        **known,
+        **dependencies,
         "rows": len(dataset),
         "length": config.data.length,
+        "shards": [],
     }
-    manifest["shards"] = []
-    if (out / MANIFEST).exists():
-        found = read_manifest(out)
-        found |= translate_saved_config({"data": found["data"]})
+    if (out / FEATURES_MANIFEST_FILE).exists():
+        existing = read_manifest(out)
+        existing |= translate_saved_config({"data": existing["data"]})
         message = f"{out} holds features of another {{keys}}: choose another out="
-        refuse_other_settings(found, manifest, message, free=("shards", "sha256", *NO_INFLUENCE))
-        manifest = found
-    hidden = target.config.hidden_size
-    count = max(1, SHARD // row_bytes(config.data.length, len(layers), hidden, config.store_dtype))
-    for stale in out.glob(".shard-*"):
-        stale.unlink()
-    done = sum(shard["rows"] for shard in manifest["shards"])
-    while done < len(dataset):
-        part = range(done, min(done + count, len(dataset)))
-        rows = [with_features(target, layers, dataset[i], config.store_dtype) for i in part]
-        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        name = f"shard-{len(manifest['shards']):05d}.safetensors"
-        with disk(f"{name} of {out}"), replacing(out / name) as fresh:
-            save_readable(tensors, fresh)
-        entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
-        manifest["shards"].append(entry | {"checksums": [checksum(row) for row in rows]})
-        write_manifest(out, manifest)
-        done += len(rows)
-        advance(done, len(dataset))
-    return out
+        refuse_changed_settings(
+            existing,
+            manifest,
+            message,
+            ignored_prefixes=("shards", "sha256", *OPTIONS_WITHOUT_INFLUENCE),
+        )
+        manifest = existing
 
-
-def with_features(
-    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
-) -> dict:
-    """Run the target over a packed row of (T,) columns; return it with its features, on the
-    host."""
-    ids, positions, documents = (
-        row[name][None].to(target.device) for name in ("ids", "positions", "documents")
+    sequence_bytes = count_stored_bytes(
+        config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
-    features = target.packed_features(ids, positions, documents, layers)
-    context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
-    out = {name: row[name].to(kind) for name, kind in COLUMNS.items()}
-    for name, value in (("context", context), ("last", features.last[0])):
-        if store == "int8":
-            value, scale = quantise(value)
-            out[f"{name}_scale"] = scale.cpu()
-        out[name] = value.to(torch.int8 if store == "int8" else torch.bfloat16).cpu()
+    shard_size = max(1, MAX_SHARD_BYTES // sequence_bytes)
+    for temporary in out.glob(".shard-*"):  # of a run that was killed
+        temporary.unlink()
+    num_stored = sum(shard["rows"] for shard in manifest["shards"])
+    while num_stored < len(dataset):
+        rows = []
+        for index in range(num_stored, min(num_stored + shard_size, len(dataset))):
+            rows.append(compute_stored_row(target, layers, dataset[index], config.store_dtype))
+        write_shard(out, manifest, rows)
+        num_stored += len(rows)
+        report_progress(num_stored, len(dataset))
     return out
 
 
-def checksum(row: dict[str, torch.Tensor]) -> int:
-    """CRC-32 of a row's columns, in the order of their names."""
-    value = 0
+def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) -> None:
+    """Write one shard of stored sequences, add it to the manifest and write the manifest."""
+    tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    name = f"shard-{len(manifest['shards']):05d}.safetensors"
+    with abort_on_write_error(f"{name} of {out}"), atomic_replace_file(out / name) as temporary:
+        save_shared_safetensors(tensors, temporary)
+    manifest["shards"].append(
+        {
+            "file": name,
+            "rows": len(rows),
+            "bytes": (out / name).stat().st_size,
+            "checksums": [compute_row_checksum(row) for row in rows],
+        }
+    )
+    write_manifest(out, manifest)
+
+
+def compute_stored_row(
+    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
+) -> dict[str, torch.Tensor]:
+    """Run the target on a packed sequence, columns (T,), and return it with its features, on the
+    host."""
+    ids = row["ids"][None].to(target.device)
+    positions = row["positions"][None].to(target.device)
+    documents = row["documents"][None].to(target.device)
+    features = target.compute_packed_features(ids, positions, documents, layers)
+    context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
+
+    stored = {name: row[name].to(dtype) for name, dtype in INPUT_COLUMN_DTYPES.items()}
+    for name, states in (("context", context), ("last", features.last_hidden_states[0])):
+        if store == "int8":
+            states, scale = quantise_vectors(states)
+            stored[f"{name}_scale"] = scale.cpu()
+            stored[name] = states.cpu()
+        else:
+            stored[name] = states.to(torch.bfloat16).cpu()
+    return stored
+
+
+def compute_row_checksum(row: dict[str, torch.Tensor]) -> int:
+    """Return the CRC-32 of a stored sequence's columns, sorted by name."""
+    checksum = 0
     for name in sorted(row):
-        value = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy(), value)
-    return value
+        checksum = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 def manifest_digest(manifest: dict) -> str:
@@ -177,35 +215,42 @@ def manifest_digest(manifest: dict) -> str:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Write the manifest with its own digest, atomically."""
-    with disk(f"{MANIFEST} of {folder}"):
-        atomic_write(
-            folder / MANIFEST, json.dumps(manifest | {"sha256": manifest_digest(manifest)}) + "\n"
-        )
+    complete = manifest | {"sha256": manifest_digest(manifest)}
+    with abort_on_write_error(f"{FEATURES_MANIFEST_FILE} of {folder}"):
+        atomic_write(folder / FEATURES_MANIFEST_FILE, json.dumps(complete) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest, after checking that it is what was written. Raises ValueError or
-    FileNotFoundError."""
-    file = folder / MANIFEST
+    """Return the manifest of a features folder. Raises FileNotFoundError if there is none, and
+    ValueError if it is damaged."""
+    file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one"
+            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features "
+            f"out={folder} writes one"
         )
     try:
         manifest = json.loads(file.read_text())
-        sound = manifest["format"] == 1 and manifest["sha256"] == manifest_digest(manifest)
+        is_valid = manifest["format"] == 1 and manifest["sha256"] == manifest_digest(manifest)
     except (ValueError, KeyError, TypeError, RecursionError):
-        sound = False
-    if not sound:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f"{file} is damaged, or was written by another version")
-    defaults = asdict(DataConfig())  # an earlier version had other options
-    known = {key: value for key, value in manifest["data"].items() if key in defaults}
-    return manifest | {"data": defaults | known}
+
+    # earlier versions had other data options
+    options = asdict(DataConfig())
+    for key, value in manifest["data"].items():
+        if key in options:
+            options[key] = value
+    return manifest | {"data": options}
 
 
-class StoredRows:
-    """The rows of a features folder, by number: what `data.packing.batch` draws from. Only the rows
-    that are asked for are read into memory."""
+class StoredFeatures:
+    """The packed sequences of a features folder, as a data set that is read on demand.
+
+    `data.packing.batch` draws batches from it by index. Raises ValueError if the folder is
+    incomplete or damaged.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -213,103 +258,117 @@ class StoredRows:
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
             raise ValueError(
-                f"{self.folder} is not finished: the same ./launch.sh features command goes on with it"
+                f"{self.folder} is not finished: the same ./launch.sh features command continues it"
             )
         for shard in shards:
             file = self.folder / shard["file"]
             if not file.is_file():
                 raise ValueError(f"{file} is missing")
-            if file.stat().st_size != shard["bytes"]:
+            num_bytes = file.stat().st_size
+            if num_bytes != shard["bytes"]:
                 raise ValueError(
-                    f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}"
+                    f"{file} is truncated or altered: {num_bytes} bytes of {shard['bytes']}"
                 )
-        self._places = [(n, i) for n, shard in enumerate(shards) for i in range(shard["rows"])]
-        self._open: dict[int, object] = {}  # shards that were read from
-        self._chosen: list[int] | None = (
-            None  # of the stored layers, those that a run taps; None: all
-        )
 
-    def check(self, expected: dict) -> None:
-        """Raise ValueError, naming what differs, unless the features are what `dependencies` says
-        that a run needs, or have more layers: rows then have the run's."""
-        known = {key: self.manifest[key] for key in expected}
-        known |= translate_saved_config({"data": known["data"]})
-        layers = expected["layers"]
-        # once not recorded
-        known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]
-        if {*layers} <= {*known["layers"]}:
-            self._chosen, known["layers"] = (
-                [known["layers"].index(layer) for layer in layers],
-                layers,
-            )
+        self._locations = []  # (shard number, row in the shard) of every packed sequence
+        for number, shard in enumerate(shards):
+            self._locations += [(number, row) for row in range(shard["rows"])]
+        self._open_shards: dict[int, Any] = {}
+        # positions of the selected layers among the stored ones; None: all stored layers
+        self._selected_layers: list[int] | None = None
+
+    def check_dependencies(self, dependencies: dict) -> None:
+        """Raise ValueError, naming the differences, unless these features were computed with
+        `dependencies` (see `feature_dependencies`). The folder may have more layers."""
+        stored = {key: self.manifest[key] for key in dependencies}
+        stored |= translate_saved_config({"data": stored["data"]})
+        # early versions did not record the quantization
+        quantization = dependencies["target"]["quantization"]
+        stored["target"] = {"quantization": quantization} | stored["target"]
+        if set(dependencies["layers"]) <= set(stored["layers"]):
+            stored["layers"] = dependencies["layers"]
         message = f"{self.folder} has features of another {{keys}}"
-        refuse_other_settings(known, expected, message, NO_INFLUENCE)
+        refuse_changed_settings(stored, dependencies, message, OPTIONS_WITHOUT_INFLUENCE)
 
-    def column_parts(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a column of all rows, shard by shard, (entries,) each."""
+    def select_layers(self, layers: tuple[int, ...]) -> None:
+        """Let sequences have the features of these layers only. All must be stored."""
+        stored_layers = self.manifest["layers"]
+        self._selected_layers = [stored_layers.index(layer) for layer in layers]
+
+    def iterate_column(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a column of all packed sequences as one flat array per shard."""
         for shard in self.manifest["shards"]:
             with safe_open(self.folder / shard["file"], "pt") as opened:
                 yield opened.get_tensor(name).flatten().numpy()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
-    def _row(self, index: int) -> dict[str, torch.Tensor]:
-        number, i = self._places[index]
-        shard = self.manifest["shards"][number]
+    def _read_row(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one stored sequence. Raises ValueError if it is damaged."""
+        shard_number, row_number = self._locations[index]
+        shard = self.manifest["shards"][shard_number]
         file = self.folder / shard["file"]
         try:
-            if number not in self._open:
-                self._open[number] = safe_open(file, "pt")
-            opened = self._open[number]
-            row = {name: opened.get_slice(name)[i] for name in opened.keys()}  # noqa: SIM118
-            if not {*COLUMNS, "context", "last"} <= row.keys():
+            if shard_number not in self._open_shards:
+                self._open_shards[shard_number] = safe_open(file, "pt")
+            opened = self._open_shards[shard_number]
+            row = {}
+            for name in opened.keys():  # noqa: SIM118
+                row[name] = opened.get_slice(name)[row_number]
+            if not {*INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
                 raise ValueError(f"its columns are {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(f"{file} is truncated or altered ({error})") from error
-        if checksum(row) != shard["checksums"][i]:
-            raise ValueError(f"{file} is altered: its row {i} is not what was stored")
+        if compute_row_checksum(row) != shard["checksums"][row_number]:
+            raise ValueError(f"{file} is altered: the checksum of its row {row_number} differs")
         return row
 
     def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        rows = [self._row(index) for index in indices]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        if self._chosen is not None:
-            batch |= {
-                name: batch[name][:, :, self._chosen]
-                for name in batch
-                if name.startswith("context")
-            }
-        return {
-            name: value.long() if value.dtype == torch.int32 else value
-            for name, value in batch.items()
-        }
+        """Return a batch of stored sequences, columns (B, T, ...)."""
+        rows = [self._read_row(index) for index in indices]
+        batch = {}
+        for name in rows[0]:
+            column = torch.stack([row[name] for row in rows])
+            if self._selected_layers is not None and name.startswith("context"):
+                column = column[:, :, self._selected_layers]
+            if column.dtype == torch.int32:
+                column = column.long()
+            batch[name] = column
+        return batch
 
 
 def store_features(config: FeaturesConfig) -> None:
-    """`./launch.sh features`: packs the data and runs the target. Says how much it will be
-    first."""
-    from infer.drafters.base import tapped_layers
-    from infer.targets.loading import open_target
+    """Run `./launch.sh features`: prepare the data, print the size of the features, and compute and
+    store them."""
+    from infer.drafters.build import choose_feature_layers
+    from infer.targets.loading import load_configured_target
     from infer.utils.progress import Progress
-    from train.run.initial import resolve_init
+    from train.run.initial import resolve_drafter_options
 
-    config = replace(config, drafter=resolve_init(config.drafter, config.target))
-    target = open_target(config.target)
-    layers = tapped_layers(config.drafter, target.config)
-    tokenizer = target.tokenizer
+    config = replace(config, drafter=resolve_drafter_options(config.drafter, config.target))
+    target = load_configured_target(config.target)
+    layers = choose_feature_layers(config.drafter, target.config)
     digest = target.tokenizer_digest
-    prepared = prepare_rows(config.data, tokenizer, digest, Progress("tokenising", "texts"))
-    refuse_no_rows(prepared.counts)
-    dataset = prepared.rows
-    size = len(dataset) * row_bytes(
+    assert digest is not None
+    progress = Progress("tokenising", "texts")
+    prepared = prepare_packed_dataset(config.data, target.tokenizer, digest, progress)
+    refuse_empty_dataset(prepared.counts)
+    dataset = prepared.dataset
+    assert dataset is not None
+
+    sequence_bytes = count_stored_bytes(
         config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
-    print(*prepared.counts.lines(), sep="\n")
+    gigabytes = len(dataset) * sequence_bytes / 1e9
+    print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}",
+        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in "
+        f"{config.out}",
         flush=True,
     )
-    with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
+    with explain_interrupt(
+        f"{config.out} has complete shards; the same command continues after them"
+    ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
-    print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")
+    print(f"to train from them: ./launch.sh features={out} and the same target, drafter and data")

@@ -1,4 +1,4 @@
-"""The training loop: frozen target in, trained drafter out. One step of it: step.py."""
+"""The training loop: trains a drafter for a frozen target. One step of it is in step.py."""
 
 import signal
 import time
@@ -8,179 +8,217 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from data.packing import row_index
-from infer.utils.errors import Stopped
-from infer.utils.interrupts import INTERRUPTED
+from data.packing import get_shuffled_index
+from infer.utils.errors import RunAborted
+from infer.utils.interrupts import EXIT_CODE_INTERRUPTED
 from infer.utils.progress import HEARTBEAT
-from train.batches import Prefetch
+from train.batches import BatchPrefetcher
 from train.config import TrainConfig
-from train.engine import micro_batch
-from train.optim import set_rate
+from train.engine import split_batch
+from train.optim import set_learning_rate
 from train.processes import (
-    StallWatch,
-    agreed,
-    catch_signals,
-    first_only,
-    own_device,
-    release_signals,
-    start_processes,
-    stopped_at_once,
+    StallWatchdog,
+    all_reduce_max,
+    allow_immediate_interrupt,
+    install_signal_handlers,
+    restore_signal_handlers,
+    run_on_first_process,
+    select_device,
+    start_process_group,
 )
-from train.run.checkpoints import checkpoint_folder, save
+from train.run.checkpoints import checkpoint_folder, save_checkpoint, save_rolling_state
 from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report
-from train.run.folder import open_run
-from train.run.log import RunLog, peak_memory, read_log
+from train.run.folder import open_run_folder
+from train.run.log import RunLog, peak_memory_bytes, read_step_metrics
 from train.run.prepare import prepare_run
-from train.run.state import RunState, settled
+from train.run.state import RunState, resolve_config
 from train.step import train_step
 
-MOST_SKIPPED = 5  # steps in a row with a loss or gradient that is not finite; that many end the run
+# The run ends after so many consecutive steps whose loss or gradient is not finite.
+MAX_CONSECUTIVE_SKIPPED_STEPS = 5
+MAX_LISTED_ROWS = 16
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a drafter from a checked configuration; return the run's folder.
+    """Train a drafter and return the run's folder.
 
-    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before
-    anything is begun, Stopped for what ends a run that was begun.
+    Raises ValueError or FileNotFoundError, with one sentence for the user, before anything is
+    written, and Stopped when a run that has started cannot continue.
     """
-    device = own_device(config.target.device)
-    start_processes(device)
-    micro_batch(config, dist.get_world_size())  # raises if the rows cannot be shared evenly
-    config = settled(config, device)
-    with ExitStack() as held:
-        folder = first_only(lambda: held.enter_context(open_run(config)))
+    device = select_device(config.target.device)
+    start_process_group(device)
+    split_batch(config, dist.get_world_size())  # raises if the batch cannot be divided evenly
+    config = resolve_config(config, device)
+    with ExitStack() as stack:
+        folder = run_on_first_process(lambda: stack.enter_context(open_run_folder(config)))
         run = prepare_run(config, device, folder)
-        held.callback(StallWatch(config.stall_timeout_minutes).over.set)
-        held.callback(release_signals)
+        watchdog = StallWatchdog(config.stall_timeout_minutes)
+        stack.callback(watchdog.stop_event.set)
+        stack.callback(restore_signal_handlers)
         return run_steps(run)
 
 
 def run_steps(run: RunState) -> Path:
-    """Take the remaining steps, with their log, checkpoints and evaluations; return the run's
-    folder."""
-    course = run.course
-    log = RunLog(run.config, run.folder, course.step, course.total)
+    """Take the remaining steps, save and evaluate checkpoints, and return the run's folder."""
+    config = run.config
+    schedule = run.schedule
+    log = RunLog(config, run.folder, schedule.step, schedule.estimated_steps)
     for line in run.notes:
-        log.say(line)
-    here = checkpoint_folder(run.folder, course.step)
-    if here.exists() and not (here / "evaluation/evaluation.json").exists():
-        evaluate(run, log)  # the run was stopped between saving and evaluating
-    stopping = catch_signals()  # until here Ctrl-C ends the run at once
-    steps = (
-        range(course.step, course.total) if course.optim.max_minutes is None else count(course.step)
-    )
-    ahead = Prefetch(run.dataset, run.config, steps, pinned=run.device.type == "cuda")
+        log.print_line(line)
+    evaluate_interrupted_checkpoint(run, log)
+
+    stop_flag = install_signal_handlers()  # until now, Ctrl-C ended the run immediately
+    steps = count(schedule.step)
+    if config.optim.max_minutes is None:
+        steps = range(schedule.step, schedule.estimated_steps)
+    prefetcher = BatchPrefetcher(run.dataset, config, steps, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
-    skipped = 0
+    skipped_steps = 0
     stop = False
-    with closing(ahead) as prefetch:
-        while not course.over:
-            metrics = take_one(run, prefetch, log)
+    with closing(prefetcher):
+        while not schedule.is_finished:
+            metrics = run_step(run, prefetcher, log)
             step = metrics["step"]
-            skipped = count_skipped(run, step, metrics, skipped, log)
-            minutes = (time.perf_counter() - saved_at) / 60
-            due = (
-                run.config.save_interval_minutes is not None
-                and minutes > run.config.save_interval_minutes
+            skipped_steps = count_consecutive_skips(run, metrics, skipped_steps, log)
+
+            # All processes must take the same decisions.
+            minutes_since_save = (time.perf_counter() - saved_at) / 60
+            save_due = (
+                config.save_interval_minutes is not None
+                and minutes_since_save > config.save_interval_minutes
             )
-            stop, save_due, spent = agreed(
-                [stopping.number is not None, due, metrics["seconds"]], run.device
+            stop, save_due, seconds = all_reduce_max(
+                [stop_flag.signal_number is not None, save_due, metrics["seconds"]], run.device
             )
-            whole = course.advance(spent)
-            if whole or stop or save_due:
-                HEARTBEAT.at(f"training: step {step}, saving")
-                saved = save(
-                    run.folder, step, run.drafter, run.engine, run.dtype if whole else None
-                )
-                if whole and not stop:  # else the same command evaluates it
-                    with stopped_at_once(
-                        f"{saved} is whole, and the same command evaluates it and goes on from there"
+            checkpoint_due = schedule.advance(seconds)
+
+            if checkpoint_due or save_due or stop:
+                saved = save_run(run, checkpoint_due)
+                # a stopped run evaluates the checkpoint when it is resumed
+                if checkpoint_due and not stop:
+                    with allow_immediate_interrupt(
+                        f"{saved} is complete; the same command evaluates it and continues"
                     ):
-                        evaluate(run, log)
+                        evaluate_newest_checkpoint(run, log)
                 saved_at = time.perf_counter()
             if stop:
-                how = f"saved {saved}; the same command goes on from there"
-                log.say(f"stopped by {stopping.name} after step {step}; {how}")
+                log.print_line(
+                    f"stopped by {stop_flag.signal_name} after step {step}; saved {saved}; "
+                    "the same command continues from there"
+                )
                 break
-    finish(run, log)
-    if stop:  # a sweep ends with it
-        raise SystemExit(INTERRUPTED if stopping.number == signal.SIGINT else 0)
+
+    finish_run(run, log)
+    if stop:  # a sweep ends with this run
+        raise SystemExit(EXIT_CODE_INTERRUPTED if stop_flag.signal_number == signal.SIGINT else 0)
     return run.folder
 
 
-def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
-    """Take a step, counted from 1, and write its line; return that."""
-    began = time.perf_counter()
+def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
+    """Evaluate the checkpoint that the run resumes from, if it was stopped before evaluating it."""
+    folder = checkpoint_folder(run.folder, run.schedule.step)
+    if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
+        evaluate_newest_checkpoint(run, log)
+
+
+def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
+    """Take the next step, write its metrics to the log and return them. Steps are counted from
+    1."""
     config = run.config
-    course = run.course
-    step = course.step + 1
-    processor_time = run.device.type == "cpu" and config.optim.clock == "processor"
-    clock = time.thread_time if processor_time else time.perf_counter
-    before = clock()
-    HEARTBEAT.at(f"training: step {step}, reading its rows")
-    rows = prefetch()
-    HEARTBEAT.at(f"training: step {step}")
-    rate = set_rate(run.engine.optimizer, course.rate)
-    numbers = train_step(run.drafter, run.engine, run.target, rows, config).numbers()
-    speed = config.optim.batch_size * config.data.length / (time.perf_counter() - began)
-    cost = {"tokens_per_second": speed, "peak_gb": peak_memory(run.device) / 1e9}
+    schedule = run.schedule
+    step = schedule.step + 1
+    use_processor_time = run.device.type == "cpu" and config.optim.clock == "processor"
+    schedule_clock = time.thread_time if use_processor_time else time.perf_counter
+    start_time = time.perf_counter()
+    schedule_start = schedule_clock()
+
+    HEARTBEAT.set_activity(f"training: step {step}, reading its rows")
+    micro_batches = prefetcher.next_step()
+    HEARTBEAT.set_activity(f"training: step {step}")
+    rate = schedule.learning_rate
+    assert run.engine.optimizer is not None
+    set_learning_rate(run.engine.optimizer, rate)
+    metrics = train_step(run.drafter, run.engine, run.target, micro_batches, config)
+    metric_values = metrics.to_json()  # synchronises with the device
+
+    tokens = config.optim.batch_size * config.data.length
     line = {
         "step": step,
-        "seconds": course.seconds + clock() - before,
+        "seconds": schedule.seconds + schedule_clock() - schedule_start,
         "lr": rate,
-        **cost,
-        **numbers,
+        "tokens_per_second": tokens / (time.perf_counter() - start_time),
+        "peak_gb": peak_memory_bytes(run.device) / 1e9,
+        **metric_values,
     }
-    log.total = course.total
-    log.step(line)
+    log.total_steps = schedule.estimated_steps
+    log.write_step(line)
     return line
 
 
-def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog) -> int:
-    """Return how many steps were skipped in a row, `before` up to the last one, and name the rows
-    of this one if it was. Raises Stopped after too many."""
-    if line["grad_norm"] is not None:
+def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
+    """Return how many consecutive steps were skipped, including this one, and log which sequences a
+    skipped step had.
+
+    skipped_before: the count before this step. Raises Stopped after
+    MAX_CONSECUTIVE_SKIPPED_STEPS.
+    """
+    if metrics["grad_norm"] is not None:
         return 0
-    first = (step - 1) * run.config.optim.batch_size
-    count = run.config.optim.batch_size
-    shown = [
-        str(row_index(first + i, len(run.dataset), run.config.seed)) for i in range(min(count, 16))
-    ]
-    which = "loss and gradient are" if line["loss"] is None else "gradient is"
-    what = f"step {step} is skipped: its {which} not finite; its rows of the training set are {', '.join(shown)}"
-    if before + 1 == MOST_SKIPPED:
-        raise Stopped(
-            f"{what}. That were {MOST_SKIPPED} in a row; weights and moments are as they were before the first of "
-            "them: optim.precision=float32, a lower optim.lr or other data may help"
+    step = metrics["step"]
+    batch = run.config.optim.batch_size
+    rows = []
+    for i in range(min(batch, MAX_LISTED_ROWS)):
+        index = (step - 1) * batch + i
+        rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
+    subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"
+    message = (
+        f"step {step} is skipped, because its {subject} not finite; its rows of the training set: "
+        f"{', '.join(rows)}"
+    )
+    skipped = skipped_before + 1
+    if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
+        raise RunAborted(
+            f"{message}. These were {skipped} skipped steps in a row, so the run ends. Weights and "
+            "optimiser state are those before them: try optim.precision=float32, a lower optim.lr, "
+            "or other data"
         )
-    log.say(what)
-    return before + 1
+    log.print_line(message)
+    return skipped
 
 
-def evaluate(run: RunState, log: RunLog) -> None:
-    """Decode held-out prompts with the checkpoint of the step that was taken, and update the
-    report."""
-    step = run.course.step
-    over = run.course.over
+def save_run(run: RunState, is_checkpoint: bool) -> Path:
+    """Save a checkpoint, or only the training state, of the step that was just taken. Return the
+    written folder."""
+    step = run.schedule.step
+    HEARTBEAT.set_activity(f"training: step {step}, saving")
+    if is_checkpoint:
+        return save_checkpoint(run.folder, step, run.drafter, run.engine, run.decoding_dtype)
+    return save_rolling_state(run.folder, step, run.drafter, run.engine)
+
+
+def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
+    """Decode held-out prompts with the newest checkpoint and update the report. After the last step
+    the best checkpoint is evaluated, too."""
     if not run.config.evaluation.prompts:
         return
-    HEARTBEAT.at(f"evaluating step {step}")
-    evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, last=over)
-    if over:
+    step = run.schedule.step
+    is_last = run.schedule.is_finished
+    HEARTBEAT.set_activity(f"evaluating step {step}")
+    evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, is_last)
+    if is_last:
         evaluate_best(run, log)
 
 
-def finish(run: RunState, log: RunLog) -> None:
-    """Report skipped steps and write the last report."""
+def finish_run(run: RunState, log: RunLog) -> None:
+    """Report the number of skipped steps and write the final report."""
     log.progress.close()
-    lost = (
-        sum(line["grad_norm"] is None for line in read_log(run.folder))
-        if dist.get_rank() == 0
-        else 0
-    )
-    if lost:
-        log.say(
-            f"{lost} of {run.course.step} steps were skipped, as their loss or gradient was not finite"
+    skipped_steps = 0
+    if dist.get_rank() == 0:
+        skipped_steps = sum(line["grad_norm"] is None for line in read_step_metrics(run.folder))
+    if skipped_steps:
+        log.print_line(
+            f"{skipped_steps} of {run.schedule.step} steps were skipped, because their loss or "
+            "gradient was not finite"
         )
-    first_only(lambda: finish_report(run.folder, log))
+    run_on_first_process(lambda: finish_report(run.folder, log))
     dist.barrier()

@@ -1,57 +1,60 @@
-"""`python train/main.py [overrides]`, alone or under torchrun: Hydra in, dataclass out, one
-call."""
+"""`python train/main.py [overrides]`, directly or under torchrun: train with a Hydra
+configuration."""
 
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 
-from data.rows import refuse_unwritten
-from infer.utils.errors import quiet_where_unread
+from data.rows import refuse_self_source
+from infer.utils.errors import exit_quietly_on_broken_pipe
 from infer.utils.hydra_app import run_command
 from train.config import TrainConfig
 
 
-def run(config: TrainConfig) -> None:
-    """Train in the folder that Hydra gives the job: runs_dir/name, or one of a sweep."""
+def train_in_hydra_folder(config: TrainConfig) -> None:
+    """Train in the folder that Hydra chose: runs_dir/name, or the folder of a sweep's job."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if folder != Path(config.runs_dir, config.name).absolute():
         config.runs_dir = str(folder.parent)
         config.name = folder.name
     try:
-        refuse_unwritten(config.data)
-        from train.loop import (
-            train,
-        )  # torch and friends load only once the configuration is known to be good
+        refuse_self_source(config.data)
+        # torch is imported only after the configuration was checked
+        from train.loop import train
 
         train(config)
     finally:
-        gc.collect()  # a sweep's next job needs the memory
+        gc.collect()  # the next job of a sweep needs the memory
 
 
 @contextmanager
-def leave_process() -> Iterator[None]:
-    """Leave the process after the block without its exit handlers: a finished gloo process
-    sometimes aborts there, and one that failed may wait there for a hanging thread."""
-    code = 0
+def leave_process() -> Generator[None]:
+    """End the process after the block without running exit handlers.
+
+    In exit handlers, gloo sometimes aborts a finished process, and a failed process can wait for a
+    hanging thread.
+    """
+    exit_code = 0
     try:
         yield
     except SystemExit as error:
-        code = error.code or 0
+        exit_code = cast(int, error.code or 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)
 
 
-@quiet_where_unread()
+@exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command, and leave the process."""
+    """Run the training command and end the process."""
     with leave_process():
-        run_command("train", TrainConfig, run, arguments)
+        run_command("train", TrainConfig, train_in_hydra_folder, arguments)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""The objective: how far the drafter's marginals are from the target's, in chunks of rows. Its
-formulas are in `train/divergences.py`.
+"""The training objective: weighted divergences between drafter and target, in chunks of rows.
 
-G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size,
-V vocabulary.
+The formulas are in `train/divergences.py`, the comparison of one chunk in `train/comparison.py`.
 
-Row r compares the drafter's state `hidden[r]` with the target's state
-`teacher_hidden[teacher_rows[r]]`, each through its head: the target's frozen one, which DFlash
-shares, or a trained one of the drafter's (DART). Vocabulary-sized tensors exist for one chunk of
-rows at a
-time: the gradients with respect to `hidden` and to a trained head are formed in the same pass, and
-    (R,
-D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was drafted
-are known only after the last chunk. They are then applied to the (R, D) gradients of single rows; a
-trained head has no such rows, so a first pass computes the weights for it.
+Shapes: G blocks of L drafted positions, R = G * L rows (one for each drafted position), P teacher
+rows (context positions), D hidden size, V vocabulary, r rank of a conditional head.
 
-A conditional head adds `out @ correction[r]` to a row's logits (`Correction`;
-`infer/drafters/heads/base.py`): the divergence is then that of the distribution behind the true
-token before, and the gradients with respect to `out` (V, r) and the corrections (R, r) come about
-in the same pass. So all heads are trained here, under every divergence.
+Row i compares the drafter's state `hidden[i]` with the target's state
+`teacher_hidden[teacher_rows[i]]`. Each state is projected by its own head: the target's frozen
+head, which DFlash shares, or a trained head of the drafter (DART).
+
+Tensors of vocabulary size exist for one chunk of rows at a time. The gradients with respect to
+`hidden` (R, D) and to a trained head (V, D) are computed in the forward pass, and only they are
+saved for the backward pass. Weights that depend on how well a block was drafted (D-PACE) are known
+only after the last chunk. They are then applied to the gradients of `hidden`, row by row. The
+gradient of a trained head is a sum over rows, so an additional pass computes the weights first.
+
+A conditional head adds `out @ vectors[i]` to the logits of row i (`LogitCorrection`, see
+`infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution, and the
+gradients with respect to `out` (V, r) and `vectors` (R, r) are computed in the same pass. This
+works for every conditional head and every divergence.
 """
 
 from dataclasses import dataclass, replace
@@ -25,421 +26,333 @@ from typing import NamedTuple
 
 import torch
 
-from infer.targets.support import PLAIN, LogitScale
+from infer.targets.support import IDENTITY_LOGIT_SCALE, LogitScale
+from train.chunk_plan import ChunkBounds, ChunkPlan, plan_chunks
+from train.comparison import compare_rows, prepare_teacher
 from train.config import ObjectiveConfig
-from train.divergences import DIVERGENCES, TINY, WEIGHTS, Chunk, Divergence
-
-CACHED = 1 << 18  # logits of as many rows as go through the arithmetic together on a CPU
-# logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
-IMPOSSIBLE = -1e4
+from train.divergences import DIVERGENCE_TABLE, WEIGHTING_TABLE
 
 
-class RowLoss(NamedTuple):
+class BlockLoss(NamedTuple):
     """The loss of a batch of blocks."""
 
-    loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
-    rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
-    agree: (
-        torch.Tensor
-    )  # (G, L) bool: the target's choice is the drafter's likeliest token; False at weight 0
-    overlap: torch.Tensor | None = (
-        None  # (G, L) sum_v min(p, q), detached; 0 unless it was asked for
-    )
+    loss: torch.Tensor  # () weighted sum of the divergences, differentiable
+    divergences: torch.Tensor  # (G, L) nats, 0 where the weight is 0; detached
+    # (G, L) bool: drafter and target have the same likeliest token; False where the weight is 0
+    agrees: torch.Tensor
+    # (G, L) sum_v min(p, q), detached; 0 unless `DivergenceInputs.needs_overlap`
+    overlap: torch.Tensor | None = None
 
 
-class Correction(NamedTuple):
-    """What a conditional head adds to the logits of rows."""
+class LogitCorrection(NamedTuple):
+    """What a conditional head adds to the logits: `out @ vectors[i]` in row i."""
 
-    rows: torch.Tensor  # (R, r)
+    vectors: torch.Tensor  # (R, r)
     out: torch.Tensor  # (V, r) trained
 
 
-def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
-    """Return the weights of the L drafted positions t = 1 .. L, (L,) float32: the part that does
-    not depend on the drafter."""
-    return WEIGHTS[config.position_weights].by_position(
-        torch.arange(length, dtype=torch.float32), config
-    )
-
-
-class RowPlan(NamedTuple):
-    """The rows of weight above 0, those with the same teacher row beside each other, and how they
-    are cut into chunks. Where blocks are laid out on the host it is made there, and no device is
-    asked for sizes."""
-
-    kept: torch.Tensor  # (n,) int64 rows
-    teachers: torch.Tensor  # (m,) int64 their teacher rows, each once
-    which: torch.Tensor  # (n,) int64 of these, each row's
-    chunks: list[
-        tuple[int, int, int, int]
-    ]  # first row and the one behind the last, the same of teacher rows
-
-
-def plan_rows(teacher_rows: torch.Tensor, weights: torch.Tensor, chunk_rows: int) -> RowPlan:
-    """Plan the rows of a batch from their teacher rows and weights, (R,) or (G, L) each (two
-    synchronisations on CUDA)."""
-    flat = teacher_rows.flatten()
-    kept = weights.flatten().nonzero()[:, 0]
-    kept = kept[flat[kept].argsort(stable=True)]
-    teachers, which = flat[kept].unique_consecutive(return_inverse=True)
-    starts = range(0, len(kept), chunk_rows)
-    ends = [min(start + chunk_rows, len(kept)) for start in starts]
-    edges = which[
-        [at for start, end in zip(starts, ends, strict=True) for at in (start, end - 1)]
-    ].tolist()
-    chunks = [
-        (start, end, edges[2 * i], edges[2 * i + 1] + 1)
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-    ]
-    return RowPlan(kept, teachers, which, chunks)
+def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
+    """Return the weights of the drafted positions t = 1 .. L, (L,) float32, without the factor
+    that depends on the drafter (`Weighting.block_factor`)."""
+    steps = torch.arange(num_drafted, dtype=torch.float32)
+    return WEIGHTING_TABLE[config.position_weights].position_weights(steps, config)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What drafted rows are compared with. Nothing here is trained."""
+class DivergenceInputs:
+    """What the drafter is compared with, and how. Nothing in it is trained."""
 
     teacher_hidden: torch.Tensor  # (P, D)
-    teacher_rows: torch.Tensor  # (G, L) int64 of these, each row's
-    labels: (
-        torch.Tensor
-    )  # (G, L) int64; -1, at weight 0, for a token that the drafter does not know
+    teacher_rows: torch.Tensor  # (G, L) int64 index into `teacher_hidden`
+    # (G, L) int64; -1, with weight 0, for a token that is not in the drafter's vocabulary
+    labels: torch.Tensor
     weights: torch.Tensor  # (G, L)
     head: torch.Tensor  # (V, D) the target's
     config: ObjectiveConfig
-    scale: LogitScale = (
-        PLAIN  # what the target does to its head's products, and the drafter to its own
-    )
-    # with corrections, distributions are over so many of a row's likeliest tokens without, and the
-    # label; 0: all
+    scale: LogitScale = IDENTITY_LOGIT_SCALE  # applied to the logits of target and drafter
+    # With a correction, the distributions are limited to the `top_k` likeliest tokens of the
+    # uncorrected logits, and the label. 0: all tokens.
     top_k: int = 0
-    overlap: bool = False  # is asked for
-    plan: RowPlan | None = None  # `plan_rows` of teacher rows and weights, if it was made before
+    needs_overlap: bool = False
+    chunk_plan: ChunkPlan | None = None  # `plan_chunks` of teacher rows and weights; None: computed
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the arithmetic on logits."""
-        return torch.float64 if self.teacher_hidden.dtype == torch.float64 else torch.float32
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of logits and probabilities."""
+        if self.teacher_hidden.dtype == torch.float64:
+            return torch.float64
+        return torch.float32
 
 
-def divergence(
+def compute_divergence(
     hidden: torch.Tensor,
-    batch: Batch,
-    own_head: torch.Tensor | None = None,
-    correction: Correction | None = None,
-) -> RowLoss:
-    """Return the weighted sum of the rows' divergences to the target's distribution along the true
-    continuation.
+    inputs: DivergenceInputs,
+    drafter_head: torch.Tensor | None = None,
+    correction: LogitCorrection | None = None,
+) -> BlockLoss:
+    """Return the weighted sum of all rows' divergences from the target's distribution.
 
-    hidden (R, D), in the dtype of teacher and head; own_head (V, D): the drafter's, float32, if it
-    is not the target's; correction: of a conditional head, behind the scale. config.marginal_weight adds so
-    many times the divergence without corrections. config.divergence names a row of DIVERGENCES,
-    config.position_weights one of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on
-    logits is float32 (float64 for float64 inputs). Rows of weight 0 are dropped before the
-    projection.
+    hidden: (R, D) in the dtype of teacher states and head.
+    drafter_head: (V, D) float32, the drafter's own head; None: it uses the target's.
+    correction: of a conditional head, added to the scaled logits.
+
+    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of WEIGHTING_TABLE.
+    `config.unary` times the divergence of the uncorrected logits is added. Logits and probabilities
+    are float32, or float64 for float64 inputs. Rows of weight 0 are not computed.
     """
-    plan = batch.plan or plan_rows(batch.teacher_rows, batch.weights, batch.config.chunk_rows)
-    batch = replace(batch, labels=batch.labels.flatten(), plan=plan)
-    own_head = batch.head if own_head is None else own_head
-    return RowLoss(*_Objective.apply(hidden, own_head, *(correction or (None, None)), batch))
+    chunk_plan = inputs.chunk_plan
+    if chunk_plan is None:
+        chunk_plan = plan_chunks(inputs.teacher_rows, inputs.weights, inputs.config.chunk_rows)
+    inputs = replace(inputs, labels=inputs.labels.flatten(), chunk_plan=chunk_plan)
+    if drafter_head is None:
+        drafter_head = inputs.head
+    vectors = out = None
+    if correction is not None:
+        vectors, out = correction
+    return BlockLoss(*_DivergenceFunction.apply(hidden, drafter_head, vectors, out, inputs))
 
 
-class _Objective(torch.autograd.Function):
+class _DivergenceFunction(torch.autograd.Function):
+    """Autograd function whose forward pass already computes all gradients."""
+
     @staticmethod
-    def forward(ctx, hidden, own_head, correction, out, batch: Batch):
-        wants = ctx.needs_input_grad
-        head, weights, by_block = (
-            own_head.to(hidden.dtype),
-            batch.weights,
-            WEIGHTS[batch.config.position_weights].by_block,
+    def forward(ctx, hidden, drafter_head, vectors, out, inputs: DivergenceInputs):
+        needs_gradient = ctx.needs_input_grad[:4]
+        needs_matrix_gradient = needs_gradient[1] or needs_gradient[3]
+        weights = inputs.weights
+        block_factor = WEIGHTING_TABLE[inputs.config.position_weights].block_factor
+
+        def compute_row_weights(label_probs: torch.Tensor) -> torch.Tensor:  # (G, L)
+            if block_factor is None:
+                return weights.to(label_probs.dtype)
+            return weights * block_factor(label_probs, weights > 0)
+
+        drafted = _TrainedTensors(
+            hidden,
+            drafter_head.to(hidden.dtype),
+            vectors,
+            None if out is None else out.to(hidden.dtype),
         )
+        row_weights = None
+        if needs_matrix_gradient and block_factor is None:
+            row_weights = compute_row_weights(weights)
+        elif needs_matrix_gradient:
+            row_weights = compute_row_weights(_ChunkedPass(drafted, inputs).label_probs)
 
-        def row_weights(likely: torch.Tensor) -> torch.Tensor:  # (G, L)
-            return (
-                weights.to(likely.dtype)
-                if by_block is None
-                else weights * by_block(likely, weights > 0)
-            )
-
-        drafted = _Drafted(hidden, head, correction, None if out is None else out.to(hidden.dtype))
-        known = None
-        if wants[1] or wants[3]:
-            known = row_weights(weights if by_block is None else _Scan(drafted, batch).likely)
-        scan = _Scan(drafted, batch, wants, known)
-        factors = row_weights(scan.likely) if known is None else known
-        loss = (scan.rows * factors).sum()
-        for gradient in (scan.gradients.hidden, scan.gradients.correction):
+        chunked = _ChunkedPass(drafted, inputs, needs_gradient, row_weights)
+        if row_weights is None:
+            row_weights = compute_row_weights(chunked.label_probs)
+        loss = (chunked.divergences * row_weights).sum()
+        for gradient in (chunked.gradients.hidden, chunked.gradients.vectors):
             if gradient is not None:
-                gradient.mul_(factors.view(-1, 1).to(gradient.dtype))
-        ctx.save_for_backward(*scan.gradients)
-        ctx.mark_non_differentiable(scan.rows, scan.agree, scan.overlap)
-        return RowLoss(loss, scan.rows, scan.agree, scan.overlap)
+                gradient.mul_(row_weights.view(-1, 1).to(gradient.dtype))
+        ctx.save_for_backward(*chunked.gradients)
+        ctx.mark_non_differentiable(chunked.divergences, chunked.agrees, chunked.overlap)
+        return BlockLoss(loss, chunked.divergences, chunked.agrees, chunked.overlap)
 
     @staticmethod
-    def backward(ctx, upstream, *_):
-        gradients = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
+    def backward(ctx, *grad_outputs):
+        grad_loss = grad_outputs[0]
+        gradients = (None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors)
         return *gradients, None
 
 
-class _Drafted(NamedTuple):
-    """What is trained, or the gradients with respect to it."""
+class _TrainedTensors(NamedTuple):
+    """The differentiable inputs."""
 
-    hidden: torch.Tensor | None  # (R, D)
-    head: torch.Tensor | None  # (V, D)
-    correction: torch.Tensor | None = None  # (R, r)
+    hidden: torch.Tensor  # (R, D)
+    head: torch.Tensor  # (V, D)
+    vectors: torch.Tensor | None = None  # (R, r)
     out: torch.Tensor | None = None  # (V, r)
 
 
-class _Scan:
-    """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of
-    `drafted` gradients are formed: of each row's divergence; of matrices of the whole loss, whose
-    `row_weights` (G, L) are needed then.
+class _Gradients(NamedTuple):
+    """The gradients with respect to `_TrainedTensors`; None where none is needed."""
 
-    Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the
-    label; `agree`; `overlap`, where that is asked for.
+    hidden: torch.Tensor | None
+    head: torch.Tensor | None
+    vectors: torch.Tensor | None
+    out: torch.Tensor | None
+
+
+class _ChunkedPass:
+    """One pass over all rows of positive weight, chunk by chunk.
+
+    needs_gradient: for each field of `drafted`, whether to compute its gradient. Gradients of
+        `hidden` and `vectors` are those of the unweighted divergences; gradients of the matrices
+        are those of the weighted sum, which needs `row_weights` (G, L).
+
+    Results, each (G, L): `divergences`; `label_probs`, the drafter's probability of the label;
+    `agrees`; `overlap`, if `inputs.needs_overlap`.
     """
 
     def __init__(
         self,
-        drafted: _Drafted,
-        batch: Batch,
-        wants: tuple[bool, ...] = (False,) * 4,
-        row_weights=None,
+        drafted: _TrainedTensors,
+        inputs: DivergenceInputs,
+        needs_gradient: tuple[bool, ...] = (False,) * 4,
+        row_weights: torch.Tensor | None = None,
     ) -> None:
+        assert inputs.chunk_plan is not None
+        dtype = inputs.logits_dtype
         self.drafted = drafted
-        self.batch = batch
+        self.inputs = inputs
+        self.plan = inputs.chunk_plan
         self.row_weights = row_weights
-        self.kind = DIVERGENCES[batch.config.divergence]
-        self.rows = torch.zeros(
-            batch.weights.shape, dtype=batch.dtype, device=drafted.hidden.device
+        self.divergence = DIVERGENCE_TABLE[inputs.config.divergence]
+        self.divergences = torch.zeros(
+            inputs.weights.shape, dtype=dtype, device=drafted.hidden.device
         )
-        self.likely = (batch.labels >= 0).view_as(self.rows).to(self.rows)
-        self.overlap = torch.zeros_like(self.rows)
-        self.agree = torch.zeros_like(self.rows, dtype=torch.bool)
-        kinds = None, batch.dtype, None, batch.dtype
-        parts = zip(drafted, wants, kinds, strict=False)
-        zeros = (
-            torch.zeros_like(part, dtype=kind) if wanted else None for part, wanted, kind in parts
-        )
-        self.gradients = _Drafted(*zeros)
-        # where the logits of one chunk after the other are written: fresh memory costs a CPU as
-        # much as the arithmetic
-        sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [
-            (0, 0)
-        ]
-        like = {"dtype": batch.dtype, "device": batch.head.device}
-        self.room = [
-            torch.empty(max(column), len(batch.head), **like) for column in zip(*sizes, strict=True)
-        ]
-        for place in batch.plan.chunks:
-            self.add(*place)
+        has_label = (inputs.labels >= 0).view_as(self.divergences)
+        self.label_probs = has_label.to(self.divergences)
+        self.overlap = torch.zeros_like(self.divergences)
+        self.agrees = torch.zeros_like(self.divergences, dtype=torch.bool)
 
-    def add(self, begin: int, end: int, first: int, last: int) -> None:
-        """Compare the rows that lie between `begin` and `end` in the plan with their target; their
-        teacher rows lie between `first` and `last`."""
-        batch, drafted, unary = self.batch, self.drafted, self.batch.config.marginal_weight
-        chunk = batch.plan.kept[begin:end]
-        which = batch.plan.which[begin:end] - first
-        label = batch.labels[chunk]
-        outside = more = None
-        student = _logits(
-            drafted.hidden[chunk], drafted.head, batch.scale, self.room[0]
+        # gradients of matrices are summed over rows in the dtype of the logits
+        gradient_dtypes = (None, dtype, None, dtype)
+        gradients = []
+        for tensor, needed, gradient_dtype in zip(
+            drafted, needs_gradient, gradient_dtypes, strict=True
+        ):
+            gradient = None
+            if needed:
+                assert tensor is not None
+                gradient = torch.zeros_like(tensor, dtype=gradient_dtype)
+            gradients.append(gradient)
+        self.gradients = _Gradients(*gradients)
+
+        # All chunks write their logits into the same buffers, because allocating fresh memory takes
+        # a CPU as long as the arithmetic.
+        max_rows = max_teacher_rows = 0
+        for bounds in self.plan.chunks:
+            max_rows = max(max_rows, bounds.row_end - bounds.row_start)
+            max_teacher_rows = max(max_teacher_rows, bounds.teacher_end - bounds.teacher_start)
+        device = inputs.head.device
+        vocabulary = len(inputs.head)
+        self.student_buffer = torch.empty(max_rows, vocabulary, dtype=dtype, device=device)
+        self.teacher_buffer = torch.empty(max_teacher_rows, vocabulary, dtype=dtype, device=device)
+        for bounds in self.plan.chunks:
+            self.add_chunk(bounds)
+
+    def add_chunk(self, bounds: ChunkBounds) -> None:
+        """Compare the rows of one chunk with the target, and store results and gradients."""
+        inputs = self.inputs
+        drafted = self.drafted
+        unary = inputs.config.marginal_weight
+        rows = self.plan.rows[bounds.row_start : bounds.row_end]
+        teacher_indices = self.plan.teacher_indices[bounds.row_start : bounds.row_end]
+        teacher_indices = teacher_indices - bounds.teacher_start
+        labels = inputs.labels[rows]
+        excluded = unary_delta = None
+
+        student = _compute_logits(
+            drafted.hidden[rows], drafted.head, inputs.scale, self.student_buffer
         )  # (rows, V)
-        slope = batch.scale.slope(student)
-        states = batch.teacher_hidden[batch.plan.teachers[first:last]]
-        teacher = _read_teacher(
-            _logits(states, batch.head, batch.scale, self.room[1]), self.kind, batch.overlap
+        scale_slope = inputs.scale.derivative(student)
+        teacher_rows = self.plan.teacher_rows[bounds.teacher_start : bounds.teacher_end]
+        teacher_logits = _compute_logits(
+            inputs.teacher_hidden[teacher_rows], inputs.head, inputs.scale, self.teacher_buffer
         )
-        if drafted.correction is not None:
-            outside = _outside(student, label, batch.top_k) if batch.top_k else None
-            if unary:
-                more = student.clone()
-                alone = _compare(self.kind, teacher, which, more, label, None, False)
-                self.rows.view(-1)[chunk] = unary * alone.rows
-                more *= unary
-            correction = drafted.correction[chunk].to(drafted.out.dtype)  # (rows, r)
-            if drafted.out.dtype == student.dtype:  # in place
-                student.addmm_(correction, drafted.out.T)
-            else:
-                student.add_((correction @ drafted.out.T).to(student.dtype))
-        found = _compare(self.kind, teacher, which, student, label, outside, batch.overlap)
-        self.rows.view(-1)[chunk] += found.rows
-        self.agree.view(-1)[chunk] = found.agree
-        self.likely.view(-1)[chunk] = found.log_label.exp()
-        if batch.overlap:
-            self.overlap.view(-1)[chunk] = found.overlap
-        self.differentiate(chunk, student, more, slope)
+        teacher = prepare_teacher(teacher_logits, self.divergence, inputs.needs_overlap)
 
-    def differentiate(
+        if drafted.vectors is not None:
+            assert drafted.out is not None
+            if inputs.top_k:
+                excluded = _find_excluded_tokens(student, labels, inputs.top_k)
+            if unary:
+                unary_delta = student.clone()
+                uncorrected = compare_rows(
+                    self.divergence, teacher, teacher_indices, unary_delta, labels, None, False
+                )
+                self.divergences.view(-1)[rows] = unary * uncorrected.divergences
+                unary_delta *= unary
+            vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (rows, r)
+            if drafted.out.dtype == student.dtype:  # in place
+                student.addmm_(vectors, drafted.out.T)
+            else:
+                student.add_((vectors @ drafted.out.T).to(student.dtype))
+
+        comparison = compare_rows(
+            self.divergence,
+            teacher,
+            teacher_indices,
+            student,
+            labels,
+            excluded,
+            inputs.needs_overlap,
+        )
+        self.divergences.view(-1)[rows] += comparison.divergences
+        self.agrees.view(-1)[rows] = comparison.agrees
+        self.label_probs.view(-1)[rows] = comparison.label_log_probs.exp()
+        if inputs.needs_overlap:
+            assert comparison.overlap is not None
+            self.overlap.view(-1)[rows] = comparison.overlap
+        self.add_gradients(rows, student, unary_delta, scale_slope)
+
+    def add_gradients(
         self,
-        chunk: torch.Tensor,
+        rows: torch.Tensor,
         delta: torch.Tensor,
-        more: torch.Tensor | None,
-        slope: torch.Tensor | float | None,
+        unary_delta: torch.Tensor | None,
+        scale_slope: torch.Tensor | float | None,
     ) -> None:
-        """Add the share of the rows `chunk` to the gradients that are wanted. delta (rows, V): the
-        gradient of their divergences with respect to the drafter's logits, overwritten; more (rows,
-        V): with respect to those without corrections alone; slope: of the scale."""
+        """Add the contribution of a chunk's rows to the gradients.
+
+        delta: (rows, V) gradient of the divergences with respect to the logits; overwritten.
+        unary_delta: (rows, V) the same for the divergences of the uncorrected logits.
+        scale_slope: derivative of the logit scale.
+        """
         gradients = self.gradients
         drafted = self.drafted
-        dtype = self.batch.dtype
+        dtype = self.inputs.logits_dtype
         weights = None
         if self.row_weights is not None:
-            weights = self.row_weights.flatten()[chunk, None].to(dtype)  # (rows, 1)
-        if gradients.correction is not None:
-            gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(
-                gradients.correction.dtype
-            )
+            weights = self.row_weights.flatten()[rows, None].to(dtype)  # (rows, 1)
+
+        # the correction is added to the scaled logits
+        if gradients.vectors is not None:
+            assert drafted.out is not None
+            vector_gradient = delta.to(drafted.out.dtype) @ drafted.out
+            gradients.vectors[rows] = vector_gradient.to(gradients.vectors.dtype)
         if gradients.out is not None:
-            gradients.out.addmm_(delta.T, drafted.correction[chunk].to(dtype) * weights)
-        if more is not None:
-            delta.add_(more)
-        if slope is not None:
-            delta.mul_(slope)  # from here on with respect to the products
+            assert drafted.vectors is not None
+            assert weights is not None
+            gradients.out.addmm_(delta.T, drafted.vectors[rows].to(dtype) * weights)
+
+        # from here on, `delta` is the gradient with respect to the unscaled logits
+        if unary_delta is not None:
+            delta.add_(unary_delta)
+        if scale_slope is not None:
+            delta.mul_(scale_slope)
         if gradients.hidden is not None:
-            gradients.hidden[chunk] = delta.to(self.batch.head.dtype) @ drafted.head
+            gradients.hidden[rows] = delta.to(self.inputs.head.dtype) @ drafted.head
         if gradients.head is not None:
-            gradients.head.addmm_(delta.T, drafted.hidden[chunk].to(dtype) * weights)
+            assert weights is not None
+            gradients.head.addmm_(delta.T, drafted.hidden[rows].to(dtype) * weights)
 
 
-def _logits(
-    states: torch.Tensor, head: torch.Tensor, scale: LogitScale, room: torch.Tensor
+def _compute_logits(
+    states: torch.Tensor, head: torch.Tensor, scale: LogitScale, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits (rows, V) of states (rows, D), in `room` unless the target scales them."""
-    out = room[: len(states)]
-    if states.dtype == head.dtype == out.dtype:  # what autocast would cast, `out=` refuses
-        torch.mm(states, head.T, out=out)
-    else:
-        out.copy_(states @ head.T)
-    return scale(out)
+    """Return the scaled logits (rows, V) of states (rows, D). They are written to `buffer`, unless
+    the scale creates a new tensor."""
+    logits = buffer[: len(states)]
+    if states.dtype == head.dtype == logits.dtype:
+        torch.mm(states, head.T, out=logits)
+    else:  # `out=` does not accept dtypes that autocast would cast
+        logits.copy_(states @ head.T)
+    return scale(logits)
 
 
-def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return which tokens (rows, V) are none of a row's `top_k` candidates: the likeliest by the
-    logits (rows, V), the weakest of them replaced by the label (rows,) if that is none."""
-    order = alone.topk(top_k, dim=-1).indices  # (rows, k)
-    missing = (order != label[:, None]).all(-1)
-    order[:, -1] = torch.where(missing, label, order[:, -1])
-    return torch.ones_like(alone, dtype=torch.bool).scatter_(1, order, False)
+def _find_excluded_tokens(
+    uncorrected: torch.Tensor, labels: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """Return which tokens are not among a row's candidates, (rows, V) bool.
 
-
-class _Teacher(NamedTuple):
-    """The target's side of a chunk, once for each teacher row."""
-
-    scores: (
-        torch.Tensor
-    )  # (distinct rows, V) probabilities; logits for a formula without a gradient by hand
-    negative_entropy: torch.Tensor | None  # (distinct rows,) sum_v p log p
-    choice: torch.Tensor  # (distinct rows,) its likeliest token
-
-
-def _read_teacher(logits: torch.Tensor, kind: Divergence, overlap: bool) -> _Teacher:
-    """Return the target's side from its logits (distinct rows, V), which are overwritten."""
-    choice = logits.argmax(-1)
-    if kind.by_hand is None or (kind.of_labels and not overlap):
-        return _Teacher(logits, None, choice)
-    negative_entropy = torch.cat(
-        [_to_probabilities(part) for part in logits.split(_slice_rows(logits))]
-    )
-    return _Teacher(logits, negative_entropy, choice)
-
-
-def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """Turn logits (rows, V) into probabilities in place; return sum_v p log p, (rows,)."""
-    logits -= logits.amax(-1, keepdim=True)
-    p = logits.softmax(-1)
-    # largest logit 0: log p = logit + this
-    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
-    logits.copy_(p)
-    return negative_entropy
-
-
-def _slice_rows(logits: torch.Tensor) -> int:
-    """Return how many rows of logits (rows, V) go through all arithmetic together: on a CPU those
-    that its caches hold, so that main memory is read and written once."""
-    return max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
-
-
-class _Compared(NamedTuple):
-    """Rows of the drafter against their target."""
-
-    rows: torch.Tensor  # (rows,) divergences
-    agree: torch.Tensor  # (rows,) bool
-    log_label: torch.Tensor  # (rows,) the drafter's log-probability of the label
-    overlap: torch.Tensor | None  # (rows,)
-
-
-def _compare(
-    kind: Divergence, teacher: _Teacher, which, student, label, outside, overlap: bool
-) -> _Compared:
-    """Compare the drafter's logits (rows, V) with the target's, of which `which` (rows,) is each
-    row's; neither counts the tokens `outside` (rows, V). Writes the divergences' gradients with
-    respect to the logits over these."""
-    step = _slice_rows(student)
-    found = []
-    for start in range(0, len(student), step):
-        part = slice(start, start + step)
-        hidden = None if outside is None else outside[part]
-        found.append(
-            _compare_slice(kind, teacher, which[part], student[part], label[part], hidden, overlap)
-        )
-    columns = zip(*found, strict=True)
-    return _Compared(*(None if column[0] is None else torch.cat(column) for column in columns))
-
-
-def _compare_slice(kind, teacher, which, student, label, outside, overlap) -> _Compared:
-    """Compare some rows: see `_compare`."""
-    if outside is not None:
-        student.masked_fill_(outside, IMPOSSIBLE)
-    top = student.amax(-1, keepdim=True)
-    agree = student.gather(1, teacher.choice[which, None]) == top
-    if kind.by_hand is None:
-        return _by_formula(
-            kind,
-            teacher.scores.index_select(0, which),
-            student,
-            label,
-            outside,
-            overlap,
-            agree[:, 0],
-        )
-    p = negative_entropy = cross = None
-    if teacher.negative_entropy is not None:
-        p = teacher.scores.index_select(0, which)
-        negative_entropy = teacher.negative_entropy[which]
-        if outside is not None:
-            p.masked_fill_(outside, 0)
-            p /= p.sum(-1, keepdim=True).clamp_(min=TINY)
-            negative_entropy = torch.special.xlogy(p, p).sum(-1)
-    student -= top
-    if kind.reads_log_q:
-        cross = torch.linalg.vecdot(p, student)
-    log_label = student.gather(1, label[:, None])[:, 0]
-    q = torch.softmax(student, -1, out=student)
-    log_largest = q.amax(-1).log()  # the largest logit is 0 now: log q = logit + this
-    log_label = log_label + log_largest
-    shared = p.minimum(q).sum(-1) if overlap else None
-    rows, delta = kind.by_hand(
-        Chunk(
-            p, q, negative_entropy, None if cross is None else cross + log_largest, log_label, label
-        )
-    )
-    if delta.data_ptr() != student.data_ptr():
-        student.copy_(delta)
-    return _Compared(rows, agree[:, 0], log_label, shared)
-
-
-def _by_formula(kind, logits, student, label, outside, overlap, agree) -> _Compared:
-    """Compare rows by the formula alone, with autograd's gradient; logits (rows, V) are the
-    target's, a copy."""
-    if outside is not None:
-        logits.masked_fill_(outside, IMPOSSIBLE)
-    log_p = logits.log_softmax(-1)
-    trained = student.detach().clone()
-    with torch.enable_grad():
-        log_q = trained.requires_grad_().log_softmax(-1)
-        rows = kind.formula(log_p, log_q, label)
-        (delta,) = torch.autograd.grad(rows.sum(), trained)
-    student.copy_(delta)
-    log_q = log_q.detach()
-    shared = log_p.exp().minimum(log_q.exp()).sum(-1) if overlap else None
-    return _Compared(rows.detach(), agree, log_q.gather(1, label[:, None])[:, 0], shared)
+    The candidates are the `top_k` likeliest tokens of the uncorrected logits (rows, V). If the
+    label (rows,) is not among them, it replaces the least likely one.
+    """
+    candidates = uncorrected.topk(top_k, dim=-1).indices  # (rows, k)
+    label_missing = (candidates != labels[:, None]).all(-1)
+    candidates[:, -1] = torch.where(label_missing, labels, candidates[:, -1])
+    return torch.ones_like(uncorrected, dtype=torch.bool).scatter_(1, candidates, False)

@@ -1,8 +1,7 @@
-"""The processes of a run: how they start, agree, wait for each other, and notice that one of them
-has stopped.
+"""The processes of a run: start, collective decisions, signals, and a watchdog for stalls.
 
-A run that has begun and cannot go on raises `infer.utils.errors.Stopped`, one sentence, and leaves
-with exit code 3.
+A run that has started and cannot continue raises `infer.utils.errors.Stopped` with one sentence,
+and exits with code 3.
 """
 
 import os
@@ -11,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,73 +20,78 @@ import torch
 import torch.distributed as dist
 
 from infer.targets.loading import resolve_device
-from infer.utils.errors import STOPPED, Stopped, going_on
-from infer.utils.interrupts import INTERRUPTS
+from infer.utils.errors import EXIT_CODE_RUN_ABORTED, RunAborted, explain_interrupt
+from infer.utils.interrupts import INTERRUPT_WATCHER
 from infer.utils.progress import HEARTBEAT
 
-T = TypeVar("T")
-PATIENCE = timedelta(
-    days=1
-)  # of a collective: packing keeps the others waiting; `StallWatch` is stricter
+Result = TypeVar("Result")
+# Long, because the other processes wait while one prepares the data; `StallWatchdog` is stricter.
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+MAX_WATCHDOG_INTERVAL_SECONDS = 5.0
 
 
-def own_device(device: str) -> torch.device:
-    """Return this process's device. Raises ValueError where one GPU is named: DeepSpeed counts
-    those that it sees."""
-    kind, _, number = device.partition(":")
-    if kind == "cuda" and number:
+def select_device(device: str) -> torch.device:
+    """Return this process's device. Raises ValueError for a GPU with a number, because DeepSpeed
+    uses all visible GPUs."""
+    device_type, _, number = device.partition(":")
+    if device_type == "cuda" and number:
         raise ValueError(
-            f"target.device={device}: training takes the GPUs it sees, give CUDA_VISIBLE_DEVICES={number}"
+            f"target.device={device}: training uses all visible GPUs; set "
+            f"CUDA_VISIBLE_DEVICES={number} instead"
         )
-    found = resolve_device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(found)
-    return found
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        resolved = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(resolved)
+    return resolved
 
 
-def start_processes(device: torch.device) -> None:
-    """Join the process group that torchrun announced, or found one of a single process."""
+def start_process_group(device: torch.device) -> None:
+    """Join torchrun's process group, or create a group of a single process."""
     if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
+        # otherwise DeepSpeed searches for an accelerator and prints a warning
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and
+    # Otherwise DeepSpeed compiles a shared-memory operation on a CPU, which fails without ninja and
     # g++.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        os.environ.update({name: str(value) for name, value in alone.items()})
+            free_port = probe.getsockname()[1]
+        os.environ.update(
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port),
+            }
+        )
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(backend, verbose=False, timeout=PATIENCE)
+        deepspeed.init_distributed(backend, verbose=False, timeout=COLLECTIVE_TIMEOUT)
 
 
-def first_only(action: Callable[[], T]) -> T:
-    """Let the first process do something while the others wait. All return what it returned, or
-    raise the error that it raised, so that none waits for a process that has gone."""
-    outcome: list = [None, None]
+def run_on_first_process(action: Callable[[], Result]) -> Result:
+    """Call a function in the first process and return its result in all processes.
+
+    If it raises an error, all processes raise one, so that none waits for a process that has ended.
+    """
+    outcome: list = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except Exception as error:  # noqa: BLE001
             outcome[1] = error
     if dist.get_world_size() > 1:
-        kind = type(
-            outcome[1]
-        )  # what crosses to other processes is plain: not every error can be sent
-        if outcome[1] is not None and kind not in (Stopped, ValueError):
-            print(f"error in the first process: {kind.__name__}: {outcome[1]}", file=sys.stderr)
-            outcome[1] = Stopped(f"{kind.__name__}: {outcome[1]}")
+        # not every exception can be pickled: other types are sent as Stopped
+        error = outcome[1]
+        if error is not None and type(error) not in (RunAborted, ValueError):
+            description = f"{type(error).__name__}: {error}"
+            print(f"error in the first process: {description}", file=sys.stderr)
+            outcome[1] = RunAborted(description)
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
@@ -96,97 +100,116 @@ def first_only(action: Callable[[], T]) -> T:
 
 @dataclass
 class StopFlag:
-    """Whether a signal asked the run to stop: `number` is the signal's."""
+    """Set by a signal that asks the run to stop."""
 
-    number: int | None = None
+    signal_number: int | None = None
 
     @property
-    def name(self) -> str:
-        """Return what the user knows the signal as."""
-        if self.number is None:
+    def signal_name(self) -> str:
+        """The signal's name as users know it."""
+        if self.signal_number is None:
             return "a signal to another process"
-        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
+        if self.signal_number == signal.SIGINT:
+            return "Ctrl-C"
+        return signal.Signals(self.signal_number).name
 
 
-def catch_signals() -> StopFlag:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is
-    saved, and the run stops with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once,
-    without saving."""
+def install_signal_handlers() -> StopFlag:
+    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) stop the run after the current
+    step; return the flag that they set.
+
+    The run is then saved and exits with code 0, or 130 after Ctrl-C. A second Ctrl-C stops at once,
+    without saving.
+    """
     flag = StopFlag()
-    INTERRUPTS.graceful = 1
+    INTERRUPT_WATCHER.interrupts_to_ignore = 1
 
-    def handler(number: int, frame: object) -> None:
-        flag.number = number
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if os.environ.get("RANK", "0") == "0":
-                alone = os.environ.get("WORLD_SIZE", "1") == "1"
-                ends = (
-                    "ending this step"
-                    if alone
-                    else "all processes end the same step within seconds"
-                )
-                os.write(2, f"\nCtrl-C: {ends}, then saving; once more stops at once\n".encode())
+    def handle_signal(number: int, frame: object) -> None:
+        flag.signal_number = number
+        if number != signal.SIGINT:
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.environ.get("RANK", "0") != "0":
+            return
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            plan = "this step is finished"
+        else:
+            plan = "all processes finish the same step within seconds"
+        message = f"\nCtrl-C: {plan}, then the run is saved; press it again to stop at once\n"
+        os.write(2, message.encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, handler)
+        signal.signal(number, handle_signal)
     return flag
 
 
-def release_signals() -> None:
-    """Give signals back the meaning that they have outside of a training run."""
+def restore_signal_handlers() -> None:
+    """Restore the default signal handlers."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
-def agreed(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return the largest of all processes' values, of each: what one has to do, all do."""
+def all_reduce_max(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return, for each value, the largest one of all processes, so that all decide alike."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 @contextmanager
-def stopped_at_once(how: str) -> Iterator[None]:
-    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how`
-    says how to go on."""
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-    graceful = INTERRUPTS.graceful
-    INTERRUPTS.graceful = 0
+def allow_immediate_interrupt(advice: str) -> Generator[None]:
+    """Within the block, let Ctrl-C end the process at once, because there is nothing to save.
+
+    advice: printed then; how to continue.
+    """
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    graceful = INTERRUPT_WATCHER.interrupts_to_ignore
+    INTERRUPT_WATCHER.interrupts_to_ignore = 0
     try:
-        with going_on(how):
+        with explain_interrupt(advice):
             yield
     finally:
-        signal.signal(signal.SIGINT, ours)
-        INTERRUPTS.graceful = graceful
+        signal.signal(signal.SIGINT, previous_handler)
+        INTERRUPT_WATCHER.interrupts_to_ignore = graceful
 
 
-class StallWatch(threading.Thread):
-    """Ends a process in which nothing has gone on for `minutes`, and says what it was at: it may
-    hang in a collective, a read or a sleep, and so do the others that wait for it. Time during
-    which it was suspended does not count."""
+class StallWatchdog(threading.Thread):
+    """End the process if it has made no progress for `minutes`, and print what it was doing.
+
+    A process can hang in a collective, a read or a sleep, and all other processes then wait for it.
+    Time in which the process was suspended does not count. Set `stop_event` to end the watchdog.
+    """
 
     def __init__(self, minutes: float) -> None:
         super().__init__(daemon=True)
-        self.minutes, self.tick = minutes, min(5.0, 6 * minutes)
-        self.over = threading.Event()  # set: the watch ends
+        self.minutes = minutes
+        self.interval_seconds = min(MAX_WATCHDOG_INTERVAL_SECONDS, 6 * minutes)
+        self.stop_event = threading.Event()
         self.start()
 
     def run(self) -> None:
-        quiet = 0.0
-        seen = None
-        while not self.over.wait(self.tick):
-            now = HEARTBEAT.what, HEARTBEAT.since
-            quiet = quiet + self.tick if now == seen else 0.0
-            seen = now
-            if quiet > 60 * self.minutes:
-                print(
-                    f"error: rank {dist.get_rank()}: nothing has gone on for {self.minutes:g} minutes at "
-                    f"{HEARTBEAT.what}; the same command goes on from the newest checkpoint (stall_minutes is how long "
-                    "is waited)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                time.sleep(2 * self.tick)  # the others say what they are at, too
-                os._exit(STOPPED)
+        """Compare the heartbeat with the previous one at every interval."""
+        stalled_seconds = 0.0
+        previous_heartbeat = None
+        while not self.stop_event.wait(self.interval_seconds):
+            heartbeat = (HEARTBEAT.activity, HEARTBEAT.since)
+            if heartbeat == previous_heartbeat:
+                stalled_seconds += self.interval_seconds
+            else:
+                stalled_seconds = 0.0
+            previous_heartbeat = heartbeat
+            if stalled_seconds > 60 * self.minutes:
+                self.end_process()
+
+    def end_process(self) -> None:
+        """Print what the process was doing and end it with exit code 3."""
+        print(
+            f"error: rank {dist.get_rank()}: no progress for {self.minutes:g} minutes "
+            "(stall_minutes) at "
+            f"{HEARTBEAT.activity}; the same command continues from the newest checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(2 * self.interval_seconds)  # the other processes print their state, too
+        os._exit(EXIT_CODE_RUN_ABORTED)

@@ -1,186 +1,272 @@
-"""Check before the first step that training computes what was meant.
+"""The self-check: compare the training loss with a slow, plain computation before the first step.
 
-A few blocks of the first batch are computed alone, without anything that makes training fast: their
-document alone through Hugging Face's layers and through the drafter, a mask written out, the
-divergence as its formula says. The training step's own numbers for the same blocks, from all blocks
-of the batch under one mask, chunk by chunk, compiled if that is on, must agree. It takes one more
-forward pass of a batch and a few of single documents.
+The loss of a few blocks of the first batch is computed one block at a time, without any of the
+optimisations of training: each document alone through Hugging Face's layers and the drafter, an
+explicit attention mask, and the divergence's formula. The training step computes the same blocks
+among all blocks of the batch: under one shared mask, in chunks, compiled if that is on. Both must
+agree. The check costs one more forward pass of a batch and a few of single documents.
 
-N anchors, K block size, L = K - 1, W positions of a block in the drafter, T length of a document, D
-hidden size, V vocabulary.
+Shapes: N anchors, K block size, L = K - 1 drafted positions, W positions of a block in the drafter,
+T length of a document, D hidden size, V vocabulary.
 """
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from data.packing import batch
-from infer.attention.masks import additive
-from infer.drafters.base import Drafter, head_weight
-from infer.drafters.heads.base import Conditioned
-from infer.drafters.heads.draft import teach
+from data.packing import read_batch
+from infer.attention.masks import to_additive_mask
+from infer.drafters.base import Drafter, get_head_weight
+from infer.drafters.heads.base import HeadOutput
+from infer.drafters.heads.draft import teacher_force_head
 from infer.targets.target import Features, Target
-from infer.utils.errors import Stopped
-from train.batches import draw_blocks, first_draw
+from infer.utils.errors import RunAborted
+from train.batches import draw_blocks, first_draw_index
+from train.blocks import Blocks
+from train.comparison import MASKED_LOGIT
 from train.config import TrainConfig
-from train.divergences import DIVERGENCES
-from train.engine import compute_dtype, micro_batch
-from train.features import stored_features
-from train.objective import IMPOSSIBLE, RowLoss
+from train.divergences import DIVERGENCE_TABLE
+from train.engine import compute_dtype, split_batch
+from train.features import dequantise_features
+from train.objective import BlockLoss
 
-BLOCKS = 3  # that are computed alone
-# How much a position's divergence may differ, relative to it, or to one nat where it is smaller:
-# the largest one in float32; on average in bfloat16, which has three digits, and where a pass over
-# a document alone rounds elsewhere than one over a packed row. On the embedded target (12 layers,
-# 24 batches, both families) at most 1.4e-6 was seen, and in bfloat16 0.013 at a single position;
-# larger targets round more often.
-LARGEST = 1e-4
-AVERAGE = 0.05
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from train.features import StoredFeatures
+
+NUM_CHECKED_BLOCKS = 3
+# Allowed error of a position's divergence, relative to the divergence or to one nat, whichever is
+# larger. In float32 it limits the largest error. Otherwise it limits the mean, because bfloat16 has
+# three digits, and a document alone is rounded differently from one in a packed sequence. On the
+# embedded target (12 layers, 24 batches, both families) the largest error in float32 was 1.4e-6,
+# and in bfloat16 0.013 at one position; larger targets round more often.
+MAX_FLOAT32_ERROR = 1e-4
+MAX_MEAN_ROUNDED_ERROR = 0.05
 
 
 class SelfCheck:
-    """Compute slow numbers from a drafter that is in no engine yet, and compare them with the fast
-    ones when called."""
+    """Compute the divergences of a few blocks slowly, for comparison with the training step.
+
+    It must be created before the engine, which can shard the drafter. `batch` and `blocks` are the
+    inputs that the training step must compute.
+    """
 
     @torch.no_grad()
-    def __init__(self, drafter: Drafter, target: Target, dataset, config: TrainConfig) -> None:
-        count, _ = micro_batch(config, dist.get_world_size())
-        draw = first_draw(config, 0, 0, dist.get_rank(), dist.get_world_size())
-        rows = batch(dataset, draw, count, config.seed)
-        self.rows = {name: column.to(target.device) for name, column in rows.items()}
-        self.blocks = draw_blocks(self.rows, config, draw)
-        self.exact = (
-            not target.quantised
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        dataset: "StoredFeatures | Dataset",
+        config: TrainConfig,
+    ) -> None:
+        world_size = dist.get_world_size()
+        micro_batch_size, _ = split_batch(config, world_size)
+        first_index = first_draw_index(config, 0, 0, dist.get_rank(), world_size)
+        columns = read_batch(dataset, first_index, micro_batch_size, config.seed)
+        self.batch = {name: column.to(target.device) for name, column in columns.items()}
+        self.blocks = draw_blocks(self.batch, config, first_index)
+        self.is_exact = (
+            not target.is_int8
             and target.dtype == compute_dtype(config, target.device) == torch.float32
         )
-        there = self.blocks.valid.nonzero().tolist() or [[0, 0]]
-        # as many in every process: a pass of a target that is spread over all takes them all
-        self.some = [
-            there[i * (len(there) - 1) // (BLOCKS - 1)] for i in range(BLOCKS)
-        ]  # (row, slot)
-        self.expected = torch.stack(
-            [self.alone(drafter, target, b, n, config) for b, n in self.some]
-        )  # (3, L)
 
-    def alone(
-        self, drafter: Drafter, target: Target, b: int, n: int, config: TrainConfig
-    ) -> torch.Tensor:
+        # Every process checks the same number of blocks, because each forward pass of a sharded
+        # target needs all processes.
+        valid_slots = self.blocks.valid.nonzero().tolist() or [[0, 0]]
+        self.checked_slots = []  # (row of the batch, anchor slot)
+        for i in range(NUM_CHECKED_BLOCKS):
+            index = i * (len(valid_slots) - 1) // (NUM_CHECKED_BLOCKS - 1)
+            self.checked_slots.append(valid_slots[index])
+        plain = _PlainComputation(drafter, target, config, self.batch, self.blocks)
+        expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
+        self.expected = torch.stack(expected)  # (NUM_CHECKED_BLOCKS, L)
+
+    def compare(self, result: BlockLoss) -> str:
+        """Compare with the training step's result for `batch` and `blocks`; return a sentence for
+        the user. Raises Stopped if they differ."""
+        num_slots = self.blocks.anchors.shape[1]
+        actual = torch.stack(
+            [result.divergences[row * num_slots + slot] for row, slot in self.checked_slots]
+        )  # (NUM_CHECKED_BLOCKS, L)
+        errors = (actual - self.expected).abs() / self.expected.abs().clamp(min=1)
+        if self.is_exact:
+            error = errors.max().item()
+            limit = MAX_FLOAT32_ERROR
+            statistic = "at most"
+        else:
+            num_positions = self.expected.count_nonzero().clamp(min=1)
+            error = (errors.sum() / num_positions).item()
+            limit = MAX_MEAN_ROUNDED_ERROR
+            statistic = "on average"
+
+        is_within_limit = error <= limit  # false for NaN
+        if not is_within_limit:
+            raise RunAborted(
+                "self-check: the training step and a plain computation of the same blocks differ "
+                f"by {statistic} {error:.1e}, "
+                f"and rounding explains {limit:.0e}: mask, objective or compilation is wrong on "
+                "this machine; "
+                "compile=false turns compilation off, self_check=false this check"
+            )
+        return (
+            f"self-check: {NUM_CHECKED_BLOCKS} blocks computed one at a time differ from the "
+            "training step by "
+            f"{statistic} {error:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class _PlainComputation:
+    """The slow computation of single blocks of a batch."""
+
+    drafter: Drafter
+    target: Target
+    config: TrainConfig
+    batch: dict[str, torch.Tensor]  # columns (B, T)
+    blocks: Blocks
+
+    def compute_block(self, row: int, slot: int) -> torch.Tensor:
         """Return the divergences of one block, (L,); 0 at positions without loss."""
-        rows = self.rows
-        anchor = int(self.blocks.anchors[b, n])
-        inside = (rows["documents"][b] == rows["documents"][b, anchor]).nonzero()[:, 0]
-        begin = int(inside[0])
-        end = int(inside[-1]) + 1
-        ids = rows["ids"][b : b + 1, begin:end]
-        positions = torch.arange(end - begin, device=target.device)[None]
-        if "context" in rows:
-            part = {
-                name: rows[name][b : b + 1, begin:end]
-                for name in rows
-                if name.startswith(("context", "last"))
-            }
-            features = stored_features(part, target.dtype)
-        else:
-            features = target.packed_features(
-                ids, positions, torch.zeros_like(ids), drafter.layer_ids, library=True
-            )
-        anchor = anchor - begin
-        kind = drafter.norm.weight.dtype
-        masks = [
-            self.mask(
-                max(anchor - drafter.anchor_offset, 0), end - begin, drafter.num_queries, *view
-            )
-            for view in drafter.attention_patterns
-        ]
-        masks = [additive(mask.to(target.device), kind) for mask in masks]
-        inputs = drafter.inputs(
-            target, ids, positions, torch.tensor([[anchor]], device=target.device)
-        )
-        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0]  # (W, D)
-        return self.divergences(
-            hidden.to(target.dtype), features, ids[0], anchor, b, n, drafter, target, config
+        drafter: Any = self.drafter  # `inputs` is defined by its family
+        target = self.target
+        anchor_in_row = int(self.blocks.anchors[row, slot])
+        documents = self.batch["documents"][row]
+        token_indices = (documents == documents[anchor_in_row]).nonzero()[:, 0]
+        start = int(token_indices[0])
+        end = int(token_indices[-1]) + 1
+        length = end - start
+        anchor = anchor_in_row - start  # in the document
+        ids = self.batch["ids"][row : row + 1, start:end]
+        positions = torch.arange(length, device=target.device)[None]
+        features = self.compute_features(row, start, end, ids, positions)
+
+        dtype = drafter.dtype
+        block_start = max(anchor - drafter.anchor_offset, 0)
+        masks = []
+        for causal, window in drafter.attention_patterns:
+            mask = build_block_mask(block_start, length, drafter.num_queries, causal, window)
+            masks.append(to_additive_mask(mask.to(target.device), dtype))
+        anchors = torch.tensor([[anchor]], device=target.device)
+        inputs = drafter.prepare_inputs(target, ids, positions, anchors)
+        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]  # (W, D)
+        supervised = self.blocks.supervised[row, slot].tolist()
+        return self.compute_divergences(
+            states.to(target.dtype), features, ids[0], anchor, supervised
         )
 
-    @staticmethod
-    def mask(start: int, length: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
-        """Return the mask of a block that begins at `start` in a document of `length` positions,
-        (1, 1, W, T + W)."""
-        block = start + torch.arange(width)
-        context = torch.arange(length)
-        before = (context < start).expand(width, -1)
-        inside = torch.ones(width, width, dtype=torch.bool)
-        seen = torch.cat([before, inside.tril() if causal else inside], 1)  # (W, T + W)
-        distance = (block[:, None] - torch.cat([context, block])).abs()
-        return (seen if window is None else seen & (distance < window))[None, None]
+    def compute_features(
+        self, row: int, start: int, end: int, ids: torch.Tensor, positions: torch.Tensor
+    ) -> Features:
+        """Return the target's features of one document: computed by Hugging Face's layers, or the
+        stored ones."""
+        if "context" not in self.batch:
+            documents = torch.zeros_like(ids)
+            return self.target.compute_packed_features(
+                ids, positions, documents, self.drafter.layer_ids, use_transformers=True
+            )
+        stored = {}
+        for name, column in self.batch.items():
+            if name.startswith(("context", "last")):
+                stored[name] = column[row : row + 1, start:end]
+        return dequantise_features(stored, self.target.dtype)
 
-    def divergences(
-        self, hidden, features: Features, ids, anchor, b, n, drafter, target, config
+    def compute_divergences(
+        self,
+        states: torch.Tensor,
+        features: Features,
+        ids: torch.Tensor,
+        anchor: int,
+        supervised: list[bool],
     ) -> torch.Tensor:
-        """Return the divergences (L,) of a block's states (W, D); its document has `ids` (T,) and
-        `features`."""
-        # (1, W, D), (L, D)
-        whole = hidden[None]
-        hidden = hidden[drafter.first_draft_slot :]
-        head = head_weight(drafter, target).to(target.dtype)
-        out = torch.zeros(len(hidden), device=target.device)
-        before = ids[
-            (anchor + torch.arange(len(hidden), device=ids.device)).clamp(max=len(ids) - 1)
-        ]
-        answer = Conditioned(hidden)
-        if drafter.conditional_head is not None:
-            answer = teach(drafter, target, whole, before[None])
-            answer = Conditioned(*(part if part is None else part[0] for part in answer))
-        formula = DIVERGENCES[config.objective.divergence].formula
-        known = drafter.vocabulary
-        for t in range(len(hidden)):
-            label = known.columns(ids[anchor + t + 1]) if self.blocks.supervised[b, n, t] else -1
-            if label < 0:
-                continue
-            theirs = target.scale(
-                F.linear(features.last[0, anchor + t], target.head_weight).float()
-            )
-            log_p = known.part(theirs).log_softmax(-1)
-            alone = target.scale(F.linear(answer.read[t].to(target.dtype), head).float())
-            scores = alone
-            outside = torch.zeros_like(alone, dtype=torch.bool)
-            if answer.correction is not None:
-                module = drafter.conditional_head
-                scores = (
-                    alone
-                    + F.linear(
-                        answer.correction[t].to(target.dtype), module.out.to(target.dtype)
-                    ).float()
-                )
-                if module.top_k:
-                    likely = alone.topk(module.top_k).indices
-                    likely[-1] = torch.where((likely == label).any(), likely[-1], label)
-                    outside = torch.ones_like(outside).index_fill(0, likely, False)
-            compared = (x.masked_fill(outside, IMPOSSIBLE).log_softmax(-1) for x in (log_p, scores))
-            out[t] = formula(*compared, label)
-            if config.objective.marginal_weight:
-                out[t] += config.objective.marginal_weight * formula(
-                    log_p, alone.log_softmax(-1), label
-                )
-        return out
+        """Return the divergences of a block with states (W, D), (L,); 0 at positions without loss.
 
-    def __call__(self, fast: RowLoss) -> str:
-        """Compare with the training step's numbers of `rows` and `blocks`; return a sentence.
-        Raises Stopped where they differ."""
-        slots = self.blocks.anchors.shape[1]
-        found = torch.stack([fast.rows[b * slots + n] for b, n in self.some])  # (3, L)
-        error = (found - self.expected).abs() / self.expected.abs().clamp(min=1)
-        if self.exact:
-            error = error.max().item()
-            most = LARGEST
-            how = "at most"
-        else:
-            error = (error.sum() / self.expected.count_nonzero().clamp(min=1)).item()
-            most = AVERAGE
-            how = "on average"
-        if not error <= most:  # a difference that is not a number is one
-            raise Stopped(
-                f"self-check: the training step and a slow plain computation of the same blocks differ by {error:.1e} "
-                f"{how} ({most:.0e} is rounding): mask, objective or compilation is wrong on this "
-                "machine; compile=false leaves out one of them, self_check=false the check"
+        ids (T,) and features are those of the block's document; supervised has L entries.
+        """
+        drafter = self.drafter
+        target = self.target
+        config = self.config.objective
+        formula = DIVERGENCE_TABLE[config.divergence].formula
+        drafter_head = get_head_weight(drafter, target).to(target.dtype)
+        draft_states = states[drafter.first_draft_slot :]  # (L, D)
+        num_drafted = len(draft_states)
+
+        conditioned = HeadOutput(draft_states)
+        if drafter.conditional_head is not None:
+            previous_indices = anchor + torch.arange(num_drafted, device=ids.device)
+            previous_tokens = ids[previous_indices.clamp(max=len(ids) - 1)]
+            batched = teacher_force_head(drafter, target, states[None], previous_tokens[None])
+            conditioned = HeadOutput._make(None if t is None else t[0] for t in batched)
+
+        divergences = torch.zeros(num_drafted, device=target.device)
+        for t in range(num_drafted):
+            if not supervised[t]:
+                continue
+            label = drafter.vocabulary.ids_to_columns(ids[anchor + t + 1])
+            if label < 0:  # not in the drafter's vocabulary
+                continue
+            target_products = F.linear(
+                features.last_hidden_states[0, anchor + t], target.head_weight
             )
-        return f"self-check: {BLOCKS} blocks computed alone differ from the training step by {how} {error:.1e}"
+            target_logits = drafter.vocabulary.select_columns(
+                target.logit_scale(target_products.float())
+            )
+            assert target_logits is not None
+            log_p = target_logits.log_softmax(-1)
+            products = F.linear(conditioned.head_input[t].to(target.dtype), drafter_head)
+            uncorrected = target.logit_scale(products.float())
+            logits = uncorrected
+            excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
+            if conditioned.correction is not None:
+                correction = conditioned.correction[t].to(target.dtype)
+                logits, excluded = self.apply_correction(uncorrected, correction, label)
+
+            compared_log_p = log_p.masked_fill(excluded, MASKED_LOGIT).log_softmax(-1)
+            log_q = logits.masked_fill(excluded, MASKED_LOGIT).log_softmax(-1)
+            divergences[t] = formula(compared_log_p, log_q, label)
+            if config.marginal_weight:
+                divergences[t] += config.marginal_weight * formula(
+                    log_p, uncorrected.log_softmax(-1), label
+                )
+        return divergences
+
+    def apply_correction(
+        self, uncorrected: torch.Tensor, correction: torch.Tensor, label: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits (V,) after the conditional head's correction (r,), and which tokens are
+        excluded because they are not among the head's candidates, (V,) bool."""
+        head = self.drafter.conditional_head
+        assert head is not None
+        assert head.output_matrix is not None
+        logits = uncorrected + F.linear(correction, head.output_matrix.to(correction.dtype)).float()
+        excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
+        if head.top_k:
+            candidates = uncorrected.topk(head.top_k).indices
+            # a missing label replaces the least likely candidate
+            candidates[-1] = torch.where((candidates == label).any(), candidates[-1], label)
+            excluded = torch.ones_like(excluded).index_fill(0, candidates, False)
+        return logits, excluded
+
+
+def build_block_mask(
+    block_start: int, length: int, width: int, causal: bool, window: int | None
+) -> torch.Tensor:
+    """Return which context and block positions a block's queries see, (1, 1, W, T + W) bool.
+
+    block_start: the block's first position, in a document of `length` tokens. width: W. window:
+    size of the sliding window, None without one.
+    """
+    block_positions = block_start + torch.arange(width)
+    context_positions = torch.arange(length)
+    sees_context = (context_positions < block_start).expand(width, -1)
+    sees_block = torch.ones(width, width, dtype=torch.bool)
+    if causal:
+        sees_block = sees_block.tril()
+    mask = torch.cat([sees_context, sees_block], 1)  # (W, T + W)
+    if window is not None:
+        all_positions = torch.cat([context_positions, block_positions])
+        mask = mask & ((block_positions[:, None] - all_positions).abs() < window)
+    return mask[None, None]

@@ -1,179 +1,240 @@
 """One training step.
 
-Packed rows -> the target's features and final states (no gradient) -> anchors and their blocks ->
-the drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the target
-at every drafted position -> gradients -> the optimiser's step.
+1. The frozen target computes context features and final hidden states of the packed sequences.
+2. The drafter drafts all blocks behind all anchors in one forward pass.
+3. Every drafted position is compared with the target's distribution at that position.
+4. The weighted divergences are summed, differentiated, and the optimiser takes one step.
 
-B rows, T packed length, N anchors, K block size, L = K - 1, W positions of a block in the drafter,
-D hidden size.
+Shapes: B packed sequences, T tokens each, N anchors, K block size, L = K - 1 drafted positions,
+G = B * N blocks, W positions of a block in the drafter, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from infer.drafters.base import Drafter, head_weight, packed_states, rows_of
-from infer.drafters.heads.draft import teach
+from infer.drafters.base import Drafter, get_head_weight, get_target_head_weight
+from infer.drafters.blocks import compute_packed_block_states
+from infer.drafters.heads.base import HeadOutput
+from infer.drafters.heads.draft import teacher_force_head
 from infer.targets.target import Features, Target
-from train.batches import StepRows
+from train.batches import MicroBatch
 from train.blocks import Blocks
+from train.chunk_plan import ChunkPlan
 from train.config import TrainConfig
-from train.engine import take_step
-from train.features import stored_features
-from train.objective import Batch, Correction, RowLoss, RowPlan, divergence, position_weights
+from train.engine import step_engine
+from train.features import dequantise_features
+from train.objective import (
+    BlockLoss,
+    DivergenceInputs,
+    LogitCorrection,
+    compute_divergence,
+    position_weights,
+)
 from train.run.log import StepMetrics
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from infer.drafters.heads.base import Head
+    from infer.drafters.heads.draft import teacher_force_head
 
 
 def train_step(
-    drafter: Drafter, engine, target: Target, drawn: StepRows, config: TrainConfig
+    drafter: Drafter,
+    engine: "DeepSpeedEngine",
+    target: Target,
+    micro_batches: list[MicroBatch],
+    config: TrainConfig,
 ) -> StepMetrics:
-    """Take one optimiser step over the rows that `Prefetch` read; engine: the one around the
-    drafter.
+    """Take one optimiser step on this process's micro-batches and return the step's metrics.
 
-    The loss is divided by the weights of all blocks of all passes and processes, so that it depends
-    neither on their number nor on how the blocks fell among them. A loss that is not finite in one
-    process makes the gradients of all processes so, and all skip the step.
+    `engine` is the DeepSpeed engine around `drafter`. The loss is divided by the total weight of
+    all blocks in all micro-batches and processes, so it does not depend on how the blocks are
+    distributed. If the loss of any process is not finite, the gradients of all processes become
+    NaN, and all processes skip the step.
     """
-    world = dist.get_world_size()
     device = target.device
-    length = config.drafter.block_size - 1
-    micro = [laid.to(device) for laid in drawn]
-    weights = position_weights(config.objective, length).to(device, non_blocking=True)
-    supervised = sum(laid.blocks.supervised.sum((0, 1)) for laid in micro).float()  # (L,)
-    dist.all_reduce(supervised)
-    total = (supervised * weights).sum().clamp(min=1e-6)
+    world_size = dist.get_world_size()
+    num_drafted = config.drafter.block_size - 1  # L
+    micro_batches = [micro_batch.to_device(device) for micro_batch in micro_batches]
+
+    # the total weight of all supervised positions of the step
+    weights = position_weights(config.objective, num_drafted).to(device, non_blocking=True)
+    supervised_counts = torch.zeros(num_drafted, device=device)
+    for micro_batch in micro_batches:
+        supervised_counts += micro_batch.blocks.supervised.sum((0, 1))
+    dist.all_reduce(supervised_counts)
+    total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
+    # DeepSpeed averages gradients over processes and micro-batches; this factor makes them sums
+    gradient_scale = world_size * len(micro_batches) / total_weight
 
     loss_sum = torch.zeros((), device=device)
-    agree_sum = torch.zeros(length, device=device)
-    prefix_sum = torch.zeros(2, device=device)
-    for laid in micro:
-        blocks = laid.blocks
-        result = block_loss(drafter, target, laid.rows, blocks, config, laid.plan, engine)
-        loss = result.loss
-        poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
-        engine.backward(
-            poison * loss * (world * len(micro) / total)
-        )  # DeepSpeed averages over both
-        norm = take_step(engine)
-        agree = result.agree.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
-        loss_sum += loss.detach()
-        agree_sum += agree.sum((0, 1))
-        prefix_sum += torch.stack(
-            [agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()]
+    agreement_sum = torch.zeros(num_drafted, device=device)
+    prefix_sum = torch.zeros(2, device=device)  # agreeing prefix lengths, number of blocks
+    for micro_batch in micro_batches:
+        blocks = micro_batch.blocks
+        result = compute_block_loss(
+            drafter, target, micro_batch.batch, blocks, config, micro_batch.chunk_plan, engine
         )
-    sums = torch.cat([loss_sum[None], agree_sum, prefix_sum])
+
+        # a loss that is not finite must reach the gradients of every process, so that all skip
+        finite_or_nan = torch.where(result.loss.detach().isfinite(), 1.0, float("nan"))
+        engine.backward(finite_or_nan * result.loss * gradient_scale)
+        grad_norm = step_engine(engine)  # changes the weights after the last micro-batch only
+
+        agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
+        num_blocks = blocks.valid.sum()
+        prefix_lengths = agrees.long().cumprod(-1).sum() + num_blocks
+        loss_sum += result.loss.detach()
+        agreement_sum += agrees.sum((0, 1))
+        prefix_sum += torch.stack([prefix_lengths, num_blocks])
+
+    # one reduction for all metrics
+    sums = torch.cat([loss_sum[None], agreement_sum, prefix_sum])
     dist.all_reduce(sums)
     return StepMetrics(
-        loss=sums[0] / total,
-        agreement=sums[1 : 1 + length] / supervised.clamp(min=1),
+        loss=sums[0] / total_weight,
+        agreement=sums[1 : 1 + num_drafted] / supervised_counts.clamp(min=1),
         prefix=sums[-2] / sums[-1].clamp(min=1),
-        grad_norm=norm,
+        grad_norm=grad_norm,
     )
 
 
-def block_loss(
+def compute_block_loss(
     drafter: Drafter,
     target: Target,
-    rows: dict[str, torch.Tensor],
+    batch: dict[str, torch.Tensor],
     blocks: Blocks,
     config: TrainConfig,
-    plan: RowPlan | None = None,
+    chunk_plan: ChunkPlan | None = None,
     forward: Callable | None = None,
-) -> RowLoss:
-    """Compute the objective on a batch's blocks, G = B * N of them.
+) -> BlockLoss:
+    """Run target and drafter on a batch and return the loss of its blocks.
 
-    rows: columns (B, T), with stored features if there are any; plan: `plan_rows` of the blocks,
-        where
-    it was made before; forward: what computes the drafter's pass, the engine around it or, by
-    default, the drafter itself.
+    batch: columns of the packed sequences, (B, T) each, and stored features if there are any.
+    chunk_plan: `plan_chunks` of the blocks; computed here if None.
+    forward: called for the drafter's forward pass (a DeepSpeed engine); None calls the drafter.
     """
-    if "context" in rows:
-        features = stored_features(rows, target.dtype)
+    if "context" in batch:
+        features = dequantise_features(batch, target.dtype)
     else:
-        features = target.packed_features(
-            rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids
+        features = target.compute_packed_features(
+            batch["ids"], batch["positions"], batch["documents"], drafter.layer_ids
         )
-    drafted = draft_states(drafter, target, rows, blocks, features, forward)
-    return score(drafter, drafted, target, rows, blocks, features, config, plan)
+    states = compute_drafter_states(drafter, target, batch, blocks, features, forward)
+    return compute_loss_from_states(
+        drafter, states, target, batch, blocks, features, config, chunk_plan
+    )
 
 
-def draft_states(
+def compute_drafter_states(
     drafter: Drafter,
     target: Target,
-    rows: dict[str, torch.Tensor],
+    batch: dict[str, torch.Tensor],
     blocks: Blocks,
     features: Features,
     forward: Callable | None = None,
 ) -> torch.Tensor:
-    """Return the drafter's states at all slots of a batch's blocks, (G, W, D) in the target's
-    dtype;
-    forward: as in `block_loss`."""
-    states = packed_states(
-        drafter, target, rows, blocks.anchors, features.context, forward or drafter
+    """Return the drafter's hidden states at all positions of all blocks, (G, W, D), in the
+    target's dtype. forward: as in `compute_block_loss`."""
+    states = compute_packed_block_states(
+        drafter, target, batch, blocks.anchors, features.context, forward or drafter
     )  # (B, N, W, D)
     return states.flatten(0, 1).to(target.dtype)
 
 
-def score(
+def compute_loss_from_states(
     drafter: Drafter,
-    drafted: torch.Tensor,
+    states: torch.Tensor,
     target: Target,
-    rows: dict[str, torch.Tensor],
+    batch: dict[str, torch.Tensor],
     blocks: Blocks,
     features: Features,
     config: TrainConfig,
-    plan: RowPlan | None = None,
-) -> RowLoss:
-    """Compute the objective on drafted states (B*N, W, D), block by block; a conditional head sees
-    the true tokens.
+    chunk_plan: ChunkPlan | None = None,
+) -> BlockLoss:
+    """Compare the drafter's hidden states (G, W, D) with the target and return the loss.
 
-    A drafter of a part of the vocabulary learns the target's distribution among its tokens,
-    normalised, where the true token is one of them (EAGLE-3's mask). The others' rows weigh nothing
-    and agree with nothing, but count: so the loss is, for texts of the target's own, the divergence
-    times the probability of its tokens.
+    A conditional head is trained with the true previous tokens (teacher forcing).
+
+    A drafter with a reduced vocabulary is trained towards the target's distribution renormalised
+    over that vocabulary, at positions whose true token belongs to it (EAGLE-3's mask). All other
+    positions have weight 0 but still count in the divisor of the loss. On text that the target
+    generated, the loss is therefore the divergence times the target's probability of the reduced
+    vocabulary.
     """
-    length = blocks.supervised.shape[-1]
-    weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
-    weights = (weights * blocks.supervised).flatten(0, 1)
-    counted = weights
-    labels = drafter.vocabulary.columns(blocks.labels.flatten(0, 1))
+    num_drafted = blocks.supervised.shape[-1]  # L
+    weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)
+    weights = (weights * blocks.supervised).flatten(0, 1)  # (G, L)
+    divergence_weights = weights
+    labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))  # (G, L)
     if drafter.d2t is not None:
-        weights = weights * (labels >= 0)
-        plan = None  # it was made for other rows
+        divergence_weights = weights * (labels >= 0)
+        chunk_plan = None  # was computed from the weights of the full vocabulary
+
+    draft_states = states[:, drafter.first_draft_slot :]  # (G, L, D)
+    head_inputs = draft_states.flatten(0, 1)
+    conditioned = correction = None
     head = drafter.conditional_head
-    confidence = drafter.confidence_head
-    correction = None
-    states = drafted[:, drafter.first_draft_slot :]  # (G, L, D)
-    if head is None:
-        drafted = states.flatten(0, 1)
-    else:
-        # the true token before every label, (B, N, L)
-        before = torch.cat(
-            [rows["ids"].gather(1, blocks.anchors)[..., None], blocks.labels[..., :-1]], -1
-        )
-        answer = teach(drafter, target, drafted, before.flatten(0, 1))
-        drafted = answer.read.flatten(0, 1).to(target.dtype)
-        if answer.correction is not None:
-            correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out)
-    batch = Batch(
-        teacher_hidden=features.last.flatten(0, 1),
+    if head is not None:
+        conditioned = run_conditional_head(drafter, target, states, batch, blocks)
+        head_inputs = conditioned.head_input.flatten(0, 1).to(target.dtype)
+        correction = build_correction(head, conditioned, target.dtype)
+
+    confidence_head = drafter.confidence_head
+    inputs = DivergenceInputs(
+        teacher_hidden=features.last_hidden_states.flatten(0, 1),
         teacher_rows=blocks.teacher_rows.flatten(0, 1),
         labels=labels,
-        weights=weights,
-        head=rows_of(drafter, target),
+        weights=divergence_weights,
+        head=get_target_head_weight(drafter, target),
         config=config.objective,
-        scale=target.scale,
+        scale=target.logit_scale,
         top_k=0 if head is None else head.top_k,
-        overlap=confidence is not None,
-        plan=plan,
+        needs_overlap=confidence_head is not None,
+        chunk_plan=chunk_plan,
     )
-    result = divergence(drafted, batch, head_weight(drafter, target), correction)
-    if confidence is None:
+    result = compute_divergence(head_inputs, inputs, get_head_weight(drafter, target), correction)
+    if confidence_head is None:
         return result
-    logits = confidence(states, answer)  # (G, L)
-    entropy = F.binary_cross_entropy_with_logits(
-        logits, result.overlap.to(logits), reduction="none"
-    )
-    return result._replace(loss=result.loss + (entropy * counted).sum())
+
+    assert result.overlap is not None
+    logits = confidence_head(draft_states, conditioned)  # (G, L)
+    confidence_loss = compute_confidence_loss(logits, result.overlap, weights)
+    return result._replace(loss=result.loss + confidence_loss)
+
+
+def compute_confidence_loss(
+    logits: torch.Tensor, acceptance: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted cross-entropy of the confidence head, (). It predicts the probability
+    that each draft is accepted. All arguments are (G, L)."""
+    losses = F.binary_cross_entropy_with_logits(logits, acceptance.to(logits), reduction="none")
+    return (losses * weights).sum()
+
+
+def build_correction(
+    head: "Head", conditioned: "HeadOutput", dtype: torch.dtype
+) -> LogitCorrection | None:
+    """Return the conditional head's correction of the logits of all rows; None if it has none."""
+    if conditioned.correction is None:
+        return None
+    assert head.output_matrix is not None
+    return LogitCorrection(conditioned.correction.flatten(0, 1).to(dtype), head.output_matrix)
+
+
+def run_conditional_head(
+    drafter: Drafter,
+    target: Target,
+    states: torch.Tensor,
+    batch: dict[str, torch.Tensor],
+    blocks: Blocks,
+) -> "HeadOutput":
+    """Run the conditional head on block states (G, W, D) with the true token before each label."""
+    bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, N, 1)
+    previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)  # (B, N, L)
+    return teacher_force_head(drafter, target, states, previous_tokens.flatten(0, 1))

@@ -1,9 +1,9 @@
-"""`study`: variants of a run, each trained as long as the others from the same base, and what each
-is worth on the same texts.
+"""The `study` command: train variants of a run for the same time, and compare their drafters on the
+same texts.
 
-A variant is the base with some options changed, and a run like any other. Texts are the target's
-greedy answers to held-out prompts; what a drafter commits along them is found by replay, exactly
-(infer/evaluation/replay.py).
+A variant is the base configuration with some options changed; each of its runs is an ordinary
+training run. The texts are the target's greedy answers to held-out prompts. How many tokens a
+drafter commits per round on them is computed exactly by replay (infer/evaluation/replay.py).
 """
 
 import json
@@ -12,29 +12,35 @@ import shlex
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from infer.utils.checks import at_least
-from infer.utils.errors import Stopped, errors_in_one_sentence, going_on
+from infer.utils.checks import require_at_least
+from infer.utils.errors import RunAborted, explain_interrupt, report_errors_and_exit
 from infer.utils.files import atomic_write, write_json
 from infer.utils.hydra_app import compose_options
 from infer.utils.progress import HEARTBEAT
 from train.config import TrainConfig
 
-METHODS = ("chain", "ddtree")  # rows of TREES
-NODES = 16  # of a tree
-COLUMNS = (
+if TYPE_CHECKING:
+    from infer.drafters.base import Drafter
+
+STUDY_METHODS = ("chain", "ddtree")  # names in infer.trees.methods.TREES
+STUDY_NODE_BUDGET = 16
+STUDY_TABLE_COLUMNS = (
     "",
     "variant",
     "seeds",
     "steps",
     "chain τ",
     "tokens/s",
-    f"{NODES} nodes τ",
+    f"{STUDY_NODE_BUDGET} nodes τ",
     "tokens/s",
     "to the base",
 )
-TEXTS = "texts.json"  # what drafters are measured on, and of which base
-TIMED = 4  # prompts that are decoded for the time of a round
+STUDY_TEXTS_FILE = "texts.json"  # the texts, and the base options that they depend on
+STUDY_RESULT_FILE = "study.json"  # in the folder of each run
+NUM_TIMED_PROMPTS = 4  # decoded to measure the duration of a round
+MAX_RUN_NAME_CHARACTERS = 150  # of a run's name, without the seed
 
 
 @dataclass
@@ -55,196 +61,238 @@ class StudyCommand:
     out: str = "runs/study"
 
     def check(self) -> None:
-        """Raise ValueError for a variant that could not be trained, and for the folder of another
-        study."""
-        at_least(self, seeds=1)
-        texts = Path(self.out, TEXTS)
-        if texts.exists() and (known := json.loads(texts.read_text())["base"]) != self.base:
-            raise ValueError(
-                f"out={self.out} has a study of another base, {known}: choose another out="
-            )
+        """Raise ValueError for a variant that cannot be trained, and if `out` holds a study with
+        another base."""
+        require_at_least(self, seeds=1)
+        texts_file = Path(self.out, STUDY_TEXTS_FILE)
+        if texts_file.exists():
+            existing_base = json.loads(texts_file.read_text())["base"]
+            if existing_base != self.base:
+                raise ValueError(
+                    f"out={self.out} has a study of another base, {existing_base}: choose another "
+                    "out="
+                )
         for variant in self.variants:
-            self.run_of(variant, 0)
+            self.compose_run(variant, 0)
 
-    def run_of(self, variant: str, seed: int) -> TrainConfig:
-        """Return the configuration of a variant's run, which decodes nothing. Raises ValueError,
-        naming the variant, for options that do not go together."""
-        name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:150]
-        own = [
+    def compose_run(self, variant: str, seed: int) -> TrainConfig:
+        """Return the configuration of a variant's run, without evaluations. Raises ValueError,
+        naming the variant, for options that contradict each other."""
+        name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:MAX_RUN_NAME_CHARACTERS]
+        run_options = [
             f"seed={seed}",
             f"name={name}-{seed}",
             f"runs_dir={self.out}",
             "checkpoints=1",
             "evaluation.prompts=0",
+            # so that other programs take no training time from a variant
+            "optim.clock=processor",
         ]
-        own.append("optim.clock=processor")  # other programs take nothing from any variant
+        overrides = [*self.base, *shlex.split(variant), *run_options]
         try:
-            return compose_options("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
+            return compose_options("train", TrainConfig, overrides)
         except ValueError as error:
             raise ValueError(f"variants: {variant or 'the base'}: {error}") from error
 
 
-def study(config: StudyCommand) -> None:
-    """Train and measure the runs that are new, time one of each variant, and write table and
-    picture."""
-    ruler = None
-    found = {}
-    timed = {}
-    with going_on("the same command goes on from there"):
-        for seed, variant in product(
-            range(config.seeds), config.variants
-        ):  # a seed's variants share an hour
-            run = config.run_of(variant, seed)
+def run_study(config: StudyCommand) -> None:
+    """Train and measure the runs that do not exist yet, time one run of each variant, and write
+    table and picture."""
+    evaluator = None
+    results: dict[str, list[dict]] = {}
+    timed_runs: dict[str, Path] = {}
+    with explain_interrupt("the same command continues from there"):
+        # all variants of one seed are trained in turn, under similar conditions
+        for seed, variant in product(range(config.seeds), config.variants):
+            run = config.compose_run(variant, seed)
             folder = Path(run.runs_dir, run.name)
-            timed.setdefault(variant, folder)
-            if not (folder / "study.json").exists():
-                train_apart(run)
-                ruler = ruler or Ruler(config)
-                write_json(folder / "study.json", ruler.measure(folder))
-            found.setdefault(variant, []).append(json.loads((folder / "study.json").read_text()))
-        seconds = (ruler or Ruler(config)).seconds(timed)
-    write_table(found, seconds, Path(config.out))
+            timed_runs.setdefault(variant, folder)
+            result_file = folder / STUDY_RESULT_FILE
+            if not result_file.exists():
+                train_in_subprocess(run)
+                if evaluator is None:
+                    evaluator = DrafterComparison(config)
+                write_json(result_file, evaluator.replay_run(folder))
+            results.setdefault(variant, []).append(json.loads(result_file.read_text()))
+        if evaluator is None:
+            evaluator = DrafterComparison(config)
+        round_seconds = evaluator.time_rounds(timed_runs)
+    write_study_table(results, round_seconds, Path(config.out))
 
 
-def train_alone(run: TrainConfig) -> None:
-    """Train in this process, and end it."""
+def train_and_exit(run: TrainConfig) -> None:
+    """Train in this process and end it."""
     from train.main import leave_process
 
-    with leave_process(), errors_in_one_sentence():
+    with leave_process(), report_errors_and_exit():
         from train.loop import train
 
         train(run)
 
 
-def train_apart(run: TrainConfig) -> None:
-    """Train in a process of its own, which ends with all that it took. Raises Stopped if it
-    failed."""
+def train_in_subprocess(run: TrainConfig) -> None:
+    """Train in a new process, so that all its memory is freed at the end. Raises Stopped if it
+    fails."""
     from multiprocessing import get_context
 
     context = get_context("forkserver")
     context.set_forkserver_preload(["train.loop"])
-    process = context.Process(target=train_alone, args=(run,))
+    process = context.Process(target=train_and_exit, args=(run,))
     process.start()
-    HEARTBEAT.at(None)  # that one speaks
+    HEARTBEAT.set_activity(None)  # the new process reports its own progress
     try:
         process.join()
     finally:
-        process.join()  # behind Ctrl-C it saves
+        process.join()  # after Ctrl-C the process saves before it ends
     if process.exitcode:
-        raise Stopped(f"{run.name} ended with exit code {process.exitcode}, as it says above")
+        raise RunAborted(
+            f"{run.name} ended with exit code {process.exitcode}; its error is printed above"
+        )
 
 
-class Ruler:
-    """The target's greedy answers to held-out prompts."""
+class DrafterComparison:
+    """Measures drafters on the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
-        """Load the target, and let it write the answers unless the study has them."""
-        from data.prompts import evaluation_prompts
-        from infer.api import decode
-        from infer.cli.models import load
+        """Load the target, and generate the answers unless the study has them."""
+        from data.prompts import select_evaluation_prompts
+        from infer.api import decode_prompts
+        from infer.cli.models import load_target_and_drafter
         from infer.config import DecodeOptions
-        from infer.engine.loops import LONGEST_PERIOD
+        from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
 
         base = compose_options("train", TrainConfig, config.base)
-        file = Path(config.out, TEXTS)
         options = base.evaluation
-        length = base.evaluation.max_new_tokens
-        self.quantization, (self.target, _) = base.target.quantization, load(base.target, None)
-        self.plain = DecodeOptions(
-            max_new_tokens=length,
+        self.quantization = base.target.quantization
+        self.target, _ = load_target_and_drafter(base.target, None)
+        self.baseline_options = DecodeOptions(
+            max_new_tokens=options.max_new_tokens,
             method="plain",
-            loop_period=LONGEST_PERIOD,
+            loop_period=MAX_LOOP_PERIOD_TOKENS,
             max_num_batched_tokens=None,
         )
-        if not file.exists():
-            prompts = evaluation_prompts(
+        texts_file = Path(config.out, STUDY_TEXTS_FILE)
+        if not texts_file.exists():
+            prompts = select_evaluation_prompts(
                 base.data, self.target.tokenizer, options.prompts, options.prompt_tokens
             )
-            answers = decode(self.target, None, [prompt.ids for prompt in prompts], self.plain)
-            texts = [(text.prompt, text.ids) for text in answers if len(text.ids) > 1]
-            write_json(file, {"base": list(config.base), "texts": texts})
-        self.texts = json.loads(file.read_text())["texts"]
+            prompt_ids = [prompt.ids for prompt in prompts]
+            answers = decode_prompts(self.target, None, prompt_ids, self.baseline_options)
+            texts = [(answer.prompt, answer.ids) for answer in answers if len(answer.ids) > 1]
+            write_json(texts_file, {"base": list(config.base), "texts": texts})
+        # (prompt ids, answer ids) of each text
+        self.texts = json.loads(texts_file.read_text())["texts"]
 
-    def measure(self, run: Path) -> dict:
-        """Return what the drafter that a run ended with commits, text by text and round by round,
-        by each of METHODS."""
-        from infer.evaluation.replay import Order, replay
+    def replay_run(self, run: Path) -> dict:
+        """Return the tokens that the run's final drafter commits on each text, round by round, for
+        each of STUDY_METHODS."""
+        from infer.evaluation.replay import ReplayVariant, replay_sequences
         from infer.formats.checkpoint import load_drafter
-        from train.run.checkpoints import checkpoints, step_of
+        from train.run.checkpoints import list_checkpoints, parse_step
 
-        last = checkpoints(run)[-1]
-        drafter = load_drafter(last, dtype=self.target.dtype, device=self.target.device)
-        orders = [Order("chain", drafter.block_size - 1), Order("ddtree", NODES)]
-        texts = replay(self.target, drafter, self.texts, orders)
-        commits = {order.method: [text.commits[order] for text in texts] for order in orders}
-        return {"steps": step_of(last), "commits": commits}
+        checkpoint = list_checkpoints(run)[-1]
+        target = self.target
+        drafter = cast(
+            "Drafter", load_drafter(checkpoint, dtype=target.dtype, device=target.device)
+        )
+        orders = [
+            ReplayVariant("chain", drafter.block_size - 1),
+            ReplayVariant("ddtree", STUDY_NODE_BUDGET),
+        ]
+        replayed_texts = replay_sequences(target, drafter, self.texts, orders)
+        commits = {}
+        for order in orders:
+            commits[order.method] = [text.commits[order] for text in replayed_texts]
+        return {"steps": parse_step(checkpoint), "commits": commits}
 
-    def seconds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
-        """Return what a round takes by (variant, method), in seconds, the prompt's share included.
-        The runs' drafters have the target's quantization, as in `eval`, and take turns on the same
-        prompts."""
-        from infer.evaluation.measuring import Variant, measure
+    def time_rounds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
+        """Return the seconds of a round by (variant, method), including a share of the prefill.
+
+        runs: one run of each variant. As in `eval`, their drafters have the target's quantization.
+        All variants decode the same prompts in turn.
+        """
+        from infer.evaluation.measurement import DecodingVariant, measure_variants
         from infer.formats.checkpoint import load_drafter
-        from train.run.checkpoints import checkpoints
+        from train.run.checkpoints import list_checkpoints
 
-        options = replace(self.plain, budget=NODES, ngrams="none")
-        ways = []
-        place = self.target.dtype, self.target.device
+        options = replace(self.baseline_options, budget=STUDY_NODE_BUDGET, ngrams="none")
+        variants = []
         for name, run in runs.items():
-            drafter = load_drafter(checkpoints(run)[-1], *place, quantization=self.quantization)
-            ways += [
-                Variant(name, NODES, replace(options, method=method), drafter) for method in METHODS
-            ]
-        found = measure(self.target, None, ways, [prompt for prompt, _ in self.texts[:TIMED]])
-        took = [one.seconds / sum(text.rounds for text in one.prompts) for one in found]
-        return {
-            (way.name, way.options.method): seconds for way, seconds in zip(ways, took, strict=True)
-        }
+            loaded = load_drafter(
+                list_checkpoints(run)[-1],
+                self.target.dtype,
+                self.target.device,
+                quantization=self.quantization,
+            )
+            drafter = cast("Drafter", loaded)
+            for method in STUDY_METHODS:
+                method_options = replace(options, method=method)
+                variants.append(DecodingVariant(name, STUDY_NODE_BUDGET, method_options, drafter))
+        prompts = [prompt for prompt, _ in self.texts[:NUM_TIMED_PROMPTS]]
+        measurements = measure_variants(self.target, None, variants, prompts)
+
+        round_seconds = {}
+        for variant, measured in zip(variants, measurements, strict=True):
+            num_rounds = sum(text.rounds for text in measured.prompt_results)
+            round_seconds[variant.name, variant.options.method] = measured.seconds / num_rounds
+        return round_seconds
 
 
-def write_table(
-    found: dict[str, list[dict]], seconds: dict[tuple[str, str], float], out: Path
+def write_study_table(
+    results: dict[str, list[dict]], round_seconds: dict[tuple[str, str], float], out: Path
 ) -> None:
-    """Print a row a variant, the best trees first, and write it beside a picture. found: what the
-    runs of each variant came to, the base's first; seconds: what a round took, by (variant,
-    method)."""
-    from infer.evaluation.charts import Chart, Line, picture
-    from infer.evaluation.tables import markdown, span
-    from infer.trees.methods import TREES
+    """Print and write a table with one line per variant, the best acceptance length of trees first,
+    and write a picture.
 
-    rows = []
-    base = next(iter(found.values()))
-    lines = {method: Line(method, [], TREES[method].colour, []) for method in METHODS}
-    ranks = sorted(found.items(), key=lambda pair: -figure(pair[1], "ddtree")[0])
-    for number, (variant, runs) in enumerate(ranks, 1):
-        steps = sum(run["steps"] for run in runs) // len(runs)
-        cells = [str(number), variant or "the base", str(len(runs)), str(steps)]
-        for method in METHODS:
-            tau, interval = figure(runs, method)
-            lines[method].points.append((number, tau))
-            lines[method].intervals.append(interval)
-            cells += [f"{tau:.3f}{span(interval)}", f"{tau / seconds[variant, method]:.1f}"]
-        ratio, interval = figure(runs, "ddtree", base)
-        rows.append([*cells, f"{ratio:.3f}{span(interval)}"])
-    chart = Chart("τ by variant", "row of the table", "τ, tokens a round", list(lines.values()))
-    text = markdown(COLUMNS, rows)
+    results: for each variant the results of its runs (`DrafterComparison.replay_run`), the base
+    first. round_seconds: by (variant, method).
+    """
+    from infer.evaluation.charts import Chart, ChartLine, render_charts
+    from infer.evaluation.tables import format_interval, format_markdown_table
+    from infer.trees.methods import TREE_METHODS
+
+    table = []
+    base_runs = next(iter(results.values()))
+    points: dict[str, list] = {method: [] for method in STUDY_METHODS}
+    intervals: dict[str, list] = {method: [] for method in STUDY_METHODS}
+    ranking = sorted(results, key=lambda variant: -pool_acceptance(results[variant], "ddtree")[0])
+    for rank, variant in enumerate(ranking, 1):
+        runs = results[variant]
+        mean_steps = sum(run["steps"] for run in runs) // len(runs)
+        cells = [str(rank), variant or "the base", str(len(runs)), str(mean_steps)]
+        for method in STUDY_METHODS:
+            tau, interval = pool_acceptance(runs, method)
+            points[method].append((rank, tau))
+            intervals[method].append(interval)
+            tokens_per_second = tau / round_seconds[variant, method]
+            cells += [f"{tau:.3f}{format_interval(interval)}", f"{tokens_per_second:.1f}"]
+        ratio, interval = pool_acceptance(runs, "ddtree", base_runs)
+        table.append([*cells, f"{ratio:.3f}{format_interval(interval)}"])
+
+    lines = []
+    for method in STUDY_METHODS:
+        lines.append(
+            ChartLine(method, points[method], TREE_METHODS[method].colour, intervals[method])
+        )
+    chart = Chart("τ by variant", "row of the table", "τ, tokens a round", lines)
+    text = format_markdown_table(STUDY_TABLE_COLUMNS, table)
     atomic_write(out / "study.md", f"{text}\n")
-    atomic_write(out / "study.svg", picture([chart]))
+    atomic_write(out / "study.svg", render_charts([chart]))
     print(f"{text}\n\ntable    {out / 'study.md'}\npicture  {out / 'study.svg'}")
 
 
-def figure(
-    runs: list[dict], method: str, base: list[dict] | None = None
+def pool_acceptance(
+    runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of a variant's runs together, or its ratio to the base's, and
-    the interval over texts."""
+    """Return the acceptance length of all runs together and its confidence interval over texts, or
+    its ratio to that of `base_runs`."""
     import numpy as np
 
-    from infer.evaluation.ruler import acceptance_length, counted
+    from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds
 
-    sides = (
-        [counted(run["commits"][method]) for run in side]
-        for side in (runs, base)
-        if side is not None
-    )
-    return acceptance_length(*(np.sum(side, 0) for side in sides))
+    counts = []
+    for group in (runs, base_runs):
+        if group is not None:
+            run_counts = [count_tokens_and_rounds(run["commits"][method]) for run in group]
+            counts.append(np.sum(run_counts, 0))
+    return acceptance_length(*counts)

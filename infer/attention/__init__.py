@@ -1,6 +1,5 @@
-"""Attention of targets and drafters: the key/value cache, masks for training and decoding, a kernel
-for trees.
+"""Attention of targets and drafters: the key/value cache, and masks for training and decoding.
 
-May import infer.utils. Start with kv_cache.py, which all decoding goes through; masks.py has the
-training mask.
+May import infer.utils. Start with kv_cache.py, which all decoding uses; masks.py has the training
+mask.
 """

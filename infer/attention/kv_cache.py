@@ -1,46 +1,65 @@
-"""The key/value cache of target and drafter: preallocated buffers, rows of their own lengths.
+"""The key/value cache of target and drafter: preallocated buffers, each row with its own length.
 
-B rows in use, Q new positions, S capacity, H key/value heads, E head size, T length of packed rows.
+B batch rows in use, Q new positions, N = B * Q new positions of all rows, S capacity (positions per
+row), H key/value heads, E head size, T length of packed rows. A slot is an index into the flat
+position axis of a buffer: slot = row * S + index within the row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Protocol
 
 import torch
 
-Heads = tuple[int, int]  # how many, and their size
+HeadShape = tuple[int, int]  # number of heads and head size
+
+
+class RecurrentStateStore(Protocol):
+    """What a cache calls of the states of recurrent layers
+    (`infer.targets.recurrent.RecurrentStates`)."""
+
+    def reset_rows_from(self, first_row: int) -> "RecurrentStateStore": ...
+
+    def move_row(self, source: int, destination: int) -> None: ...
+
+    def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None: ...
 
 
 @dataclass
-class LayerWindow:
-    """One layer of a window, as views of the cache's buffer. Not frozen, since that takes longer to
-    make."""
+class LayerCacheView:
+    """One layer of a `CacheView`, as views of the cache's buffer. It is not frozen, because frozen
+    dataclasses take longer to create."""
 
-    buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
-    index: int
-    slots: torch.Tensor  # (N,) int64, where new positions go
-    keys: torch.Tensor  # (B, H, extent - first, E) that a query may look at
-    values: torch.Tensor
-    rows: int  # B
-    width: int  # Q
-    stops: torch.Tensor | None = None  # see `Window`
+    buffer: torch.Tensor  # (2 * layers, rows * S, H * E), keys and values of all layers
+    layer_index: int
+    slot_mapping: torch.Tensor  # (N,) int64, the slots that new positions are written to
+    keys: torch.Tensor  # (B, H, visible_end - visible_start, E), which queries may attend to
+    values: torch.Tensor  # likewise
+    batch_size: int  # B
+    query_length: int  # Q
+    cu_seqlens: torch.Tensor | None = None  # see `CacheView.cu_seqlens`
 
-    def write(self, new: torch.Tensor) -> None:
-        """Write the new positions: keys and values of all heads of L layers, this one and those
-        behind it, (B Q, L, 2 H, E)."""
-        count, layers = new.shape[:2]
-        planes = self.buffer[2 * self.index : 2 * (self.index + layers)]
-        planes.index_copy_(1, self.slots, new.view(count, 2 * layers, -1).transpose(0, 1))
+    def write(self, heads: torch.Tensor) -> None:
+        """Write keys and values of the new positions.
+
+        heads: (N, L, 2 H, E), for L consecutive layers of which this one is the first; key heads
+        come before value heads.
+        """
+        count, layers = heads.shape[:2]
+        planes = self.buffer[2 * self.layer_index : 2 * (self.layer_index + layers)]
+        planes.index_copy_(1, self.slot_mapping, heads.view(count, 2 * layers, -1).transpose(0, 1))
 
 
-class Stateful:
-    """The part of a Hugging Face cache that recurrent layers call: they see no state of their own,
-    and hand new inputs on as they are to the functions of its `states`
-    (`infer.targets.recurrent.States`)."""
+class RecurrentCacheAdapter:
+    """The cache methods that Hugging Face's recurrent layers call.
+
+    They report that there is no state and return new inputs unchanged, because the functions of
+    `infer.targets.recurrent.RecurrentStates` keep the states.
+    """
 
     def get_conv_state(self, *_: object, **__: object) -> None:
         return None
@@ -54,334 +73,391 @@ class Stateful:
 
 
 @dataclass
-class Window(Stateful):
-    """One forward pass's view of a cache: new positions are written to `slots`, and the places
-    `first` to `extent` of every row are visible. Duck-typed as a Hugging Face cache: attention
-    layers call `update(keys, values, layer)`.
+class CacheView(RecurrentCacheAdapter):
+    """The cache as one forward pass sees it.
 
-    `slots` may have more rows than are in use; the extra rows are written and never read. Where
-    rows have numbers of positions of their own, these come one row after the other.
+    New positions are written to `slot_mapping`. Queries can attend to the positions from
+    `visible_start` to `visible_end` of every row. Hugging Face's attention layers take it for one
+    of their caches and call `update(keys, values, layer)`.
+
+    `slot_mapping` may have more rows than are in use: the additional rows are written and never
+    read. If rows have different numbers of new positions, these are concatenated row by row.
     """
 
     cache: "KVCache"
-    slots: torch.Tensor  # (B, Q) int64, flat: row * S + place
-    extent: int
-    first: int = 0  # no query sees what is before it
-    real: torch.Tensor | None = (
-        None  # (B, Q) bool, the positions that are there: a row's first; None: all
-    )
+    slot_mapping: torch.Tensor  # (B, Q) int64
+    visible_end: int
+    visible_start: int = 0
+    # (B, Q) bool, false on padding; valid positions come first in a row. None: no padding.
+    valid_mask: torch.Tensor | None = None
 
     @cached_property
-    def flat(self) -> torch.Tensor:
-        """The slots of the N positions that are there, (N,)."""
-        return self.slots.flatten() if self.real is None else self.slots[self.real]
+    def flat_slot_mapping(self) -> torch.Tensor:
+        """Return the slots of the N positions that are not padding, (N,)."""
+        if self.valid_mask is None:
+            return self.slot_mapping.flatten()
+        return self.slot_mapping[self.valid_mask]
 
     @cached_property
-    def stops(self) -> torch.Tensor | None:
-        """Behind which of the N each row ends, (B,) int64; None where all are there."""
-        return None if self.real is None else self.real.sum(1).cumsum(0)
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Return the end of each row among the N concatenated positions, (B,) int64, without a
+        leading 0; None where there is no padding."""
+        if self.valid_mask is None:
+            return None
+        return self.valid_mask.sum(1).cumsum(0)
 
     @property
     def capacity(self) -> int:
-        """S."""
+        """Return S, the number of positions per row."""
         return self.cache.capacity
 
     @property
-    def states(self) -> object:
-        """The states of recurrent layers."""
-        return self.cache.states
+    def recurrent_states(self) -> RecurrentStateStore | None:
+        """Return the states of recurrent layers; None where the model has no such layers."""
+        return self.cache.recurrent_states
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B,
-        H, extent - first, E) each."""
-        flat = self.slots.flatten()
-        rows = len(self.slots)
-        seen = []
-        for (buffer, plane), new in zip(self.cache.places[layer], (keys, values), strict=True):
-            memory = self.cache.buffers[buffer][plane]
-            memory.index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
-            whole = memory[: rows * self.capacity].view(rows, self.capacity, new.shape[1], -1)
-            seen.append(whole[:, self.first : self.extent].transpose(1, 2))
-        return seen[0], seen[1]
+        """Write keys and values (B, H, Q, E) of the new positions of one layer.
 
-    def layers(self) -> list[LayerWindow]:
-        """Return the window of every layer, of a cache whose layers are alike."""
-        rows = len(self.slots)
+        Returns all visible keys and values, (B, H, visible_end - visible_start, E) each.
+        """
+        slots = self.slot_mapping.flatten()
+        rows = len(self.slot_mapping)
+        visible = []
+        planes = self.cache.layer_planes[layer]
+        for (buffer_index, plane_index), new in zip(planes, (keys, values), strict=True):
+            plane = self.cache.buffers[buffer_index][plane_index]
+            plane.index_copy_(0, slots, new.transpose(1, 2).flatten(2).flatten(0, 1))
+            used_slots = plane[: rows * self.capacity]
+            row_states = used_slots.view(rows, self.capacity, new.shape[1], -1)
+            visible.append(row_states[:, self.visible_start : self.visible_end].transpose(1, 2))
+        return visible[0], visible[1]
+
+    def layer_views(self) -> list[LayerCacheView]:
+        """Return the view of every layer. All layers must have the same heads."""
+        batch_size, query_length = self.slot_mapping.shape
         buffer = self.cache.buffer
-        seen = buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[
-            :, :, self.first : self.extent
+        used_slots = buffer[:, : batch_size * self.capacity]
+        row_states = used_slots.unflatten(1, (batch_size, self.capacity))
+        visible = row_states[:, :, self.visible_start : self.visible_end]
+        heads = visible.unflatten(3, (self.cache.num_key_heads, -1)).transpose(2, 3)
+        planes = heads.unbind(0)  # each (B, H, visible_end - visible_start, E)
+        slots = self.flat_slot_mapping
+        cu_seqlens = self.cu_seqlens
+        return [
+            LayerCacheView(buffer, layer, slots, keys, values, batch_size, query_length, cu_seqlens)
+            for layer, (keys, values) in enumerate(zip(planes[::2], planes[1::2], strict=True))
         ]
-        seen = (
-            seen.unflatten(3, (self.cache.heads, -1)).transpose(2, 3).unbind(0)
-        )  # (B, H, extent - first, E)
-        pairs = enumerate(zip(seen[::2], seen[1::2], strict=True))
-        known = (*self.slots.shape, self.stops)
-        return [LayerWindow(buffer, i, self.flat, *pair, *known) for i, pair in pairs]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        return self.extent - self.slots.shape[1]
+        return self.visible_end - self.slot_mapping.shape[1]
 
 
 @dataclass
-class PackedLayer:
-    """Keys and values of packed rows in one layer: nothing is there before them, and nothing
-    stays."""
+class PackedLayerView:
+    """Keys and values of packed rows in one layer, in place of a `LayerCacheView`. Nothing is
+    cached before the rows, and nothing is kept after the pass."""
 
-    rows: int  # B
-    width: int  # T
+    batch_size: int  # B
+    query_length: int  # T
     keys: torch.Tensor | None = None  # (B, H, T, E)
     values: torch.Tensor | None = None
 
-    def write(self, new: torch.Tensor) -> None:
-        """Take the keys and values of all heads of one layer, (B T, 1, 2 H, E)."""
-        heads = new.squeeze(1).unflatten(0, (self.rows, -1)).transpose(1, 2)
-        self.keys, self.values = heads.chunk(2, dim=1)
+    def write(self, heads: torch.Tensor) -> None:
+        """Store keys and values (B T, 1, 2 H, E) of one layer; key heads come first."""
+        row_heads = heads.squeeze(1).unflatten(0, (self.batch_size, -1)).transpose(1, 2)
+        self.keys, self.values = row_heads.chunk(2, dim=1)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on the host in memory that is taken where it is first written to, not before,
-    as long as the kernel maps any: an engine that comes back where memory was short takes what
-    malloc has."""
+def allocate_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor of zeros.
+
+    On the CPU it is an anonymous memory map, so that physical memory is taken only where it is
+    written to. If the kernel refuses the map, the tensor is allocated by PyTorch: an engine that
+    restarts after memory was exhausted can still start.
+    """
     if device.type == "cpu" and 0 not in shape:
         size = torch.Size(shape).numel() * dtype.itemsize
         with suppress(OSError):
-            return torch.frombuffer(mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS), dtype=dtype).view(
-                shape
-            )
+            memory_map = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+            return torch.frombuffer(memory_map, dtype=dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class KVCache:
-    """Keys and values of all layers, written in place, in a buffer for every size of them; and the
-    states of recurrent layers.
+    """Keys and values of all layers, written in place, and the states of recurrent layers. There is
+    one buffer for each size of H * E.
 
-    A forward pass writes its Q new positions behind each row's committed length (`window`);
-    `commit` then keeps some of them by moving the length on the device, and the others are
-    overwritten later; `note_lengths` tells the host. Nothing is concatenated or cropped. `add`
-    takes rows into use and `keep` gives rows up; the used ones are always the first. Inside `fixed`
-    no shape depends on lengths or on how many rows are in use, so that a pass can be a CUDA graph.
+    A forward pass writes its Q new positions after each row's committed positions (`make_view`).
+    `commit` then keeps some of them by increasing the length on the device; the others are
+    overwritten later. `update_host_lengths` does the same for the lengths on the host. Nothing is
+    concatenated or cropped. `add_rows` takes rows into use and `keep_rows` releases rows; the used
+    rows are always the first ones. Inside `pad_batch` no shape depends on lengths or on the number
+    of used rows, so that a pass can be captured as a CUDA graph.
 
-    Where all layers slide, a row can forget what is beyond their window: what stays moves to its
-    beginning, so that a place in the cache is a position less those `forgotten`.
+    If all layers have a sliding window, positions beyond the window can be evicted: the remaining
+    ones move to the beginning of the row. The position of a token is then its index in the row plus
+    the row's `evicted_counts`.
     """
 
     def __init__(
         self,
-        layers: dict[int, tuple[Heads, Heads]],
-        rows: int,
+        layer_heads: dict[int, tuple[HeadShape, HeadShape]],
+        num_rows: int,
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        states: object | None = None,
-        reach: int | None = None,
-        widest: int | None = None,
+        recurrent_states: RecurrentStateStore | None = None,
+        sliding_window: int | None = None,
+        max_query_length: int | None = None,
     ) -> None:
-        """`layers`: the heads of keys and of values of every layer that keeps any; `states`: those
-        of recurrent layers (`infer.targets.recurrent.States`); `reach`: the last positions that a
-        query may see, its own included, None: all; `widest`: rows forget where a pass of so many
-        positions would not fit behind them, and no pass is wider; None: they forget nothing."""
-        self.rows = rows
+        """Allocate a cache for `num_rows` rows of `capacity` positions.
+
+        layer_heads: head shapes of keys and of values, by the index of each layer that has any.
+        recurrent_states: the states of recurrent layers; None if there are none.
+        sliding_window: number of positions that a query can see, itself included; None: all.
+        max_query_length: evict old positions of a row as soon as a pass over this many positions
+            would no longer fit; no pass may be longer. None: never evict.
+        """
+        self.num_rows = num_rows
         self.capacity = capacity
-        self.states = states
-        self.reach = reach
-        self.widest = widest
-        widths: list[int] = []  # of every plane
-        # by layer: buffer and plane of its keys and its values
-        self.places: dict[int, list[tuple[int, int]]] = {}
-        sizes = list(
-            dict.fromkeys(count * size for pair in layers.values() for count, size in pair)
-        )
-        for layer, pair in layers.items():
-            self.places[layer] = []
-            for width in (count * size for count, size in pair):
-                self.places[layer].append((sizes.index(width), widths.count(width)))
-                widths.append(width)
-        # of all keys and values, where they are alike
-        self.heads = next(iter(layers.values()), ((0, 0),))[0][0]
-        # (planes, rows * S, width): zeros, since a masked slot must still be finite
+        self.recurrent_states = recurrent_states
+        self.sliding_window = sliding_window
+        self.max_query_length = max_query_length
+
+        # by layer: (buffer index, plane index) of its keys and of its values
+        self.layer_planes: dict[int, list[tuple[int, int]]] = {}
+        plane_widths: list[int] = []
+        all_widths = [count * size for pair in layer_heads.values() for count, size in pair]
+        buffer_widths = list(dict.fromkeys(all_widths))
+        for layer, pair in layer_heads.items():
+            self.layer_planes[layer] = []
+            for count, size in pair:
+                width = count * size
+                plane = (buffer_widths.index(width), plane_widths.count(width))
+                self.layer_planes[layer].append(plane)
+                plane_widths.append(width)
+        # meaningful only if all layers have the same heads
+        self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
+        # (planes, rows * S, width) each. They start as zeros, since masked keys must be finite.
         self.buffers = [
-            zeros((widths.count(width), rows * capacity, width), dtype, device) for width in sizes
+            allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
+            for width in buffer_widths
         ]
+
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         # the same on the device, 0 for unused rows
-        self.ends = torch.zeros(rows, dtype=torch.long, device=device)
-        self.forgotten = torch.zeros_like(self.ends)
-        self.live = torch.zeros_like(self.ends)  # 1 for used rows
-        self.origins = torch.arange(rows, device=device) * capacity
-        self.steps = torch.arange(capacity, device=device)
-        self.fixed_rows = 0  # inside `fixed`: how many rows passes have
+        self.device_lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.evicted_counts = torch.zeros_like(self.device_lengths)
+        self.used_row_mask = torch.zeros_like(self.device_lengths)  # 1 for used rows, else 0
+        self.first_slots = torch.arange(num_rows, device=device) * capacity  # of every row
+        self.position_offsets = torch.arange(capacity, device=device)
+        self.padded_batch_size = 0  # number of rows of a pass inside `pad_batch`, 0 outside
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The only buffer where all layers are alike, (2 * layers, rows * S, H * E): keys of layer
-        i at 2i, values at 2i + 1."""
+        """Return the only buffer of a cache whose layers have the same heads, (2 * layers, rows *
+        S, H * E): keys of layer i at index 2 i, values at 2 i + 1."""
         return self.buffers[0]
 
     @property
-    def even(self) -> bool:
-        """Whether the host knows all rows to have the same length, so that all of a window was
-        written."""
-        return not self.fixed_rows and len(set(self.lengths)) == 1
+    def has_uniform_lengths(self) -> bool:
+        """Return whether all rows are known, on the host, to have the same length. Then every
+        visible position of a view has been written."""
+        return not self.padded_batch_size and len(set(self.lengths)) == 1
 
     @contextmanager
-    def fixed(self, rows: int) -> Iterator[None]:
-        """Inside, passes have `rows` rows, of which the used ones are the first: the others are
-        written behind their ends and never read."""
-        self.fixed_rows = rows
+    def pad_batch(self, batch_size: int) -> Generator[None]:
+        """Run passes over the first `batch_size` rows, whether they are in use or not. Unused rows
+        are written after their end and never read."""
+        self.padded_batch_size = batch_size
         try:
             yield
         finally:
-            self.fixed_rows = 0
+            self.padded_batch_size = 0
 
     @contextmanager
-    def add(self, count: int) -> Iterator["KVCache"]:
-        """Give the last `count` rows as a cache of their own over the same memory, empty, to be
-        filled. At the end they come into use as the next rows, and each moves there. Meanwhile the
-        rows in use can be read and written, and given up, but no others added."""
-        first = self.rows - count
+    def add_rows(self, count: int) -> Generator["KVCache"]:
+        """Yield the last `count` rows as an empty cache over the same memory, to be filled.
+
+        On exit they become the next used rows, and each is moved there. Until then, used rows can
+        be read, written and released, but no other rows can be added. Raises ValueError if there
+        are fewer unused rows.
+        """
+        first_row = self.num_rows - count
         used = len(self.lengths)
-        if used > first:
+        if used > first_row:
             raise ValueError(
-                f"the cache has {self.rows} rows and {used} are in use: {count} more do not fit"
+                f"the cache has {self.num_rows} rows and {used} are in use: {count} more do not fit"
             )
-        part = copy(self)
-        part.rows = count
-        part.lengths = [0] * count
-        part.buffers = [buffer[:, first * self.capacity :] for buffer in self.buffers]
-        part.states = None if self.states is None else self.states.from_row(first)
-        part.ends, part.origins = self.ends[first:].zero_(), self.origins[:count]
-        part.forgotten = self.forgotten[first:].zero_()
-        yield part
-        for index, length in enumerate(part.lengths):
-            self._move(first + index, len(self.lengths), length)
+        new_rows = copy(self)
+        new_rows.num_rows = count
+        new_rows.lengths = [0] * count
+        new_rows.buffers = [buffer[:, first_row * self.capacity :] for buffer in self.buffers]
+        if self.recurrent_states is not None:
+            new_rows.recurrent_states = self.recurrent_states.reset_rows_from(first_row)
+        new_rows.device_lengths = self.device_lengths[first_row:].zero_()
+        new_rows.first_slots = self.first_slots[:count]
+        new_rows.evicted_counts = self.evicted_counts[first_row:].zero_()
+        yield new_rows
+
+        for index, length in enumerate(new_rows.lengths):
+            self._move_row(first_row + index, len(self.lengths), length)
             self.lengths.append(length)
-        self.live[: len(self.lengths)] = 1
+        self.used_row_mask[: len(self.lengths)] = 1
 
-    def keep(self, order: list[int]) -> None:
-        """Make row i what row order[i] was, and give up the rows not named. order[i] must be at
+    def keep_rows(self, order: list[int]) -> None:
+        """Move row order[i] to row i, and release the rows that are not listed. order[i] must be at
         least i."""
-        for to, index in enumerate(order):
-            self._move(index, to, self.lengths[index])
-        self.ends[len(order) : len(self.lengths)] = 0
-        self.live[len(order) :] = 0
-        self.lengths = [self.lengths[index] for index in order]
+        for destination, source in enumerate(order):
+            self._move_row(source, destination, self.lengths[source])
+        self.device_lengths[len(order) : len(self.lengths)] = 0
+        self.used_row_mask[len(order) :] = 0
+        self.lengths = [self.lengths[source] for source in order]
 
-    def _move(self, source: int, to: int, length: int) -> None:
-        """Row `source` of so many positions becomes row `to`, and is empty."""
-        if source != to:
-            start = to * self.capacity
-            begin = source * self.capacity
-            for buffer in self.buffers:
-                buffer[:, start : start + length] = buffer[:, begin : begin + length]
-            if self.states is not None:
-                self.states.move(source, to)
-            for column in (self.ends, self.forgotten):
-                column[to] = column[source]
-                column[source] = 0
+    def _move_row(self, source: int, destination: int, length: int) -> None:
+        """Move the `length` positions of row `source` to row `destination`, and empty `source`."""
+        if source == destination:
+            return
+        source_start = source * self.capacity
+        destination_start = destination * self.capacity
+        for buffer in self.buffers:
+            moved_states = buffer[:, source_start : source_start + length]
+            buffer[:, destination_start : destination_start + length] = moved_states
+        if self.recurrent_states is not None:
+            self.recurrent_states.move_row(source, destination)
+        for column in (self.device_lengths, self.evicted_counts):
+            column[destination] = column[source]
+            column[source] = 0
 
-    def window(self, width: int, real: torch.Tensor | None = None) -> Window:
-        """Return the window of the next `width` positions of every row, or of those that are
-        `real`. Raises ValueError beyond the capacity."""
-        if self.fixed_rows:
-            rows = self.fixed_rows
-            extent = self.capacity
-            shortest = 0
+    def make_view(self, query_length: int, valid_mask: torch.Tensor | None = None) -> CacheView:
+        """Return the view of a pass over the next `query_length` positions of every row.
+
+        valid_mask: (B, Q) bool, false on padding. Raises ValueError if the positions do not fit.
+        """
+        if self.padded_batch_size:
+            batch_size = self.padded_batch_size
+            visible_end = self.capacity
+            min_length = 0
         else:
-            rows = len(self.lengths)
-            extent = max(self.lengths) + width
-            shortest = min(self.lengths)
-        first = 0 if self.reach is None else max(0, shortest - self.reach + 1)
-        if extent > self.capacity:
+            batch_size = len(self.lengths)
+            visible_end = max(self.lengths) + query_length
+            min_length = min(self.lengths)
+        visible_start = 0
+        if self.sliding_window is not None:
+            visible_start = max(0, min_length - self.sliding_window + 1)
+        if visible_end > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions a row, {extent} are needed"
+                f"the cache holds {self.capacity} positions per row, but {visible_end} are needed"
             )
-        return Window(
-            self, self.origins[:rows, None] + self.next_places(rows, width), extent, first, real
-        )
+        row_indices = self.next_indices(batch_size, query_length)
+        slot_mapping = self.first_slots[:batch_size, None] + row_indices
+        return CacheView(self, slot_mapping, visible_end, visible_start, valid_mask)
 
-    def ends_of(self, rows: int) -> torch.Tensor:
-        """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are
-        not in use."""
-        return self.ends[:rows] * self.live[:rows] if self.fixed_rows else self.ends[:rows]
+    def get_device_lengths(self, num_rows: int) -> torch.Tensor:
+        """Return the lengths of the first `num_rows` rows on the device, (num_rows,), 0 for unused
+        rows."""
+        lengths = self.device_lengths[:num_rows]
+        if self.padded_batch_size:
+            return lengths * self.used_row_mask[:num_rows]
+        return lengths
 
-    def next_places(self, rows: int, width: int) -> torch.Tensor:
-        """Return where in a row the next `width` tokens of the first `rows` rows go, (rows,
+    def next_indices(self, num_rows: int, query_length: int) -> torch.Tensor:
+        """Return the indices, within its row, of the next `query_length` tokens of each of the
+        first rows, (num_rows, query_length)."""
+        return self.device_lengths[:num_rows, None] + self.position_offsets[:query_length]
+
+    def next_positions(self, num_rows: int, query_length: int) -> torch.Tensor:
+        """Return the absolute positions of the next `query_length` tokens of each of the first
+        rows, (num_rows, query_length), evicted positions included."""
+        indices = self.next_indices(num_rows, query_length)
+        if self.max_query_length is None:
+            return indices
+        return indices + self.evicted_counts[:num_rows, None]
+
+    def read_positions(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+        """Return copies of `count` positions of a used row, for every buffer (planes, count,
         width)."""
-        return self.ends[:rows, None] + self.steps[:width]
+        first_slot = row * self.capacity + start
+        return [buffer[:, first_slot : first_slot + count].clone() for buffer in self.buffers]
 
-    def positions(self, rows: int, width: int) -> torch.Tensor:
-        """Return their absolute positions, (rows, width)."""
-        places = self.next_places(rows, width)
-        return places if self.widest is None else places + self.forgotten[:rows, None]
-
-    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return copies of `count` positions of a used row, (n, count, width) of every buffer."""
-        first = row * self.capacity + start
-        return [buffer[:, first : first + count].clone() for buffer in self.buffers]
-
-    def restore(self, row: int, parts: list[list[torch.Tensor]]) -> None:
-        """Write positions that were read, part by part, behind an empty row's beginning, and commit
-        them."""
-        first = row * self.capacity
+    def restore_positions(self, row: int, segments: list[list[torch.Tensor]]) -> None:
+        """Write consecutive results of `read_positions` to the beginning of an empty row, and
+        commit them."""
+        first_slot = row * self.capacity
         length = 0
-        for part in parts:
-            count = part[0].shape[1] if part else 0
-            for buffer, kept in zip(self.buffers, part, strict=True):
-                buffer[:, first + length : first + length + count] = kept
+        for segment in segments:
+            count = segment[0].shape[1] if segment else 0
+            start = first_slot + length
+            for buffer, states in zip(self.buffers, segment, strict=True):
+                buffer[:, start : start + count] = states
             length += count
         self.lengths[row] = length
-        self.ends[row] = length
+        self.device_lengths[row] = length
 
-    def advance(self, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
-        """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device,
-        where it exists; `counts` is None where the host does not know it yet: `note_lengths` is to
-        follow."""
-        if on_device is None:
-            on_device = torch.tensor(counts, device=self.ends.device)
-        if self.fixed_rows:
-            on_device = on_device * self.live[: len(on_device)]
-        self.ends[: len(on_device)] += on_device
+    def advance_lengths(
+        self, counts: list[int] | None, device_counts: torch.Tensor | None = None
+    ) -> None:
+        """Commit counts[b] more positions of row b.
+
+        device_counts: (B,) int64, the same on the device, if it exists there. If counts is None,
+        the host does not know it yet, and the caller must call `update_host_lengths` later.
+        """
+        if device_counts is None:
+            device_counts = torch.tensor(counts, device=self.device_lengths.device)
+        if self.padded_batch_size:
+            device_counts = device_counts * self.used_row_mask[: len(device_counts)]
+        self.device_lengths[: len(device_counts)] += device_counts
         if counts is not None:
-            self.note_lengths(counts)
+            self.update_host_lengths(counts)
 
-    def note_lengths(self, counts: list[int]) -> None:
-        """Note on the host that `counts[b]` more positions of row b were committed on the
-        device."""
+    def update_host_lengths(self, counts: list[int]) -> None:
+        """Increase the lengths on the host by counts[b], which were committed on the device."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if self.widest is not None:
-            self._forget()
+        if self.max_query_length is not None:
+            self._evict_old_positions(self.max_query_length)
 
-    def _forget(self) -> None:
-        """Move the last `reach` positions of a row to its beginning where the next pass might not
-        fit."""
+    def _evict_old_positions(self, max_query_length: int) -> None:
+        """Move the last `sliding_window` positions to the beginning of every row in which
+        `max_query_length` more positions would not fit."""
+        window = self.sliding_window
+        assert window is not None
         for row, length in enumerate(self.lengths):
-            if length + self.widest > self.capacity:
-                begin = row * self.capacity
-                gone = length - self.reach
-                for buffer in self.buffers:
-                    kept = buffer[:, begin + gone : begin + length].clone()  # the two may overlap
-                    buffer[:, begin : begin + self.reach] = kept
-                self.lengths[row] = self.reach
-                self.ends[row] -= gone
-                self.forgotten[row] += gone
+            if length + max_query_length <= self.capacity:
+                continue
+            start = row * self.capacity
+            evicted = length - window
+            for buffer in self.buffers:
+                # a copy, because source and destination may overlap
+                recent_states = buffer[:, start + evicted : start + length].clone()
+                buffer[:, start : start + window] = recent_states
+            self.lengths[row] = window
+            self.device_lengths[row] -= evicted
+            self.evicted_counts[row] += evicted
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move the written positions `path` (B, W), offsets behind each row's length, to the row's
-        end in this order, and commit the first `counts[b]` (B,) of them; the rest of `path` is
-        padding. `note_lengths` is to follow when the host knows the counts."""
-        if self.states is not None:
-            self.states.commit(path, counts)
+        """Keep the accepted positions of a verified tree.
+
+        path: (B, W) int64, offsets of the accepted positions from each row's length, then padding.
+        They are moved, in this order, to the end of the row. counts: (B,) int64, how many of them
+        are accepted. The caller must call `update_host_lengths` when the host knows the counts.
+        """
+        if self.recurrent_states is not None:
+            self.recurrent_states.commit(path, counts)
         rows, width = path.shape
-        to = self.origins[:rows, None] + self.next_places(rows, width)
-        source = to[:, :1] + path
-        # a root is where it belongs; to ask whether the others are costs more than the copy where
-        # the device is not the host, and a graph cannot ask
-        in_place = width == 1 or (
-            path.device.type == "cpu" and not self.fixed_rows and torch.equal(source, to)
-        )
+        destination = self.first_slots[:rows, None] + self.next_indices(rows, width)
+        source = destination[:, :1] + path
+        # A root is always in its final slot. Testing the other nodes pays off only on the CPU: on
+        # another device the test costs more than the copy, and a CUDA graph cannot branch.
+        in_place = width == 1
+        if not in_place and path.device.type == "cpu" and not self.padded_batch_size:
+            in_place = torch.equal(source, destination)
         if not in_place:
             for buffer in self.buffers:
-                buffer.index_copy_(1, to.flatten(), buffer.index_select(1, source.flatten()))
-        self.advance(None, counts)
+                accepted_states = buffer.index_select(1, source.flatten())
+                buffer.index_copy_(1, destination.flatten(), accepted_states)
+        self.advance_lengths(None, counts)

@@ -1,20 +1,25 @@
-"""Attention masks: one value for what queries see, in training, in packed rows and in caches.
+"""Attention masks of training, of packed rows and of decoding with a cache, in one representation.
 
-B rows, N anchors, K block size, T packed context length, Q queries, S keys, H query heads, H' key
-heads, G = H / H', E head size.
+B batch rows, N anchors, W queries per block, T packed context length, Q queries, S keys, H query
+heads, H' key heads, G = H / H', E head size.
 
-What a query sees is ranges of keys (`Mask.ranges`), and of new positions in a cache what
-`Mask.inside` allows. Training lays the queries of one packed row out as N blocks of K positions,
-and the keys as [T context positions | N * K block positions]: a query sees one range of the context
-and one of its own block (`block_mask`), the prefix-shared mask of DART section 3.2 and figure 4,
-for DFlash blocks: the context features strictly before the anchor, and the block. What a position
-of packed documents sees is one range (`packed_mask`). While decoding, it is one range of the cache,
-and ancestors in a tree or the rest of a block (`tree_mask`, `cached_blocks`).
+A query can attend to the keys in some ranges (`AttentionMask.key_ranges`) and, in decoding, to
+those new positions that `AttentionMask.new_key_mask` allows.
 
-`attention` in `infer.kernels` chooses how a mask is evaluated: in pieces, densely, by FlexAttention
-or in Triton.
+- Training (`build_training_mask`): the queries of a packed row are N blocks of W positions, and the
+  keys are [T context positions | N * W block positions]. A query attends to one range of the
+  context and to one range of its own block. This is the prefix-shared mask of DART, section 3.2 and
+  figure 4, applied to DFlash blocks: the context features strictly before the anchor, and the
+  block.
+- Packed documents (`build_packed_mask`): a position attends to one range.
+- Decoding (`build_tree_mask`, `build_draft_mask`): a position attends to one range of the cache and
+  to its ancestors in the tree, or to other positions of its block.
+
+`attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, densely, by
+FlexAttention or in Triton.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -26,251 +31,337 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-GROUP = 64  # queries of a piece of a mask
-TILE = 128  # queries, and keys, of a tile of FlexAttention's masks
-# the first key that every query sees and the one behind the last, (B, Q)
-Range = tuple[torch.Tensor, torch.Tensor]
+QUERIES_PER_CHUNK = 64  # queries of a `MaskChunk`
+FLEX_TILE_SIZE = 128  # queries, and keys, of a tile of FlexAttention's block masks
+# The keys from `start` up to, but not including, `end` of every query: (B, Q) int64 each.
+KeyRange = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class MaskPiece:
-    """Some queries of a row, and what they see."""
+class MaskChunk:
+    """Consecutive queries of one row, and the mask of the keys that at least one of them attends
+    to."""
 
-    row: int
-    queries: slice
-    spans: list[slice]  # of the keys: all that one of the queries sees lies there
-    mask: torch.Tensor  # (queries, keys of the spans) additive, float32
+    batch_row: int
+    query_slice: slice
+    key_slices: list[slice]  # together they contain all keys that the queries attend to
+    additive_mask: torch.Tensor  # (queries, keys in key_slices) float32, see `to_additive_mask`
 
-    def seen(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what the piece sees of keys or values (B, H', S, E), (H', keys, E)."""
-        parts = [states[self.row, :, span] for span in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """Select the chunk's keys, or values, from those of all rows: (B, H', S, E) -> (H', keys in
+        key_slices, E)."""
+        slices = [states[self.batch_row, :, key_slice] for key_slice in self.key_slices]
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices, dim=1)
 
-    def add(self, states: torch.Tensor, part: torch.Tensor) -> None:
-        """Add a part (H', keys, E) to what the piece sees of states (B, H', S, E)."""
-        sizes = [span.stop - span.start for span in self.spans]
-        for span, one in zip(self.spans, part.split(sizes, dim=1), strict=True):
-            states[self.row, :, span] += one
+    def scatter_add(self, states: torch.Tensor, update: torch.Tensor) -> None:
+        """Add update (H', keys in key_slices, E) in place to the chunk's keys of states (B, H', S,
+        E)."""
+        sizes = [key_slice.stop - key_slice.start for key_slice in self.key_slices]
+        updates = update.split(sizes, dim=1)
+        for key_slice, slice_update in zip(self.key_slices, updates, strict=True):
+            states[self.batch_row, :, key_slice] += slice_update
 
 
 @dataclass(frozen=True)
-class Mask:
-    """What Q queries of every row see of `keys` keys: those in one of their ranges; and of the
-    queries themselves, new positions behind the first `ends` of a cache, those that `inside`
-    allows. Each form is made once, on first use."""
+class AttentionMask:
+    """Which of `num_keys` keys Q queries of every row attend to: those in one of their ranges, and
+    those new positions that `new_key_mask` allows. In decoding the queries are the new positions,
+    and their keys follow the first `cached_lengths` keys of the row. Each form of the mask is
+    computed once, on first use."""
 
-    keys: int  # S
-    ranges: list[Range]
-    ends: torch.Tensor | None = None  # (B,) int64
-    inside: torch.Tensor | None = None  # (B or 1, Q, Q) bool
-    whole: bool = False  # the host knows that every query sees every key
-    packed: dict[tuple[int, torch.dtype], torch.Tensor] = field(
+    num_keys: int  # S
+    key_ranges: Sequence[KeyRange]  # one or two
+    cached_lengths: torch.Tensor | None = None  # (B,) int64
+    new_key_mask: torch.Tensor | None = None  # (B or 1, Q, Q) bool
+    sees_all_keys: bool = False  # known on the host: every query attends to every key
+    grouped_masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(
         default_factory=dict
-    )  # see `for_packed`
+    )  # cache of `for_grouped_heads`
 
     @cached_property
     def dense(self) -> torch.Tensor:
-        """The mask as (B, 1, Q, S) bool: the reference of all other forms."""
-        seen = within(self.ranges, torch.arange(self.keys, device=self.ranges[0][0].device))
-        if self.inside is not None:
-            width = self.inside.shape[-1]
-            new = self.ends[:, None] + torch.arange(width, device=self.ends.device)  # (B, Q)
-            seen.scatter_(
-                2, new[:, None].expand(-1, width, -1), self.inside.expand(len(new), -1, -1)
+        """Return the mask as (B, 1, Q, S) bool. All other forms are tested against it."""
+        range_start = self.key_ranges[0][0]
+        allowed = keys_in_ranges(
+            self.key_ranges, torch.arange(self.num_keys, device=range_start.device)
+        )
+        if self.new_key_mask is not None and self.cached_lengths is not None:
+            count = self.new_key_mask.shape[-1]
+            offsets = torch.arange(count, device=self.cached_lengths.device)
+            new_keys = self.cached_lengths[:, None] + offsets  # (B, Q)
+            allowed.scatter_(
+                2,
+                new_keys[:, None].expand(-1, count, -1),
+                self.new_key_mask.expand(len(new_keys), -1, -1),
             )
-        return seen[:, None]
+        return allowed[:, None]
 
-    def for_packed(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask, additive, of the queries of `groups` = G heads one after the other, (B,
-        1, G Q, S); None where all is seen."""
-        if self.whole:
+    def for_grouped_heads(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the additive mask for queries packed by key head: the queries of G = `groups`
+        heads are concatenated, (B, 1, G Q, S). None if every query attends to every key."""
+        if self.sees_all_keys:
             return None
-        if (groups, dtype) not in self.packed:
-            self.packed[groups, dtype] = torch.cat([additive(self.dense, dtype)] * groups, 2)
-        return self.packed[groups, dtype]
+        key = (groups, dtype)
+        if key not in self.grouped_masks:
+            mask = to_additive_mask(self.dense, dtype)
+            self.grouped_masks[key] = torch.cat([mask] * groups, 2)
+        return self.grouped_masks[key]
 
     @cached_property
-    def pieces(self) -> list[MaskPiece]:
-        """The ranges of some queries each: most of the whole mask hides what no query sees."""
-        pieces, (rows, width) = [], self.ranges[0][0].shape
-        for row, first in product(range(rows), range(0, width, GROUP)):
-            queries = slice(first, min(first + GROUP, width))
-            here = [
-                (low[row : row + 1, queries], high[row : row + 1, queries])
-                for low, high in self.ranges
+    def chunks(self) -> list[MaskChunk]:
+        """Return the mask by chunks of queries, without the keys that no query of a chunk attends
+        to, which are most keys."""
+        chunks = []
+        rows, queries = self.key_ranges[0][0].shape
+        for row, first in product(range(rows), range(0, queries, QUERIES_PER_CHUNK)):
+            query_slice = slice(first, min(first + QUERIES_PER_CHUNK, queries))
+            ranges = [
+                (starts[row : row + 1, query_slice], ends[row : row + 1, query_slice])
+                for starts, ends in self.key_ranges
             ]
-            edges = [(int(low.min()), int(high.max())) for low, high in here]
-            spans = [slice(begin, end) for begin, end in edges if begin < end]
+            edges = [(int(starts.min()), int(ends.max())) for starts, ends in ranges]
+            key_slices = [slice(start, end) for start, end in edges if start < end]
+            device = ranges[0][0].device
             keys = torch.cat(
-                [torch.arange(span.start, span.stop, device=here[0][0].device) for span in spans]
+                [
+                    torch.arange(key_slice.start, key_slice.stop, device=device)
+                    for key_slice in key_slices
+                ]
             )
-            pieces.append(
-                MaskPiece(row, queries, spans, additive(within(here, keys)[0], torch.float32))
-            )
-        return pieces
+            mask = to_additive_mask(keys_in_ranges(ranges, keys)[0], torch.float32)
+            chunks.append(MaskChunk(row, query_slice, key_slices, mask))
+        return chunks
 
     @cached_property
-    def tiles(self) -> "BlockMask":
-        """The ranges for FlexAttention: which tiles of queries and keys it looks into, and which it
-        need not ask. They follow from the ranges' edges: no mask of queries x keys is evaluated,
-        and no program compiled for it."""
+    def flex_block_mask(self) -> "BlockMask":
+        """Return the ranges as FlexAttention's block mask: which tiles of queries and keys it
+        computes, and in which of them every query attends to every key.
+
+        It is derived from the ends of the ranges. No (Q, S) mask is evaluated, and no program is
+        compiled for it.
+        """
         from torch.nn.attention.flex_attention import BlockMask
 
-        ranges = self.ranges
-        found = zip(*(_tiles(*edges, self.keys) for edges in ranges), strict=True)
-        some, whole = (torch.stack(tiles).any(0)[:, None] for tiles in found)
-        some &= ~whole  # (B, 1, tiles of queries, tiles of keys)
+        ranges = self.key_ranges
+        partial_tiles = []
+        full_tiles = []
+        for starts, ends in ranges:
+            partial, full = _find_partial_and_full_tiles(starts, ends, self.num_keys)
+            partial_tiles.append(partial)
+            full_tiles.append(full)
+        full = torch.stack(full_tiles).any(0)[:, None]  # (B, 1, query tiles, key tiles)
+        partial = torch.stack(partial_tiles).any(0)[:, None] & ~full
 
         def mask_mod(
             b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
         ) -> torch.Tensor:
-            seen = [(low[b, q] <= kv) & (kv < high[b, q]) for low, high in ranges]
-            return seen[0] if len(seen) == 1 else seen[0] | seen[1]
+            allowed = [(starts[b, q] <= kv) & (kv < ends[b, q]) for starts, ends in ranges]
+            return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
 
-        by_query = (some, whole)
-        by_key = (some.transpose(-1, -2), whole.transpose(-1, -2))
-        tables = zip(("kv", "full_kv", "q", "full_q"), (*by_query, *by_key), strict=True)
-        parts = {
-            f"{name}_{part}": table
-            for name, tiles in tables
-            for part, table in _listed(tiles).items()
-        }
-        lengths = ranges[0][0].shape[1], self.keys
-        return BlockMask(seq_lengths=lengths, **parts, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
-
-
-def within(ranges: list[Range], places: torch.Tensor) -> torch.Tensor:
-    """Return which keys at `places` (S,) lie in one of the ranges of every query, (B, Q, S)
-    bool."""
-    seen = [(low[..., None] <= places) & (places < high[..., None]) for low, high in ranges]
-    return seen[0] if len(seen) == 1 else seen[0] | seen[1]
-
-
-def _tiles(low: torch.Tensor, high: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles of keys hold something that a tile of queries may see, and which all its
-    queries see whole, (B, tiles of queries, tiles of keys) bool; low, high (B, Q) are a range."""
-    queries = low.shape[1]
-    begins = torch.arange(0, keys, TILE, device=low.device)
-    places = torch.arange(-(-queries // TILE) * TILE, device=low.device).clamp(max=queries - 1)
-    low, high = (edge[:, places].unflatten(1, (-1, TILE)) for edge in (low, high))
-    some = (low.amin(-1, True) < begins + TILE) & (high.amax(-1, True) > begins)
-    whole = (low.amax(-1, True) <= begins) & (high.amin(-1, True) >= begins + TILE)
-    complete = torch.arange(low.shape[1], device=low.device) < queries // TILE
-    return some, whole & complete[:, None]
+        kv_num_blocks, kv_indices = _build_tile_table(partial)
+        full_kv_num_blocks, full_kv_indices = _build_tile_table(full)
+        q_num_blocks, q_indices = _build_tile_table(partial.transpose(-1, -2))
+        full_q_num_blocks, full_q_indices = _build_tile_table(full.transpose(-1, -2))
+        return BlockMask(
+            seq_lengths=(ranges[0][0].shape[1], self.num_keys),
+            kv_num_blocks=kv_num_blocks,
+            kv_indices=kv_indices,
+            full_kv_num_blocks=full_kv_num_blocks,
+            full_kv_indices=full_kv_indices,
+            q_num_blocks=q_num_blocks,
+            q_indices=q_indices,
+            full_q_num_blocks=full_q_num_blocks,
+            full_q_indices=full_q_indices,
+            BLOCK_SIZE=(FLEX_TILE_SIZE, FLEX_TILE_SIZE),
+            mask_mod=mask_mod,
+        )
 
 
-def _listed(tiles: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return how many tiles of each row are meant, and their numbers before those of the others, as
-    FlexAttention reads them."""
+def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tensor:
+    """Return whether each key (S,) lies in one of the ranges of every query, (B, Q, S) bool."""
+    allowed = [(starts[..., None] <= keys) & (keys < ends[..., None]) for starts, ends in ranges]
+    return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
+
+
+def _find_partial_and_full_tiles(
+    starts: torch.Tensor, ends: torch.Tensor, num_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles contain a key in the range of one of their queries, and which tiles lie
+    completely in the ranges of all their queries, (B, query tiles, key tiles) bool each.
+
+    starts, ends: (B, Q), the range of every query.
+    """
+    num_queries = starts.shape[1]
+    tile_starts = torch.arange(0, num_keys, FLEX_TILE_SIZE, device=starts.device)
+    padded_queries = -(-num_queries // FLEX_TILE_SIZE) * FLEX_TILE_SIZE
+    queries = torch.arange(padded_queries, device=starts.device).clamp(max=num_queries - 1)
+    starts = starts[:, queries].unflatten(1, (-1, FLEX_TILE_SIZE))  # (B, query tiles, tile size)
+    ends = ends[:, queries].unflatten(1, (-1, FLEX_TILE_SIZE))
+    starts_early = starts.amin(-1, True) < tile_starts + FLEX_TILE_SIZE
+    ends_late = ends.amax(-1, True) > tile_starts
+    covers_start = starts.amax(-1, True) <= tile_starts
+    covers_end = ends.amin(-1, True) >= tile_starts + FLEX_TILE_SIZE
+    tiles = torch.arange(starts.shape[1], device=starts.device)
+    without_padding = tiles < num_queries // FLEX_TILE_SIZE
+    return starts_early & ends_late, covers_start & covers_end & without_padding[:, None]
+
+
+def _build_tile_table(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FlexAttention's table for tiles (B, 1, rows, columns) bool: how many columns are true
+    in each row, (B, 1, rows) int32, and the column numbers, true ones first, (B, 1, rows, columns)
+    int32."""
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
-    return {"num_blocks": tiles.sum(-1, dtype=torch.int32), "indices": order.int()}
+    return tiles.sum(-1, dtype=torch.int32), order.int()
 
 
-def opens(documents: torch.Tensor) -> torch.Tensor:
-    """Return where the document of every position begins, (B, T); documents (B, T), each in one
-    piece."""
-    changes = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    places = torch.arange(documents.shape[1], device=documents.device)
-    return torch.where(changes, places, 0).cummax(1).values
+def find_document_starts(documents: torch.Tensor) -> torch.Tensor:
+    """Return the index at which the document of every position begins, (B, T) int64.
+
+    documents: (B, T) int64 document numbers; the positions of a document are contiguous.
+    """
+    is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    indices = torch.arange(documents.shape[1], device=documents.device)
+    return torch.where(is_start, indices, 0).cummax(1).values
 
 
-def block_mask(
+def build_training_mask(
     starts: torch.Tensor,
     documents: torch.Tensor,
     width: int,
     causal: bool = False,
     window: int | None = None,
-) -> Mask:
-    """Return what the queries of blocks of `width` see in training, (B, N * width), of T + N *
-    width
-    keys: one range of the context, one of their own block.
+) -> AttentionMask:
+    """Return the mask of the training queries, N blocks of `width` positions per row, over T + N *
+    width keys: one range of the context and one range of the query's own block.
 
-    starts (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the
-    ones before (an unused slot may hold any position: its block attends to something and carries no
-    loss); documents (B, T) int64 document number of every context position, -1 for padding.
-    `causal` makes positions inside a block see only those before them (DART), otherwise all
-    (DFlash). With a `window` they see only what is less than that many positions away, context and
-    block alike (sliding attention)."""
-    length = documents.shape[1]
-    steps = torch.arange(width, device=starts.device)
-    ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
-    begins = opens(documents).gather(1, starts)[..., None]
-    own = length + width * torch.arange(starts.shape[1], device=starts.device)[:, None]  # (N, 1)
-    first = own
-    last = own + (steps + 1 if causal else width)
+    starts: (B, N) int64, the positions at which the blocks begin. These are the bonus tokens, for
+        DART the positions before them. An unused block may have any position: it attends to
+        something and carries no loss.
+    documents: (B, T) int64, document number of every context position, -1 on padding.
+    causal: a position of a block attends to itself and those before it (DART), otherwise to the
+        whole block (DFlash).
+    window: attend only to positions, of context and block, that are less than this many positions
+        away (sliding window attention).
+    """
+    context_length = documents.shape[1]
+    offsets = torch.arange(width, device=starts.device)
+    context_ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
+    context_starts = find_document_starts(documents).gather(1, starts)[..., None]
+    block_numbers = torch.arange(starts.shape[1], device=starts.device)
+    first_keys = context_length + width * block_numbers[:, None]  # (N, 1), of every block
+    block_starts = first_keys
+    block_ends = first_keys + (offsets + 1 if causal else width)
     if window is not None:
-        begins = torch.maximum(begins, ends + steps - window + 1)
-        first = own + (steps - window + 1).clamp(min=0)
-        last = torch.minimum(last, own + steps + window)
-    both = ((begins, ends), (first, last))
-    ranges = [tuple(edge.expand_as(ends).flatten(1) for edge in edges) for edges in both]
-    return Mask(length + starts.shape[1] * width, ranges)
+        context_starts = torch.maximum(context_starts, context_ends + offsets - window + 1)
+        block_starts = first_keys + (offsets - window + 1).clamp(min=0)
+        block_ends = torch.minimum(block_ends, first_keys + offsets + window)
+
+    def per_query(edges: torch.Tensor) -> torch.Tensor:
+        return edges.expand_as(context_ends).flatten(1)  # (B, N * W)
+
+    ranges = [
+        (per_query(context_starts), per_query(context_ends)),
+        (per_query(block_starts), per_query(block_ends)),
+    ]
+    return AttentionMask(context_length + starts.shape[1] * width, ranges)
 
 
-def first_near(positions: torch.Tensor, width: int | None, chunked: bool = False) -> torch.Tensor:
-    """Return the first position that queries at `positions` (B, Q) may see: of the last `width`
-    ones, their own included, or of those in the same chunk of so many; `width` None: the first of
-    all."""
-    if width is None:
+def first_visible_position(
+    positions: torch.Tensor, window: int | None, chunked: bool = False
+) -> torch.Tensor:
+    """Return the first position that queries at `positions` (B, Q) may attend to, (B, Q).
+
+    window: number of positions of the sliding window, the query's own included; with `chunked` the
+        size of an attention chunk, outside of which a query sees nothing (Llama 4). None: no limit.
+    """
+    if window is None:
         return torch.zeros_like(positions)
-    return positions - positions % width if chunked else positions - width + 1
+    if chunked:
+        return positions - positions % window
+    return positions - window + 1
 
 
-def packed_mask(
+def build_packed_mask(
     positions: torch.Tensor,
     documents: torch.Tensor,
-    width: int | None = None,
+    window: int | None = None,
     chunked: bool = False,
-) -> Mask:
-    """Return what positions (B, T) of packed rows see, as one range of keys: what is before them in
-    their document (B, T); with a `width`, of that the last so many positions, or those in the same
-    chunk of so many."""
-    begins = opens(documents)
-    places = torch.arange(documents.shape[1], device=documents.device)
-    if width is not None:
-        begins = torch.maximum(begins, places - positions + first_near(positions, width, chunked))
-    return Mask(documents.shape[1], [(begins, (places + 1).expand_as(begins))])
+) -> AttentionMask:
+    """Return the causal mask of packed documents, one range of keys per query.
 
-
-def tree_mask(
-    ends: torch.Tensor,
-    positions: torch.Tensor,
-    inside: torch.Tensor,
-    keys: int,
-    width: int | None = None,
-    chunked: bool = False,
-    whole: bool = False,
-) -> Mask:
-    """Return what new positions (B, Q) of a cache see of its first `keys` places: their row's
-    `ends` (B,) cached positions, and of each other what `inside` (B, Q, Q) allows (tree attention,
-    DDTree section 4.4); with a `width`, of both the last so many positions, or those in the same
-    chunk. Distances are between positions, not places in the cache: siblings in a tree have the
-    same position."""
-    near = first_near(positions, width, chunked)  # (B, Q)
-    if width is not None:
-        inside = inside & (positions[:, None] >= near[..., None])
-    return Mask(
-        keys, [(near, ends[:, None].expand_as(near))], ends, inside, whole and width is None
-    )
-
-
-def cached_blocks(
-    ends: torch.Tensor, width: int, keys: int, causal: bool, window: int | None, whole: bool = False
-) -> Mask:
-    """Return what blocks of `width` queries behind `ends` (B,) cached positions see: all that is
-    cached and the block, or less of it; `whole`: the host knows that all rows have the same
-    length."""
-    steps = torch.arange(width, device=ends.device)
-    inside = (steps <= steps[:, None]) | (not causal)
+    positions: (B, T) int64, within the document. documents: (B, T) int64 document numbers. window,
+        chunked: see `first_visible_position`.
+    """
+    starts = find_document_starts(documents)
+    indices = torch.arange(documents.shape[1], device=documents.device)
     if window is not None:
-        inside = inside & ((steps[:, None] - steps).abs() < window)
-    whole = whole and not causal
-    return tree_mask(ends, ends[:, None] + steps, inside[None], keys, window, whole=whole)
+        first_positions = first_visible_position(positions, window, chunked)
+        starts = torch.maximum(starts, indices - positions + first_positions)
+    return AttentionMask(documents.shape[1], [(starts, (indices + 1).expand_as(starts))])
 
 
-def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where allowed and the dtype's lowest value elsewhere. Hugging Face's eager attention
-    adds its mask, so a boolean one would be silently wrong there."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
+def build_tree_mask(
+    cached_lengths: torch.Tensor,
+    positions: torch.Tensor,
+    new_key_mask: torch.Tensor,
+    num_keys: int,
+    window: int | None = None,
+    chunked: bool = False,
+    sees_all_keys: bool = False,
+) -> AttentionMask:
+    """Return the mask of new positions over a cache (tree attention, DDTree section 4.4).
+
+    cached_lengths: (B,) int64, cached positions of every row, all of which are visible.
+    positions: (B, Q) int64, absolute positions of the new tokens.
+    new_key_mask: (B or 1, Q, Q) bool, which new positions [b, :, k] the new position q attends to.
+    num_keys: keys per row that attention reads.
+    window, chunked: see `first_visible_position`. Distances are between positions, not between
+        cache indices, because siblings in a tree have the same position.
+    sees_all_keys: known on the host: without a window, every query attends to every key.
+    """
+    first_positions = first_visible_position(positions, window, chunked)  # (B, Q)
+    if window is not None:
+        new_key_mask = new_key_mask & (positions[:, None] >= first_positions[..., None])
+    cached_range = (first_positions, cached_lengths[:, None].expand_as(first_positions))
+    return AttentionMask(
+        num_keys, [cached_range], cached_lengths, new_key_mask, sees_all_keys and window is None
     )
+
+
+def build_draft_mask(
+    cached_lengths: torch.Tensor,
+    width: int,
+    num_keys: int,
+    causal: bool,
+    window: int | None,
+    sees_all_keys: bool = False,
+) -> AttentionMask:
+    """Return the mask of a drafter's block of `width` queries after `cached_lengths` (B,) cached
+    positions: each query attends to the cache and to the block, or with `causal` to the block's
+    positions up to its own.
+
+    num_keys: keys per row that attention reads. window: see `build_training_mask`. sees_all_keys:
+    known on the host: all rows have the same length.
+    """
+    offsets = torch.arange(width, device=cached_lengths.device)
+    block_mask = (offsets <= offsets[:, None]) | (not causal)
+    if window is not None:
+        block_mask = block_mask & ((offsets[:, None] - offsets).abs() < window)
+    return build_tree_mask(
+        cached_lengths,
+        cached_lengths[:, None] + offsets,
+        block_mask[None],
+        num_keys,
+        window,
+        sees_all_keys=sees_all_keys and not causal,
+    )
+
+
+def to_additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask that is added to attention scores: 0 where `allowed` is true, else the lowest
+    finite value of the dtype. Hugging Face's eager attention adds its mask, so a boolean mask would
+    be silently wrong there."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -1,5 +1,5 @@
-"""The commands that train nothing, one file each: the dataclass of its options and its `run`.
-May import every package of infer but the optional ones, and `data`: infer.main imports a command's
-file only when the command is called. Start with generate.py; models.py loads what several commands
-need.
+"""The commands except training, one file each with its option dataclass and its function `run`.
+
+May import every package of infer but the optional ones, and `data`. infer.main imports the file of
+a command when it is called. Start with generate.py; models.py loads targets and drafters.
 """

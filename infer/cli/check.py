@@ -1,4 +1,4 @@
-"""`check`: which engines would load a drafter's folder."""
+"""The command `check`: which engines would load a drafter's folder."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,16 @@ class CheckCommand:
     path: str = "runs/embedded-dflash/checkpoints/best"
 
     def check(self) -> None:
-        """Raise ValueError where there is no path."""
+        """Raise ValueError if the path is empty."""
         if not self.path:
-            raise ValueError("path=<folder or hub id>: which drafter?")
+            raise ValueError("path is empty: give the folder or hub id of a drafter")
 
 
 def run(config: CheckCommand) -> None:
-    from infer.formats.compatibility import check_folder
+    """Print a verdict for each engine. Exit with code 1 if none would load the folder."""
+    from infer.formats.compatibility import check_engines
 
-    verdicts = check_folder(config.path)
+    verdicts = check_engines(config.path)
     print("\n".join(map(str, verdicts)))
     if all(verdict.problems for verdict in verdicts):
         raise SystemExit(1)

@@ -1,27 +1,25 @@
-"""`compare`: several drafters with every tree, on the same prompts."""
+"""The command `compare`: evaluates several drafters with every tree method on the same prompts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.rows import check_source
-from infer.cli.eval import OfData
-from infer.cli.models import load_all
-from infer.utils.checks import check_parts
+from data.rows import refuse_embedded_answers
+from infer.cli.eval import CommandWithData
+from infer.cli.models import load_target_and_drafters
+from infer.utils.checks import check_nested_options
 from infer.utils.progress import Progress
 
 
-def run_name(checkpoint: str) -> str:
-    """Return the name of a checkpoint beside others: its run's, or its folder's."""
-    parts = Path(checkpoint).parts
-    return (
-        parts[parts.index("checkpoints") - 1]
-        if "checkpoints" in parts[1:]
-        else Path(checkpoint).name
-    )
+def find_run_name(checkpoint: str) -> str:
+    """Return the name of a checkpoint in a comparison: that of its run, or else of its folder."""
+    folders = Path(checkpoint).parts
+    if "checkpoints" in folders[1:]:
+        return folders[folders.index("checkpoints") - 1]
+    return Path(checkpoint).name
 
 
 @dataclass
-class CompareCommand(OfData):
+class CompareCommand(CommandWithData):
     """Evaluate several drafters with every tree method on the same prompts.
 
     checkpoints: drafter folders, training checkpoints, or lookup: drafts from the n-grams of the
@@ -39,45 +37,50 @@ class CompareCommand(OfData):
     out: str = "runs/comparison"
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be compared."""
-        check_parts(self)
+        """Raise ValueError without checkpoints, or for two checkpoints of the same run."""
+        check_nested_options(self)
         if not self.checkpoints:
-            raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
-        if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):
-            raise ValueError(f"checkpoints={list(self.checkpoints)}: one of them comes twice")
+            raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
+        if len(set(map(find_run_name, self.checkpoints))) < len(self.checkpoints):
+            raise ValueError(f"checkpoints={list(self.checkpoints)}: a run is listed twice")
 
 
 def run(config: CompareCommand) -> None:
-    from data.prompts import evaluation_prompts
-    from infer.evaluation.charts import budget_charts, picture
+    """Evaluate the drafters, write the table and the picture, and print the table."""
+    from data.prompts import select_evaluation_prompts
+    from infer.evaluation.charts import build_budget_charts, render_charts
     from infer.evaluation.evaluate import evaluate
     from infer.evaluation.results import to_json
-    from infer.evaluation.tables import comparison
+    from infer.evaluation.tables import format_comparison
     from infer.utils.files import atomic_write, write_json
 
-    check_source(config.data, config.target.path)
+    refuse_embedded_answers(config.data, config.target.path)
     options = config.evaluation
     evaluations = {}
-    target, drafters = load_all(config.target, config.checkpoints, config.drafter)
-    prompts = evaluation_prompts(
+    target, drafters = load_target_and_drafters(config.target, config.checkpoints, config.drafter)
+    prompts = select_evaluation_prompts(
         config.data,
         target.tokenizer,
         options.prompts,
         options.max_prompt_tokens,
         options.external_prompts,
     )
-    for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
+    for checkpoint, drafter in zip(config.checkpoints, drafters, strict=True):
+        name = find_run_name(checkpoint)
         progress = Progress(f"evaluating {name}", "prompts", minutes=options.max_minutes)
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(
-        out / "comparison.json",
-        {name: to_json(evaluation) for name, evaluation in evaluations.items()},
+    results = {name: to_json(evaluation) for name, evaluation in evaluations.items()}
+    write_json(out / "comparison.json", results)
+    first = next(iter(evaluations.values()))
+    table = format_comparison(evaluations)
+    cuts = "".join(
+        f" {name}: {evaluation.time_limit_note}."
+        for name, evaluation in evaluations.items()
+        if evaluation.time_limit_note
     )
-    some = next(iter(evaluations.values()))
-    text = comparison(evaluations)
-    cuts = "".join(f" {name}: {one.cut}." for name, one in evaluations.items() if one.cut)
-    atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.{cuts}\n")
-    atomic_write(out / "comparison.svg", picture(budget_charts(evaluations)))
-    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")
+    footer = f"{first.device}, {first.prompts} prompts.{cuts}"
+    atomic_write(out / "comparison.md", f"{table}\n\n{footer}\n")
+    atomic_write(out / "comparison.svg", render_charts(build_budget_charts(evaluations)))
+    print(f"{table}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")

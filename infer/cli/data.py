@@ -1,21 +1,22 @@
-"""`data`: what would be learnt of a data set, before anything is trained."""
+"""The command `data`: shows what a drafter would learn from a data set, without training."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import Any, cast
 
-from data.rows import DataConfig, check_source
-from infer.cli.models import OfTarget
-from infer.utils.checks import at_least
+from data.rows import DataConfig, refuse_embedded_answers
+from infer.cli.models import CommandWithTarget
+from infer.utils.checks import require_at_least
 
-SAMPLE = 2000  # used examples that lengths are taken of, from the first on
+MAX_SAMPLED_EXAMPLES = 2000  # the first examples, whose lengths are reported
 
 
 @dataclass
-class DataCommand(OfTarget):
+class DataCommand(CommandWithTarget):
     """Print what a run would train on: counts, lengths, chat template variables, and a few packed
     sequences.
 
@@ -29,64 +30,103 @@ class DataCommand(OfTarget):
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be shown."""
+        """Raise ValueError for invalid options or missing data."""
         super().check()
-        at_least(self, show=0)
-        check_source(self.data, self.target.path)
+        require_at_least(self, show=0)
+        refuse_embedded_answers(self.data, self.target.path)
 
 
 def run(config: DataCommand) -> None:
+    """Print counts, lengths and some examples."""
     from data.counts import ExampleError
-    from data.packing import mixed_rows, pieces_of, prepare_rows, refuse_no_rows
+    from data.packing import (
+        load_mixed_examples,
+        prepare_packed_dataset,
+        refuse_empty_dataset,
+        tokenize_example,
+    )
     from infer.targets.loading import load_tokenizer
     from infer.targets.target import tokenizer_digest
     from infer.utils.progress import Progress
 
-    place = config.target
-    tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
+    target = config.target
+    tokenizer = load_tokenizer(target.path, target.trust_remote_code, target.chat_template_kwargs)
     digest = tokenizer_digest(tokenizer)
-    prepared = prepare_rows(config.data, tokenizer, digest, Progress("tokenising", "texts"))
-    refuse_no_rows(prepared.counts)
-    read = []  # (row, its sequences)
-    for stored in islice(mixed_rows(config.data).rows, SAMPLE):
-        row = json.loads(stored["row"])
-        with suppress(ExampleError):  # it is among the counts
-            read.append((row, pieces_of(row, tokenizer, sys.maxsize)))  # not cut to rows
-    print(*prepared.counts.lines(), sep="\n")
-    print(f"packed     {len(prepared.rows):,} rows of {config.data.length:,} tokens")
-    print("\n".join(report(read, place.chat_template_kwargs)))
-    for number, (_, sequences) in enumerate(read[: config.show], 1):
-        for ids, loss in sequences:
-            print(
-                f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}"
-            )
-
-
-def report(read: list[tuple[dict, list]], kwargs: dict) -> Iterator[str]:
-    """Yield lines about the kinds and lengths of some rows and their sequences; `kwargs`: what the
-    chat template is told."""
-    chats = [row["chat"] for row, _ in read if row["chat"]]
-    answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
-    others = [row for row, _ in read if not row["chat"]]
-    cut = sum(turn.get("finish") == "length" for turn in answers) + sum(
-        row["cut"] for row in others
+    prepared = prepare_packed_dataset(
+        config.data, tokenizer, digest, Progress("tokenising", "texts")
     )
-    lengths = sorted(len(ids) for _, sequences in read for ids, _ in sequences)
-    total = sum(lengths)
-    learnt = sum(sum(loss) for _, sequences in read for _, loss in sequences)
-    yield f"sample     {len(read):,} of the used examples: {len(chats):,} chats, {len(others):,} other texts"
-    told = sum(bool(chat["template"]) for chat in chats)
-    yield f"template   told {kwargs or 'nothing'}; {told:,} rows tell it more themselves"
-    yield f"answers    {len(answers) + len(others):,}, of which {cut:,} were cut by a limit: learnt without an end"
+    refuse_empty_dataset(prepared.counts)
+    sample = []
+    stored_examples = cast(Iterable[dict], load_mixed_examples(config.data).dataset)
+    for stored in islice(stored_examples, MAX_SAMPLED_EXAMPLES):
+        example = json.loads(stored["row"])
+        with suppress(ExampleError):  # such examples are among the counts
+            # A length of sys.maxsize: not split to fit into packed sequences.
+            sequences = tokenize_example(example, tokenizer, sys.maxsize)
+            sample.append(SampledExample(example, sequences))
+    print(*prepared.counts.format_lines(), sep="\n")
+    packed_count = len(cast(Sized, prepared.dataset))
+    print(f"packed     {packed_count:,} rows of {config.data.length:,} tokens")
+    print("\n".join(describe_sample(sample, target.chat_template_kwargs)))
+    for number, sampled in enumerate(sample[: config.show], 1):
+        for ids, loss_mask in sampled.sequences:
+            print(f"\nrow {number}: {len(ids)} tokens, {sum(loss_mask)} learnt")
+            print(mark_learnt_text(tokenizer, ids, loss_mask))
+
+
+@dataclass
+class SampledExample:
+    """An example of the data, and (token ids, loss mask) of each of its sequences."""
+
+    example: dict
+    sequences: list[tuple[list[int], list[bool]]]
+
+
+def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iterator[str]:
+    """Yield lines about the kinds and lengths of sampled examples.
+
+    template_kwargs: the target's options of the chat template
+    """
+    chats = [sampled.example["chat"] for sampled in sample if sampled.example["chat"]]
+    texts = [sampled.example for sampled in sample if not sampled.example["chat"]]
+    answers = []
+    for chat in chats:
+        answers += [message for message in chat["messages"] if message["role"] == "assistant"]
+    cut_count = sum(answer.get("finish") == "length" for answer in answers)
+    cut_count += sum(text["cut"] for text in texts)
+
+    lengths = []
+    learnt_tokens = 0
+    for sampled in sample:
+        for ids, loss_mask in sampled.sequences:
+            lengths.append(len(ids))
+            learnt_tokens += sum(loss_mask)
+    lengths.sort()
     median = lengths[len(lengths) // 2]
-    most = lengths[-1]
-    yield f"tokens     {total:,}, {learnt:,} of them learnt; a text has {median:,} (median), at most {most:,}"
+
+    yield (
+        f"sample     {len(sample):,} of the used examples: {len(chats):,} chats, "
+        f"{len(texts):,} other texts"
+    )
+    chats_with_options = sum(bool(chat["template"]) for chat in chats)
+    yield (
+        f"template   options {template_kwargs or 'none'}; {chats_with_options:,} chats have "
+        "further ones"
+    )
+    yield (
+        f"answers    {len(answers) + len(texts):,}, of which {cut_count:,} were cut by a limit: "
+        "learnt without an end"
+    )
+    yield (
+        f"tokens     {sum(lengths):,}, {learnt_tokens:,} of them learnt; a text has {median:,} "
+        f"(median), at most {lengths[-1]:,}"
+    )
 
 
-def marked(tokenizer, ids: list[int], loss: list[bool]) -> str:
-    """Return a text with what is learnt in brackets."""
+def mark_learnt_text(tokenizer: Any, ids: list[int], loss_mask: list[bool]) -> str:
+    """Return the text of a sequence, with the text that is learnt in brackets."""
     text = ""
-    for learnt, group in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
-        words = tokenizer.decode([id for id, _ in group])
-        text += f"⟦{words}⟧" if learnt else words
+    for is_learnt, group in groupby(zip(ids, loss_mask, strict=True), key=lambda pair: pair[1]):
+        group_text = tokenizer.decode([token_id for token_id, _ in group])
+        text += f"⟦{group_text}⟧" if is_learnt else group_text
     return text

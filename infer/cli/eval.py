@@ -1,35 +1,36 @@
-"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked
-diffusion model."""
+"""The command `eval`: measures a drafter on held-out prompts or on a suite of question sets, or a
+masked diffusion model."""
 
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from data.rows import DataConfig, check_source
+from data.rows import DataConfig, refuse_embedded_answers
 from data.suites import SuiteConfig
-from infer.cli.models import MaskedConfig, OfDrafter, load
+from infer.cli.models import CommandWithDrafter, MaskedConfig, load_target_and_drafter
 from infer.config import EvaluationConfig
-from infer.targets.kinds import MASKED, is_masked
+from infer.evaluation.tables import format_headline
+from infer.targets.masked_models import MASKED_DIFFUSION, is_masked_diffusion
 from infer.utils.progress import Progress
 
 
 @dataclass
-class OfData(OfDrafter):
+class CommandWithData(CommandWithDrafter):
     """Options of a command that decodes held-out text.
 
     data: see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target", "data")
+    SECTIONS_FROM_RUN: ClassVar[tuple[str, ...]] = ("target", "data")
     data: DataConfig = field(default_factory=DataConfig, kw_only=True)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)
 
 
 @dataclass
-class EvalCommand(OfData):
+class EvalCommand(CommandWithData):
     """Evaluate a drafter on held-out prompts, as training does at a checkpoint, or on a suite of
     question sets. For a masked diffusion model, which drafts for itself, measure its speedup.
 
@@ -54,65 +55,85 @@ class EvalCommand(OfData):
 
 
 def run(config: EvalCommand) -> None:
+    """Measure, write the numbers and the report, and print a table."""
     if config.suite.name is not None:
-        return run_suite(config)
-    from data.prompts import evaluation_prompts, few_prompts
+        run_suite(config)
+        return
+    from data.prompts import describe_prompt_shortage, select_evaluation_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import RunFacts, write_report
+    from infer.evaluation.report import RunDescription, write_report
     from infer.evaluation.results import write_result
-    from infer.evaluation.tables import headline, table
-    from infer.utils.errors import command_line
+    from infer.evaluation.tables import format_evaluation
+    from infer.utils.errors import redacted_command_line
     from infer.utils.redact import redact
 
     options = config.evaluation
     out = Path(config.out)
-    masked = is_masked(config.target.path)
+    masked = is_masked_diffusion(config.target.path)
     if not masked:
-        check_source(
+        refuse_embedded_answers(
             config.data, config.target.path, ", or suite=files with suite.folder=<question sets>"
         )
-    target, drafter = load(config.target, config.checkpoint, config.drafter)
+    target, drafter = load_target_and_drafter(config.target, config.checkpoint, config.drafter)
     outside = 0 if masked else options.external_prompts
-    prompts = evaluation_prompts(
+    prompts = select_evaluation_prompts(
         config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
-    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
-        print(few, file=sys.stderr)
+    held_out_count = sum(prompt.report_group is None for prompt in prompts)
+    warning = describe_prompt_shortage(held_out_count, options.prompts)
+    if warning:
+        print(warning, file=sys.stderr)
     progress = Progress("evaluating", "prompts", minutes=options.max_minutes)
     if masked:
         prompt_ids = [prompt.ids for prompt in prompts]
-        result = resolve_name(MASKED.evaluate)(target, prompt_ids, options, config.masked, progress)
+        result = resolve_name(MASKED_DIFFUSION.evaluate)(
+            target, prompt_ids, options, config.masked, progress
+        )
     else:
         result = evaluate(target, drafter, prompts, options, progress)
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)
-    print(table(result))
+    print(format_evaluation(result))
     if not masked:
-        data = " ".join(filter(None, (config.data.source, config.data.path)))
-        facts = RunFacts(command_line(), redact(asdict(config)), data)
-        print(f"\n{headline(result)}\n\nreport      {write_report(out, [result], run=facts)}")
+        data_name = config.data.source
+        if config.data.path:
+            data_name += f" {config.data.path}"
+        settings = cast(dict[str, object], redact(asdict(config)))
+        facts = RunDescription(redacted_command_line(), settings, data_name)
+        report_path = write_report(out, [result], run=facts)
+        print(f"\n{format_headline(result)}\n\nreport      {report_path}")
 
 
 def run_suite(config: EvalCommand) -> None:
+    """Measure a drafter on a suite of question sets, write the numbers and print a table."""
     from data.suites import load_suite
-    from infer.evaluation.published import suite_table
+    from infer.evaluation.published import format_suite
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.utils.files import atomic_write
 
     out = Path(config.out)
     progress = Progress("asking", "questions")
-    if is_masked(config.target.path):
+    if is_masked_diffusion(config.target.path):
         raise ValueError(
-            f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)"
+            f"suite={config.suite.name} works with causal targets only; evaluate a masked model on "
+            "prompts (data=jsonl)"
         )
-    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    # Raises an error for a missing checkpoint before anything is downloaded or loaded.
+    drafter_digest(config.checkpoint)
     suite = load_suite(config.suite)
-    target, drafter = load(config.target, config.checkpoint, config.drafter)
-    settings = config.suite, config.evaluation
+    target, drafter = load_target_and_drafter(config.target, config.checkpoint, config.drafter)
     result = evaluate_suite(
-        target, drafter, config.checkpoint, suite, *settings, out, progress.say, progress
+        target,
+        drafter,
+        config.checkpoint,
+        suite,
+        config.suite,
+        config.evaluation,
+        out,
+        progress.print_line,
+        progress,
     )
-    text = suite_table(result)
-    atomic_write(out / "suite.md", text + "\n")
-    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
+    table = format_suite(result)
+    atomic_write(out / "suite.md", table + "\n")
+    print(f"{table}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

@@ -1,15 +1,17 @@
-"""`export`: a drafter in the layout of another engine."""
+"""The command `export`: writes a drafter in the layout of another engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from infer.cli.models import OfTarget
-from infer.drafters.families import FORMATS
-from infer.utils.checks import one_of
+from infer.cli.models import CommandWithTarget
+from infer.drafters.families import EXPORT_FORMATS
+from infer.evaluation.acceptance import REFERENCE_FILE_NAME
+from infer.utils.checks import require_one_of
 
 
 @dataclass
-class ExportCommand(OfTarget):
+class ExportCommand(CommandWithTarget):
     """Write a drafter in the layout of another engine (`hf upload <user>/<name> <out>` uploads it).
 
     checkpoint: any drafter that load_drafter reads
@@ -31,58 +33,61 @@ class ExportCommand(OfTarget):
     base_model: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be written."""
+        """Raise ValueError for an unknown format or an output folder that is not empty."""
         self.target.check()
-        one_of(self, format=FORMATS)
+        require_one_of(self, format=EXPORT_FORMATS)
         if not self.out:
-            raise ValueError("out=<folder>: where should the export go?")
+            raise ValueError("out is empty: give a folder")
         if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
         if self.converter is not None and self.format != "gguf":
-            raise ValueError(f"converter={self.converter}: for format=gguf, leave it out")
+            raise ValueError(
+                f"converter={self.converter} works with format=gguf only: leave it out"
+            )
 
 
 def run(config: ExportCommand) -> None:
+    """Write the export with a model card, and print which engines would load it."""
     from infer import load_drafter, load_target
-    from infer.evaluation.acceptance import FILE as REFERENCE_FILE
+    from infer.evaluation.acceptance import REFERENCE_FILE_NAME as REFERENCE_FILE
     from infer.evaluation.card import write_card
-    from infer.formats.compatibility import check_folder, describe_export
+    from infer.formats.compatibility import check_engines, describe_export
     from infer.formats.export import check_base_model, check_export, export_drafter
-    from infer.formats.gguf import convert, find_converter
+    from infer.formats.gguf import convert_to_gguf, find_converter
     from infer.targets.loading import resolve_path
-    from infer.utils.files import replacing_folder
+    from infer.utils.files import atomic_create_folder
 
-    place = config.target
+    target_config = config.target
     out = Path(config.out)
     target = None
     converter = find_converter(config.converter) if config.format == "gguf" else None
-    drafter = load_drafter(config.checkpoint)
+    drafter: Any = load_drafter(config.checkpoint)
     check_export(drafter, config.format)
-    if config.base_model is not None and (doubt := check_base_model(config.base_model, drafter)):
-        print(doubt)
-    if (
-        FORMATS[config.format].target
-        or drafter.embed_tokens is not None
-        or drafter.lm_head is not None
-    ):
+    if config.base_model is not None:
+        warning = check_base_model(config.base_model, drafter)
+        if warning:
+            print(warning)
+    has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
+    if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
+        # Without decoder layers: only the embedding and the head are exported.
         target = load_target(
-            place.path, place.dtype, "cpu", place.trust_remote_code, ()
-        )  # its two ends
-        drafter.check_target(target)
-        target.name = config.base_model or resolve_path(place.path)
-    with replacing_folder(out) as fresh:
-        export_drafter(drafter, config.format, target, fresh)
-        if converter:
-            convert(fresh, place.path, converter)
-        write_card(
-            config.checkpoint, fresh, config.license, config.base_model or config.target.path
+            target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
+        drafter.check_target(target)
+        target.name = config.base_model or resolve_path(target_config.path)
+    with atomic_create_folder(out) as temporary_folder:
+        export_drafter(drafter, config.format, target, temporary_folder)
+        if converter:
+            convert_to_gguf(temporary_folder, target_config.path, converter)
+        base_model = config.base_model or target_config.path
+        write_card(config.checkpoint, temporary_folder, config.license, base_model)
     print(f"export      {out}, format={config.format}")
-    print(describe_export(check_folder(out)))
+    print(describe_export(check_engines(out)))
     if converter:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
-    if not (out / REFERENCE_FILE).is_file():
+    if not (out / REFERENCE_FILE_NAME).is_file():
         print(
-            f"{REFERENCE_FILE} is not written, as the checkpoint's evaluation has no greedy chains on prompts from "
-            "outside its data (evaluation.external_prompts=0, or none at all): ./launch.sh doctor measures them itself"
+            f"{REFERENCE_FILE} is not written, because the checkpoint has no evaluation with "
+            "greedy chains on prompts from outside its data (evaluation.external_prompts above 0). "
+            "./launch.sh doctor measures them itself."
         )

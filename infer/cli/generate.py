@@ -1,16 +1,22 @@
-"""`generate`: one prompt answered or continued."""
+"""The command `generate`: answers or continues one prompt."""
 
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from typing import Any
 
-from infer.cli.models import MaskedConfig, OfDrafter, load, text_options
+from infer.cli.models import (
+    CommandWithDrafter,
+    MaskedConfig,
+    load_target_and_drafter,
+    resolve_decode_options,
+)
 from infer.config import DecodeOptions
-from infer.utils.checks import FREE_TEXT, check_parts
+from infer.utils.checks import TEXT_OR_FILE, check_nested_options
 
 
 @dataclass
-class GenerateCommand(OfDrafter):
+class GenerateCommand(CommandWithDrafter):
     """Generate the output for one prompt, and print rounds and tokens/s.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
@@ -27,46 +33,48 @@ class GenerateCommand(OfDrafter):
     """
 
     checkpoint: str = "${target.path}"
-    prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
+    prompt: str = field(default="import os\n\ndef main():\n", metadata={TEXT_OR_FILE: True})
     chat: bool | None = None
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be decoded."""
-        check_parts(self)
+        """Raise ValueError for invalid options or an empty prompt."""
+        check_nested_options(self)
         if not self.prompt:
-            raise ValueError("prompt: at least one character")
+            raise ValueError("prompt is empty: give at least one character")
 
 
-def has_chat_template(target) -> bool:
-    """Return whether the target has a chat template that writes more than the messages."""
-    from infer.api import encode
+def has_chat_template(target: Any) -> bool:
+    """Return whether the chat template of a target adds anything to the messages."""
+    from infer.api import encode_prompt
 
     if getattr(target.tokenizer, "chat_template", None) is None:
         return False
-    return (
-        target.tokenizer.decode(encode(target, [{"role": "user", "content": "x"}])).strip() != "x"
-    )
+    prompt_ids = encode_prompt(target, [{"role": "user", "content": "x"}])
+    return target.tokenizer.decode(prompt_ids).strip() != "x"
 
 
 def run(config: GenerateCommand) -> None:
-    options = text_options(config.target, config.decoding, config.masked)
-    checkpoint = config.checkpoint if config.decoding.drafts else None
-    # the answer has stdout for itself: saving an int8 cache imports DeepSpeed, which prints a
-    # warning
+    """Print the output to stdout and its statistics to stderr."""
+    options = resolve_decode_options(config.target, config.decoding, config.masked)
+    checkpoint = config.checkpoint if config.decoding.uses_drafter else None
+    # Libraries must not print to stdout, which has only the output. Saving an int8 cache, for
+    # example, imports DeepSpeed, which prints a warning.
     with redirect_stdout(sys.stderr):
-        from infer import generate
+        from infer import Generation, generate
 
-        target, drafter = load(config.target, checkpoint, config.drafter)
-        chat = has_chat_template(target) if config.chat is None else config.chat
-        prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
-        answer = generate(target, drafter, prompt, options)
-    stats = answer.stats
-    name = options.name_with(drafter) if drafter else options.method
-    print(answer.text if chat else config.prompt + answer.text)
+        target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
+        is_chat = has_chat_template(target) if config.chat is None else config.chat
+        prompt = [{"role": "user", "content": config.prompt}] if is_chat else config.prompt
+        generation = generate(target, drafter, prompt, options)
+    assert isinstance(generation, Generation)
+    text = generation.text or ""
+    stats = generation.stats
+    method = options.describe_method(drafter) if drafter else options.method
+    print(text if is_chat else config.prompt + text)
     print(
-        f"\n[{name}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
-        f"{stats.tokens_per_second:.0f} tokens/s, ended by {answer.finish_reason}]",
+        f"\n[{method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
+        f"{stats.tokens_per_second:.0f} tokens/s, ended by {generation.finish_reason}]",
         file=sys.stderr,
     )

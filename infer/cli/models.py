@@ -1,35 +1,47 @@
-"""What several commands need: options, and loading target and drafter."""
+"""What several commands need: shared options, and loading a target and its drafters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from infer.config import LoadedConfig, TargetConfig, TextOptions
-from infer.drafters.families import LOOKUP
-from infer.targets.kinds import MASKED, is_masked, masked_options_class
-from infer.utils.checks import check_parts
+from infer.config import DecodeOptions, LoadedConfig, TargetConfig
+from infer.drafters.families import PROMPT_LOOKUP_FAMILY
+from infer.targets.masked_models import (
+    MASKED_DIFFUSION,
+    NoOptions,
+    is_masked_diffusion,
+    masked_options_class,
+)
+from infer.utils.checks import check_nested_options
 
-MaskedConfig = masked_options_class()
+if TYPE_CHECKING:
+    # Stands for the options of an optional package, which no other module may import.
+    MaskedConfig = NoOptions
+else:
+    MaskedConfig = masked_options_class()
+
+NEUTRAL_DRAFTER_OPTIONS = (None, "none", "auto")
 
 
 @dataclass
-class OfTarget:
-    """Options of a command for a target. FROM_RUN: parts that are those of the checkpoint's run,
-    unless they are given.
+class CommandWithTarget:
+    """Options of a command that uses a target. SECTIONS_FROM_RUN: options that are taken from the
+    training run of the checkpoint, unless they are given.
 
     target: see TargetConfig in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target",)
+    SECTIONS_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
-        check_parts(self)
+        """Raise ValueError for invalid options."""
+        check_nested_options(self)
 
 
 @dataclass
-class OfDrafter(OfTarget):
+class CommandWithDrafter(CommandWithTarget):
     """Options of a command that decodes with a drafter.
 
     drafter: see LoadedConfig in infer/config.py
@@ -38,65 +50,101 @@ class OfDrafter(OfTarget):
     drafter: LoadedConfig = field(default_factory=LoadedConfig, kw_only=True)
 
 
-def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
-    """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one
-    cannot follow."""
-    if is_masked(place.path):
-        return resolve_name(MASKED.text_options)(decoding, masked)
+def resolve_decode_options(
+    target_config: TargetConfig, decoding: DecodeOptions, masked: MaskedConfig
+) -> Any:
+    """Return the options of `infer.generate` for a target.
+
+    These are `decoding`, or for a masked diffusion model the options of its optional package.
+    Raises ValueError for options that a masked diffusion model does not support.
+    """
+    if is_masked_diffusion(target_config.path):
+        return resolve_name(MASKED_DIFFUSION.merge_options)(decoding, masked)
     return decoding
 
 
-def load(place: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None):
-    """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no
-    checkpoint, or a masked diffusion model. `options` of the drafter. Raises ValueError as
-    `load_all`."""
-    if is_masked(place.path):
-        load_masked = resolve_name(MASKED.load)
-        return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
-    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], options)
-    return target, next(iter(drafters), None)
+def load_target_and_drafter(
+    target_config: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None
+) -> tuple[Any, Any]:
+    """Load a target and its drafter, the drafter in the target's dtype.
+
+    checkpoint: None: no drafter
+    options: how the drafter is loaded
+
+    Returns (target, drafter). The drafter is None without a checkpoint, and for a masked diffusion
+    model. Raises ValueError as `load_target_and_drafters` does.
+    """
+    if is_masked_diffusion(target_config.path):
+        load_masked = resolve_name(MASKED_DIFFUSION.load)
+        model = load_masked(
+            target_config.path,
+            target_config.dtype,
+            target_config.device,
+            target_config.trust_remote_code,
+        )
+        return model, None
+    checkpoints = [] if checkpoint is None else [checkpoint]
+    target, drafters = load_target_and_drafters(target_config, checkpoints, options)
+    return target, drafters[0] if drafters else None
 
 
-def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig | None = None):
-    """Load a causal target and drafters for it, in its dtype. The drafters are opened first,
-    because a mistake in one costs less time; how their target was asked in training
-    (`chat_template_kwargs`) is how it is asked here, unless the target's options say otherwise: as
-    for the first that says so. Raises ValueError for a drafter that does not fit or that this
-    target's dtype or device has no int8 products for, for options that change nothing, and for a
-    masked diffusion model."""
-    from infer.formats.checkpoint import load_drafter
-    from infer.targets.loading import load_config, open_target, resolve_device, resolve_dtype
+def load_target_and_drafters(
+    target_config: TargetConfig, checkpoints: list[str], options: LoadedConfig | None = None
+) -> tuple[Any, list[Any]]:
+    """Load a causal target and drafters for it, in the target's dtype.
 
-    if is_masked(place.path):
-        raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
-    drafters = []
-    asked = vars(options or LoadedConfig()).copy()
-    given = [
-        f"drafter.{name}={value}"
-        for name, value in asked.items()
-        if value not in (None, "none", "auto")
-    ]
-    if asked["quantization"] == "auto":
-        asked["quantization"] = place.quantization
-    if given and not {*checkpoints} - {LOOKUP.name}:
+    The drafters are loaded first, because errors in them are then reported sooner. The options of
+    the chat template (`chat_template_kwargs`) are those of the target's options, or else those of
+    the training of the first drafter that has any.
+
+    Raises ValueError for a drafter that does not fit the target, for int8 on a dtype or device that
+    does not support it, for options of a drafter that is not loaded, and for a masked diffusion
+    model.
+    """
+    from infer.targets.loading import load_configured_target
+
+    if is_masked_diffusion(target_config.path):
         raise ValueError(
-            f"{' '.join(given)}: leave it out, plain decoding and lookup have no use for it"
+            f"target.path={target_config.path}: a masked diffusion model has no drafter"
         )
-    if checkpoints:
-        layers = (
-            load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
-        )
-        device = resolve_device(place.device)
-        kind = resolve_dtype(place.dtype, device)
-        drafters = [
-            load_drafter(checkpoint, kind, device, layers, **asked) for checkpoint in checkpoints
-        ]
-    configs = [drafter.config for drafter in drafters if drafter.config is not None]
-    ways = [
-        place.chat_template_kwargs,
-        *(getattr(config, "chat_template_kwargs", None) for config in configs),
-    ]
-    model = open_target(replace(place, chat_template_kwargs=next(filter(None, ways), {})))
+    drafters = _load_drafters(target_config, checkpoints, options or LoadedConfig())
+    template_kwargs = target_config.chat_template_kwargs
     for drafter in drafters:
-        drafter.check_target(model)
-    return model, [drafter.to(model.device, model.dtype) for drafter in drafters]
+        if not template_kwargs and drafter.config is not None:
+            template_kwargs = getattr(drafter.config, "chat_template_kwargs", None) or {}
+    target = load_configured_target(replace(target_config, chat_template_kwargs=template_kwargs))
+    for drafter in drafters:
+        drafter.check_target(target)
+    return target, [drafter.to(target.device, target.dtype) for drafter in drafters]
+
+
+def _load_drafters(
+    target_config: TargetConfig, checkpoints: Sequence[str], options: LoadedConfig
+) -> list[Any]:
+    """Load drafters in the dtype and on the device that the target will have."""
+    from infer.formats.checkpoint import load_drafter
+    from infer.targets.loading import load_config, resolve_device, resolve_dtype
+
+    load_options = dict(vars(options))
+    set_options = [
+        f"drafter.{name}={value}"
+        for name, value in load_options.items()
+        if value not in NEUTRAL_DRAFTER_OPTIONS
+    ]
+    if load_options["quantization"] == "auto":
+        load_options["quantization"] = target_config.quantization
+    has_drafter_model = any(checkpoint != PROMPT_LOOKUP_FAMILY.name for checkpoint in checkpoints)
+    if set_options and not has_drafter_model:
+        raise ValueError(
+            f"{' '.join(set_options)}: leave it out, baseline decoding and lookup load no drafter"
+        )
+    if not checkpoints:
+        return []
+    config = load_config(target_config.path, target_config.trust_remote_code)
+    layers = config.get_text_config().num_hidden_layers
+    device = resolve_device(target_config.device)
+    dtype = resolve_dtype(target_config.dtype, device)
+    return [
+        load_drafter(checkpoint, dtype, device, layers, **load_options)
+        for checkpoint in checkpoints
+    ]

@@ -1,15 +1,15 @@
-"""`ngram`: n-grams counted, for trees that judge paths by them."""
+"""The command `ngram`: counts the n-grams of a data set, for trees that score paths with them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.cli.models import OfTarget
-from infer.utils.checks import at_least
+from infer.cli.models import CommandWithTarget
+from infer.utils.checks import require_at_least
 
 
 @dataclass
-class NgramCommand(OfTarget):
+class NgramCommand(CommandWithTarget):
     """Count n-grams of token ids, for draft trees that score paths by them.
 
     out: the file that is written
@@ -25,34 +25,36 @@ class NgramCommand(OfTarget):
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be counted."""
+        """Raise ValueError for invalid options."""
         super().check()
-        at_least(self, order=1, min_count=1)
+        require_at_least(self, order=1, min_count=1)
 
 
 def run(config: NgramCommand) -> None:
+    """Count n-grams, write the file and print its size."""
     from data.counts import ExampleCounts
-    from data.packing import token_documents
-    from infer.ngrams.count import count_ngrams, usual_order
+    from data.packing import tokenize_documents
+    from infer.ngrams.count import count_ngrams, default_ngram_order
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
     from infer.utils.progress import Progress
 
-    place = config.target
-    tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
-    theirs = load_config(place.path, place.trust_remote_code)
-    vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
+    target = config.target
+    tokenizer = load_tokenizer(target.path, target.trust_remote_code, target.chat_template_kwargs)
+    model_config = load_config(target.path, target.trust_remote_code)
+    vocabulary = max(model_config.get_text_config().vocab_size, len(tokenizer))
     counts = ExampleCounts()
-    documents = token_documents(config.data, tokenizer, counts)
+    documents = tokenize_documents(config.data, tokenizer, counts)
     digest = tokenizer_digest(tokenizer)
-    order = config.order or usual_order(vocabulary)
+    order = config.order or default_ngram_order(vocabulary)
     out = Path(config.out)
-    counted = Progress("counting", "tokens")
-    model = count_ngrams(documents, vocabulary, order, out, digest, counted, config.min_count)
-    counted.close()
-    print(*counts.lines(), sep="\n")
+    progress = Progress("counting", "tokens")
+    model = count_ngrams(documents, vocabulary, order, out, digest, progress, config.min_count)
+    progress.close()
+    print(*counts.format_lines(), sep="\n")
     nodes = sum(model.nodes)
     print(
-        f"{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "
-        f"({model.size_bytes / nodes:.1f} bytes each); use it with ngrams={out}"
+        f"{out}: {model.num_tokens:,} tokens, {nodes:,} n-grams of up to {model.order} tokens, "
+        f"{model.size_bytes / 1e6:,.1f} MB ({model.size_bytes / nodes:.1f} bytes each); "
+        f"use it with continuity={out}"
     )

@@ -1,21 +1,29 @@
-"""`regenerate`: the answers of a data set, written anew by the target."""
+"""The command `regenerate`: lets the target generate the answers of a data set again."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from data.rows import DataConfig
-from infer.cli.models import MaskedConfig, OfTarget, load, text_options
+from infer.cli.models import (
+    CommandWithTarget,
+    MaskedConfig,
+    load_target_and_drafter,
+    resolve_decode_options,
+)
 from infer.config import DecodeOptions, TextOptions
-from infer.engine.loops import LONGEST_PERIOD
-from infer.utils.checks import above_zero, at_least, check_parts
+from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
+from infer.utils.checks import check_nested_options, require_at_least, require_positive
 
-PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt
-MOST_FAILURES = 100  # rows that may fail; more end the run
+if TYPE_CHECKING:
+    from infer.serving.regeneration_task import PromptExample
+
+TEXT_PROMPT_TOKENS = 96  # first tokens of a text without a prompt, used as its prompt
+MAX_FAILED_EXAMPLES = 100  # more end the run
 
 
 @dataclass
@@ -37,24 +45,26 @@ class QuestionsConfig:
 
     @property
     def text(self) -> TextOptions:
-        """Return how a question is written."""
-        sampling = {"temperature": self.temperature, "top_p": self.top_p}
+        """How a question is generated."""
         return TextOptions(
-            max_new_tokens=self.length_range[-1], loop_period=LONGEST_PERIOD, **sampling
+            max_new_tokens=self.length_range[-1],
+            loop_period=MAX_LOOP_PERIOD_TOKENS,
+            temperature=self.temperature,
+            top_p=self.top_p,
         )
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
-        above_zero(self, "questions.", "temperature")
+        """Raise ValueError for invalid options."""
+        require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: the fewest and the most, such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum, such as [4,128]"
             )
         self.text.check()
 
 
 @dataclass
-class RegenerateCommand(OfTarget):
+class RegenerateCommand(CommandWithTarget):
     """Let the target write new answers for the prompts of a data set, as training data for a
     drafter.
 
@@ -86,185 +96,283 @@ class RegenerateCommand(OfTarget):
     masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Which part of how many is answered, counted from 1. Raises ValueError where `shard` does
-        not say."""
+    def shard_position(self) -> tuple[int, int]:
+        """The number of this shard, from 1, and the number of shards.
+
+        Raises ValueError for a malformed `shard`.
+        """
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise ValueError(f"shard={self.shard}: i/n, such as 2/8 for the second of eight parts")
+            raise ValueError(
+                f"shard={self.shard}: give i/n, such as 2/8 for the second of eight parts"
+            )
         return int(number), int(count)
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
-        check_parts(self)
-        if self.server is None and self.checkpoint is None and self.decoding.drafts:
+        """Raise ValueError for invalid options."""
+        check_nested_options(self)
+        if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain"
+                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain "
+                "to decode without a drafter"
             )
-        at_least(self, max_concurrent_requests=1, max_length=2)
-        assert self.part
+        require_at_least(self, max_concurrent_requests=1, max_length=2)
+        self.shard_position  # noqa: B018  raises ValueError
 
 
 def run(config: RegenerateCommand) -> None:
-    from infer.utils.files import locked
+    """Write the answers, and print how many there are."""
+    from infer.utils.files import hold_lock_file
 
     out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(Path(f"{out}.lock"), f"out={out}", "out="):
-        answer(config, out)
+    with hold_lock_file(Path(f"{out}.lock"), f"out={out}", "out="):
+        counts = Regeneration(config).write_answers(out)
+    print(f"{config.out}: {counts['answers']} answers, {counts['failed']} examples failed")
 
 
-def answer(config: RegenerateCommand, out: Path) -> None:
-    """Write the answers to `out`."""
-    from data.questions import opening
-    from data.template import habits
-    from infer.serving.clients import Client
-    from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
-    from infer.targets.identity import target_identity
-    from infer.targets.loading import load_tokenizer
-    from infer.targets.target import tokenizer_digest
+class Regeneration:
+    """What `regenerate` needs to answer examples: the tokenizer, and an engine or a server.
 
-    place = config.target
-    server = config.server
-    options = config.decoding
-    itself = config.data.source == "self"
-    if not itself:
-        print_counts(config.data)
-    if server or itself:
-        tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
-        identity = {"tokenizer": tokenizer_digest(tokenizer)}
-        # how chats begin, one for every system prompt: refused before weights are read
-        openings = (
-            [opening(tokenizer, system) for system in config.questions.system or [None]]
-            if itself
-            else []
+    identity: identifies the target in the settings that are stored with the answers
+    openings: with data=self, how the chats begin, one for each system prompt
+    """
+
+    def __init__(self, config: RegenerateCommand) -> None:
+        """Load the tokenizer, and the target unless a server has it. Raises ValueError."""
+        from data.questions import build_question_prompt
+        from infer.targets.identity import target_identity
+        from infer.targets.loading import load_tokenizer
+        from infer.targets.target import tokenizer_digest
+
+        target_config = config.target
+        self.config = config
+        self.options: Any = config.decoding
+        self.target: Any = None
+        self.drafter: Any = None
+        self.tokenizer: Any = None
+        self.openings = []
+        self.generates_questions = config.data.source == "self"
+        if not self.generates_questions:
+            print_question_counts(config.data)
+        if config.server is not None or self.generates_questions:
+            self.tokenizer = load_tokenizer(
+                target_config.path,
+                target_config.trust_remote_code,
+                target_config.chat_template_kwargs,
+            )
+            self.identity: dict = {"tokenizer": tokenizer_digest(self.tokenizer)}
+        if self.generates_questions:
+            # Before the weights are loaded: it raises ValueError for unsuitable chat templates.
+            for system_prompt in config.questions.system or [None]:
+                self.openings.append(build_question_prompt(self.tokenizer, system_prompt))
+        if config.server is not None:
+            return
+
+        decoding = config.decoding
+        if not decoding.uses_drafter:
+            # The limit of positions keeps the time between two tokens short, and nobody waits for
+            # the next token here. With trees, it also limits what many rows compute.
+            decoding = replace(decoding, max_num_batched_tokens=None)
+        self.options = resolve_decode_options(target_config, decoding, config.masked)
+        checkpoint = config.checkpoint if config.decoding.uses_drafter else None
+        self.target, self.drafter = load_target_and_drafter(target_config, checkpoint)
+        self.tokenizer = self.target.tokenizer
+        self.identity = target_identity(target_config.path, tokenizer_digest(self.tokenizer))
+
+    def write_answers(self, out: Path) -> dict[str, int]:
+        """Write the answers to `out`, with data=self after the questions.
+
+        Returns {"answers": count, "failed": count}.
+        """
+        if not self.generates_questions:
+            return self.answer_examples(
+                lambda: load_data_examples(self.config, self.tokenizer), self.options, out
+            )
+        question_file = Path(f"{out}.questions")
+        question_options = replace(
+            self.config.questions.text,
+            seed=self.options.seed,
+            stop=self.openings[0].stop_strings,
         )
-    if server is None:  # else it has the model
-        # nobody waits for a next token, so prompts need no limit of positions; the trees of many
-        # rows do
-        options = text_options(
-            place,
-            options if options.drafts else replace(options, max_num_batched_tokens=None),
-            config.masked,
+        self.answer_examples(
+            lambda: make_opening_examples(self.config, self.openings),
+            replace(self.options, **vars(question_options)),
+            question_file,
         )
-        target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
-        tokenizer = target.tokenizer
-        identity = target_identity(place.path, tokenizer_digest(tokenizer))
+        examples = load_question_examples(self.config, self.openings, self.tokenizer, question_file)
+        return self.answer_examples(lambda: iter(examples), self.options, out)
 
-    def prompt_end(row) -> str:
-        return habits(tokenizer, row.template).asks if row.chat else ""
+    def answer_examples(
+        self, load_examples: "Callable[[], Iterator[PromptExample]]", options: Any, out: Path
+    ) -> dict[str, int]:
+        """Write the target's answers to examples.
 
-    def write(rows: Callable[[], Iterator], options: TextOptions, out: Path) -> dict[str, int]:
-        """Let the target go on from rows, which are the same each time."""
-        total, rows_digest = rows_content(rows())
-        settings = {"target": place.path, "server": server, "data": asdict(config.data)}
-        settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
-        settings["content"] = {"target": identity, "data": rows_digest}
-        settings |= (
-            {"chat_template_kwargs": place.chat_template_kwargs}
-            if place.chat_template_kwargs
-            else {}
+        `load_examples` returns the same examples at every call.
+        """
+        from infer.serving.clients import OpenAIClient
+        from infer.serving.regenerate import (
+            build_engine_answerer,
+            digest_examples,
+            regenerate_answers,
         )
-        settings |= {"quantization": place.quantization} if place.quantization != "none" else {}
-        if (
-            itself
-        ):  # of more questions the first are the same, so that a larger data.max_examples goes on
-            settings["content"]["data"] = asdict(config.questions)
-            settings |= {"data": {"source": "self"}, "rows": None}
+
+        count, examples_digest = digest_examples(load_examples())
+        settings = self.answer_settings(options, examples_digest)
+        server = self.config.server
         if server is None:
-            capacity = config.max_length or longest(rows(), target, options.max_new_tokens)
-            answers = by_engine(target, drafter, options, capacity)
+            capacity = self.config.max_length
+            if capacity is None:
+                capacity = compute_required_capacity(
+                    load_examples(), self.target, options.max_new_tokens
+                )
+            answer_examples = build_engine_answerer(self.target, self.drafter, options, capacity)
         else:
-            answers = Client(server, options, config.max_concurrent_requests, prompt_end).answers
-        return regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
+            client = OpenAIClient(
+                server, options, self.config.max_concurrent_requests, self.prompt_end
+            )
+            answer_examples = client.answer_examples
+        return regenerate_answers(
+            load_examples(), answer_examples, out, settings, MAX_FAILED_EXAMPLES, count
+        )
 
-    rows = partial(chosen_rows, config, tokenizer)
-    if itself:
-        file = Path(f"{out}.questions")
-        text = replace(config.questions.text, seed=options.seed, stop=openings[0].stop)
-        write(partial(opened_rows, config, openings), replace(options, **vars(text)), file)
-        rows = partial(iter, asked_rows(config, openings, tokenizer, file))
-    counts = write(rows, options, out)
-    print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+    def answer_settings(self, options: Any, examples_digest: str) -> dict:
+        """Return everything that determines the answers, for the file of settings."""
+        from infer.serving.regenerate import select_output_options
+
+        config = self.config
+        settings: dict[str, Any] = {
+            "target": config.target.path,
+            "server": config.server,
+            "data": asdict(config.data),
+            "prompt_tokens": TEXT_PROMPT_TOKENS,
+            "shard": config.shard,
+        }
+        settings |= select_output_options(options)
+        settings["content"] = {"target": self.identity, "data": examples_digest}
+        if config.target.chat_template_kwargs:
+            settings["chat_template_kwargs"] = config.target.chat_template_kwargs
+        if config.target.quantization != "none":
+            settings["quantization"] = config.target.quantization
+        if self.generates_questions:
+            # Without data.max_examples and the number of examples. A larger limit continues the file,
+            # because the first questions are the same.
+            settings["content"]["data"] = asdict(config.questions)
+            settings["data"] = {"source": "self"}
+            settings["rows"] = None
+        return settings
+
+    def prompt_end(self, example: "PromptExample") -> str:
+        """Return the text with which the chat template begins an answer; "" for a text example."""
+        from data.template import detect_template_markers
+
+        return (
+            detect_template_markers(self.tokenizer, example.template_options).generation_prompt
+            if example.is_chat
+            else ""
+        )
 
 
-def print_counts(data: DataConfig) -> None:
-    """Read the questions of a data set and print how many there are. Raises ValueError, before a
-    model is loaded, where there are none or too many are broken."""
+def print_question_counts(data: DataConfig) -> None:
+    """Print to stderr how many questions a data set has.
+
+    Called before a model is loaded. Raises ValueError if there are none, or too many invalid ones.
+    """
     from data.counts import ExampleCounts
-    from data.rows import questions
+    from data.rows import read_questions
 
     counts = ExampleCounts()
-    for _ in questions(data, counts):
+    for _ in read_questions(data, counts):
         pass
-    print(*counts.lines(), sep="\n", file=sys.stderr)
+    print(*counts.format_lines(), sep="\n", file=sys.stderr)
 
 
-def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:
-    """Yield the rows of this shard that the target goes on from with a question."""
-    from infer.serving.dialogue import Row
+def make_opening_examples(config: RegenerateCommand, openings: list) -> "Iterator[PromptExample]":
+    """Yield the prompts of this shard that the target continues with a question."""
+    from infer.serving.regeneration_task import PromptExample
 
-    part, parts = config.part
-    for index in range(part - 1, config.data.max_examples, parts):
-        yield Row(index, openings[index % len(openings)].text)
+    shard_number, shard_count = config.shard_position
+    question_count = cast(int, config.data.max_examples)  # required with data=self
+    for index in range(shard_number - 1, question_count, shard_count):
+        yield PromptExample(index, openings[index % len(openings)].text)
 
 
-def asked_rows(config: RegenerateCommand, openings: list, tokenizer, file: Path) -> list:
-    """Return the questions that are worth an answer, of those that `opened_rows` were gone on with
-    in `file`, as rows. Raises ValueError where there is none."""
-    from data.questions import sifted
-    from infer.serving.dialogue import Row
+def load_question_examples(
+    config: RegenerateCommand, openings: list, tokenizer: Any, question_file: Path
+) -> "list[PromptExample]":
+    """Return the generated questions that are worth an answer, as chats.
 
-    with file.open(encoding="utf-8") as lines:
-        kept, dropped = sifted(map(json.loads, lines), tokenizer, config.questions.length_range[0])
-    said = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
+    question_file: the answers to `make_opening_examples`
+
+    Raises ValueError if there is none.
+    """
+    from data.questions import filter_questions
+    from infer.serving.regeneration_task import PromptExample
+
+    with question_file.open(encoding="utf-8") as lines:
+        selected, dropped = filter_questions(
+            map(json.loads, lines), tokenizer, config.questions.length_range[0]
+        )
+    dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(kept)} questions to answer{said}; all of them are in {file}",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in "
+        f"{question_file}",
         file=sys.stderr,
     )
-    if not kept:
+    if not selected:
         raise ValueError(
-            f"data=self: none of the target's questions is worth an answer, see {file}"
+            f"data=self: none of the generated questions can be answered, see {question_file}"
         )
-    rows = []
-    for index, text in kept.items():
-        messages = [*openings[index % len(openings)].before, {"role": "user", "content": text}]
-        rows.append(Row(index, messages, template=config.target.chat_template_kwargs))
-    return rows
+    template_options = config.target.chat_template_kwargs
+    examples = []
+    for index, text in selected.items():
+        question = {"role": "user", "content": text}
+        messages = [*openings[index % len(openings)].messages, question]
+        examples.append(PromptExample(index, messages, template_options=template_options))
+    return examples
 
 
-def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:
-    """Yield the rows of the data that this shard answers. Their templates are told what they say
-    themselves, and what target.chat_template_kwargs says, which counts more: the answers are
-    new."""
-    from data.rows import questions
-    from infer.serving.dialogue import Row
+def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[PromptExample]":
+    """Yield the examples of the data that belong to this shard.
 
-    part, parts = config.part
-    for index, row in enumerate(questions(config.data)):
-        if index % parts != part - 1:
+    Options of the chat template are those of the example, overridden by
+    target.chat_template_kwargs.
+    """
+    from data.rows import read_questions
+    from infer.serving.regeneration_task import PromptExample
+
+    shard_number, shard_count = config.shard_position
+    for index, row in enumerate(read_questions(config.data)):
+        if index % shard_count != shard_number - 1:
             continue
-        if row["chat"]:
-            chat = row["chat"]
-            told = chat["template"] | config.target.chat_template_kwargs
-            yield Row(index, chat["messages"], chat["tools"], told)
+        chat = row["chat"]
+        if chat:
+            template_options = chat["template"] | config.target.chat_template_kwargs
+            yield PromptExample(index, chat["messages"], chat["tools"], template_options)
             continue
         prompt = row["prompt"]
         if not prompt:
-            ids = tokenizer(row["text"])["input_ids"][:PROMPT_TOKENS]
+            ids = tokenizer(row["text"])["input_ids"][:TEXT_PROMPT_TOKENS]
             prompt = tokenizer.decode(ids, skip_special_tokens=True)
-        yield Row(index, prompt)
+        yield PromptExample(index, prompt)
 
 
-def longest(rows: Iterator, target, answer: int) -> int:
-    """Return the tokens of the longest row with all its answers, each of so many tokens at most."""
-    from infer.api import encode, positions_of
+def compute_required_capacity(
+    examples: "Iterator[PromptExample]", target: Any, max_new_tokens: int
+) -> int:
+    """Return the positions that the longest example needs with all its answers.
 
-    most = 0
-    for row in rows:
-        turns = 1 + sum(message["role"] == "assistant" for message in row.prompt) if row.chat else 1
-        with suppress(ValueError):  # this row's fault is found again when it is asked
-            most = max(
-                most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer
+    max_new_tokens: limit of one answer
+    """
+    from infer.api import encode_prompt, max_positions
+
+    capacity = 0
+    for example in examples:
+        answer_count = 1 + sum(message["role"] == "assistant" for message in example.messages)
+        # An invalid prompt is reported later, as a failed example.
+        with suppress(ValueError):
+            prompt_ids = encode_prompt(
+                target, example.prompt, example.template_options, example.tools
             )
-    return min(most, positions_of(target)) or answer + 1
+            capacity = max(capacity, len(prompt_ids) + answer_count * max_new_tokens)
+    return min(capacity, max_positions(target)) or max_new_tokens + 1

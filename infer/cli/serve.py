@@ -1,19 +1,23 @@
-"""`serve`: a target and its drafter behind OpenAI's HTTP API."""
+"""The command `serve`: a target and its drafter behind OpenAI's HTTP API."""
 
 import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from infer.cli.models import MaskedConfig, OfDrafter, load
+from infer.cli.models import CommandWithDrafter, MaskedConfig, load_target_and_drafter
 from infer.config import EngineConfig
 from infer.serving.config import ServerConfig
-from infer.targets.kinds import is_masked
+from infer.targets.masked_models import is_masked_diffusion
 from infer.utils.progress import HEARTBEAT
+
+if TYPE_CHECKING:
+    from infer.engine.engine import Engine
 
 
 @dataclass
-class ServeCommand(OfDrafter):
+class ServeCommand(CommandWithDrafter):
     """Serve a target and its drafter over HTTP.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
@@ -34,34 +38,39 @@ class ServeCommand(OfDrafter):
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-def opened(config: ServeCommand):
-    """Load what is served: the engine, and in words what it does."""
+def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
+    """Load target and drafter. Returns their engine and a line that describes the server."""
     from infer import open_engine
-    from infer.api import positions_of
+    from infer.api import max_positions
 
     server = config.server
     if server.memory_limit_mib is not None:
-        resource.setrlimit(
-            resource.RLIMIT_AS,
-            (server.memory_limit_mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]),
-        )
-    decoding = config.masked if is_masked(config.target.path) else config.decoding
-    checkpoint = config.checkpoint if config.decoding.drafts else None
-    target, drafter = load(config.target, checkpoint, config.drafter)
-    spare = decoding.room(1) - 1  # a masked model's answer ends with a whole block
-    capacity = min(server.max_length, positions_of(target) - spare)
-    said = f"{decoding.name_with(drafter)}, {decoding.max_num_seqs} texts at a time, {capacity} tokens each"
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (server.memory_limit_mib << 20, hard_limit))
+    decoding: Any = config.masked if is_masked_diffusion(config.target.path) else config.decoding
+    checkpoint = config.checkpoint if config.decoding.uses_drafter else None
+    target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
+    # A masked diffusion model generates whole blocks, so an output may need more positions than it
+    # has tokens.
+    extra_positions = decoding.output_positions(1) - 1
+    capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
-    return engine, f"{server.model_name or target.name} at {server.url}/v1: {said}"
+    description = (
+        f"{server.model_name or target.name} at {server.url}/v1: "
+        f"{decoding.describe_method(drafter)}, {decoding.max_num_seqs} sequences at a time, "
+        f"{capacity} tokens each"
+    )
+    return engine, description
 
 
 def run(config: ServeCommand) -> None:
+    """Serve until interrupted, and print the address when the server accepts connections."""
     from infer.serving.server import serve
 
-    # OpenMP's threads end with it: beside the engine's own, both would fall asleep between any two
-    # loops (LOG.md)
+    # OpenMP's threads belong to the thread that loads, and end with it. If they stayed beside those
+    # of the engine's thread, both sets would go to sleep between any two loops (LOG.md).
     with ThreadPoolExecutor(1) as loader:
-        engine, said = loader.submit(opened, config).result()
-    HEARTBEAT.at(None)
-    told = f"{said}; talk to it with ./launch.sh chat url={config.server.url}"
-    serve(engine, config.server, lambda: print(told, file=sys.stderr, flush=True))
+        engine, description = loader.submit(open_served_engine, config).result()
+    HEARTBEAT.set_activity(None)
+    message = f"{description}; talk to it with ./launch.sh chat url={config.server.url}"
+    serve(engine, config.server, lambda: print(message, file=sys.stderr, flush=True))

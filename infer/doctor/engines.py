@@ -1,10 +1,9 @@
-"""What a running engine does with the prompts of a reference, asked over HTTP; its acceptance by
-its own counters on /metrics. Nobody else may ask the engine meanwhile: counters are for all
-requests.
-"""
+"""Measure the acceptance of a running engine over HTTP: send the prompts of a reference and read
+the engine's counters on /metrics. Nobody else may use the engine meanwhile, as the counters are for
+all requests."""
 
 import os
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from uuid import uuid4
@@ -12,30 +11,37 @@ from uuid import uuid4
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.doctor.causes import Served
-from infer.evaluation.results import Acceptance, KnownText, Reference
+from infer.doctor.comparison import EngineMeasurement
+from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, ReferenceAnswer
+
+CONNECT_TIMEOUT_SECONDS = 10
+READ_TIMEOUT_SECONDS = 600
+MAX_EXTRA_POSITIONS = 64  # counters of an engine that drafts more tokens than a block has
+MAX_SHOWN_ERROR_CHARACTERS = 200
+SENDS_PER_PROMPT = 2  # the second one finds the prompt in the engine's prefix cache
 
 
 @dataclass(frozen=True)
-class Counters:
-    """The names under which an engine counts, without the ending _total."""
+class EngineCounters:
+    """The names of an engine's counters, without the suffix _total."""
 
     engine: str
     rounds: str
     drafted: str
     accepted: str  # with a label `position`, from 0
-    salts: bool = False  # it keeps prompts with another `cache_salt` apart in its prefix cache
+    # whether prompts with different `cache_salt` are kept apart in the prefix cache
+    supports_cache_salt: bool = False
 
 
-COUNTERS = (
-    Counters(
+KNOWN_ENGINE_COUNTERS = (
+    EngineCounters(
         "vLLM",
         "vllm:spec_decode_num_drafts",
         "vllm:spec_decode_num_draft_tokens",
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        salts=True,
+        supports_cache_salt=True,
     ),
-    Counters(
+    EngineCounters(
         "blockdraft",
         "blockdraft_rounds",
         "blockdraft_drafted_tokens",
@@ -45,86 +51,120 @@ COUNTERS = (
 
 
 def open_client(url: str) -> httpx.Client:
-    """Return a client for a server's address, with or without /v1; a key in the environment is
+    """Return a client for a server's address, with or without /v1. An API key in the environment is
     sent."""
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"),
-        headers=headers,
-        timeout=httpx.Timeout(10, read=600),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS),
     )
 
 
-def examine_engine(client: httpx.Client, reference: Reference) -> Served:
-    """Send the prompts of a reference, as a client would, each twice, so that the engine's prefix
-    cache has it the second time; return what came of it. Raises ValueError where there is no
-    server, or none that tells how many drafts it accepts."""
+def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> EngineMeasurement:
+    """Send the prompts of a reference to an engine, as a client would, and return its answers and
+    acceptance. Each prompt is sent twice, so that the prefix cache has it the second time.
+
+    Raises ValueError if there is no server, or none with counters of accepted drafts.
+    """
     try:
-        answers = []
-        counts = [read_metrics(client)]
-        counters = next((each for each in COUNTERS if each.rounds in counts[0]), None)
-        if counters is None:
-            raise ValueError(
-                f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (--speculative-config) and ours"
-            )
-        drafting = describe_drafting(read_decoding(client), reference.block_size)
-        model = client.get("/v1/models").json()["data"][0]["id"]
-        for text in reference.texts:
-            salt = {"cache_salt": uuid4().hex} if counters.salts else {}
-            for _ in range(2):
-                answers.append(ask(client, model, text, tokens_of(text, reference), salt))
-                counts.append(read_metrics(client))
-        answers = answers[::2]
-        told = [answer["usage"]["prompt_tokens"] for answer in answers]
-        ids = [answer["choices"][0]["token_ids"] for answer in answers]
-    except (httpx.HTTPError, LookupError, TypeError) as wrong:
+        counters = find_engine_counters(client, read_counters(client))
+        options = read_decoding_options(client)
+        incomparable_options = describe_incomparable_options(options, reference.block_size)
+        answers, snapshots = request_answers(client, reference, counters)
+        prompt_tokens = [answer["usage"]["prompt_tokens"] for answer in answers]
+        answer_ids = [answer["choices"][0]["token_ids"] for answer in answers]
+    except (httpx.HTTPError, LookupError, TypeError) as error:
         raise ValueError(
-            f"url={client.base_url}: no engine that this command knows answers there ({wrong!r})"
-        ) from wrong
-    parts = [acceptance(counters, later - sooner, reference) for sooner, later in pairwise(counts)]
-    rounds = sum(part.rounds for part in parts)
+            f"url={client.base_url}: no engine that this command knows answers there ({error!r})"
+        ) from error
+
+    acceptance = [
+        read_acceptance(counters, subtract_counters(after, before), reference)
+        for before, after in pairwise(snapshots)
+    ]
+    rounds = sum(counts.rounds for counts in acceptance)
     if not rounds:
         raise ValueError(
             f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?"
         )
-    drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
-    texts = [said(answer) for answer in answers]
-    return Served(counters.engine, texts, ids, told, parts[::2], parts[1::2], drafted, drafting)
-
-
-def describe_drafting(decoding: dict[str, str], block_size: int) -> str:
-    """Return the options of an engine that does not draft whole blocks as chains; nothing for one
-    that does, or does not tell its options."""
-    method = decoding.get("method")
-    if method is None:
-        return ""
-    budget = decoding.get("budget", "auto")
-    if method == "chain" and budget != "auto" and int(budget) >= block_size - 1:
-        return ""
-    return " ".join(
-        f"decoding.{name}={decoding[name]}" for name in ("method", "budget") if name in decoding
+    total = subtract_counters(snapshots[-1], snapshots[0])
+    return EngineMeasurement(
+        engine=counters.engine,
+        texts=[read_answer_text(answer) for answer in answers],
+        answer_ids=answer_ids,
+        prompt_tokens=prompt_tokens,
+        acceptance_by_answer=acceptance[::SENDS_PER_PROMPT],
+        repeated_acceptance=acceptance[1::SENDS_PER_PROMPT],
+        drafts_per_round=total.get(counters.drafted, 0) / rounds,
+        incomparable_options=incomparable_options,
     )
 
 
-def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
-    """Return what an engine counted of one text: by the positions of a block at least, without
-    zeros behind."""
-    positions = range(reference.block_size + 64)
-    accepted = [round(counted[f"{counters.accepted} {position}"]) for position in positions]
+def request_answers(
+    client: httpx.Client, reference: AcceptanceReference, counters: EngineCounters
+) -> tuple[list[dict], list[dict[str, float]]]:
+    """Send each prompt twice. Return the first answer to each prompt, and the engine's counters
+    before the first request and after each one."""
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    answers = []
+    snapshots = [read_counters(client)]
+    for reference_answer in reference.answers:
+        # A new salt keeps the prompt out of what the prefix cache holds already.
+        salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
+        max_tokens = count_requested_tokens(reference_answer, reference)
+        for _ in range(SENDS_PER_PROMPT):
+            answers.append(request_answer(client, model, reference_answer, max_tokens, salt))
+            snapshots.append(read_counters(client))
+    return answers[::SENDS_PER_PROMPT], snapshots
+
+
+def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
+    """Return the counters of the engine that has these values on /metrics. Raises ValueError for an
+    engine without known counters of drafts."""
+    for counters in KNOWN_ENGINE_COUNTERS:
+        if counters.rounds in values:
+            return counters
+    raise ValueError(
+        f"url={client.base_url}: /metrics tells of no drafts; known are vLLM "
+        "(--speculative-config) and ours"
+    )
+
+
+def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
+    """Return the decoding options of an engine that does not draft whole blocks as chains; "" for
+    one that does, and for one that does not report its options."""
+    method = options.get("method")
+    if method is None:
+        return ""
+    budget = options.get("budget", "auto")
+    if method == "chain" and budget != "auto" and int(budget) >= block_size - 1:
+        return ""
+    names = [name for name in ("method", "budget") if name in options]
+    return " ".join(f"decoding.{name}={options[name]}" for name in names)
+
+
+def read_acceptance(
+    counters: EngineCounters, values: Mapping[str, float], reference: AcceptanceReference
+) -> AcceptanceCounts:
+    """Return the accepted drafts from an engine's counters. There is an entry for each position of
+    a block, and for further ones up to the last that is not 0."""
+    positions = range(reference.block_size + MAX_EXTRA_POSITIONS)
+    accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
     while len(accepted) >= reference.block_size and not accepted[-1]:
         accepted.pop()
-    return Acceptance(round(counted[counters.rounds]), accepted)
+    return AcceptanceCounts(round(values.get(counters.rounds, 0)), accepted)
 
 
-def tokens_of(text: KnownText, reference: Reference) -> int:
-    """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known
-    answer."""
-    return max(1, len(text.ids) - reference.block_size + 1)
+def count_requested_tokens(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
+    """Return how many tokens to request: rounds that begin in the last block_size - 1 tokens of a
+    reference answer do not count."""
+    return max(1, len(answer.answer_ids) - reference.block_size + 1)
 
 
-def read_decoding(client: httpx.Client) -> dict[str, str]:
-    """Return the options by which our server says that it decodes; none of other engines."""
+def read_decoding_options(client: httpx.Client) -> dict[str, str]:
+    """Return the decoding options that our server reports on /metrics; nothing for other
+    engines."""
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "blockdraft_decoding_info":
@@ -132,45 +172,64 @@ def read_decoding(client: httpx.Client) -> dict[str, str]:
     return {}
 
 
-def read_metrics(client: httpx.Client) -> Counter[str]:
-    """Return an engine's counters, those by position as "name position", all models and processes
-    together."""
-    found: Counter[str] = Counter()
+def read_counters(client: httpx.Client) -> dict[str, float]:
+    """Return an engine's counters by name, those with a position as "name position". Values of
+    several models and processes are added up."""
+    values: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
+            name = sample.name.removesuffix("_total")
             position = sample.labels.get("position")
-            found[sample.name.removesuffix("_total") + (f" {position}" if position else "")] += (
-                sample.value
-            )
-    return found
+            if position:
+                name = f"{name} {position}"
+            values[name] = values.get(name, 0) + sample.value
+    return values
 
 
-def ask(client: httpx.Client, model: str, text: KnownText, tokens: int, more: dict) -> dict:
-    """Return the answer to a prompt: vLLM and ours tell its token ids. more: of the request."""
-    body = {
+def subtract_counters(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each counter grew; counters that did not grow are left out."""
+    growth = {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: value for name, value in growth.items() if value > 0}
+
+
+def request_answer(
+    client: httpx.Client,
+    model: str,
+    answer: ReferenceAnswer,
+    max_tokens: int,
+    extra_fields: Mapping[str, str],
+) -> dict:
+    """Send a reference prompt and return the response, which holds the answer's token ids (vLLM and
+    ours). Raises ValueError if the engine refuses the prompt.
+
+    extra_fields: added to the request
+    """
+    request = {
         "model": model,
-        "max_tokens": tokens,
+        "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-    } | more
-    body |= (
-        {"messages": [{"role": "user", "content": text.said}]}
-        if text.chat
-        else {"prompt": text.said}
-    )
-    answer = client.post("/v1/chat/completions" if text.chat else "/v1/completions", json=body)
-    if answer.status_code != 200:
+        **extra_fields,
+    }
+    if answer.chat:
+        path = "/v1/chat/completions"
+        request["messages"] = [{"role": "user", "content": answer.prompt_text}]
+    else:
+        path = "/v1/completions"
+        request["prompt"] = answer.prompt_text
+    response = client.post(path, json=request)
+    if response.status_code != 200:
         raise ValueError(
-            f"url={client.base_url}: it refused a prompt ({answer.status_code}): {answer.text[:200]}"
+            f"url={client.base_url}: it refused a prompt ({response.status_code}): "
+            f"{response.text[:MAX_SHOWN_ERROR_CHARACTERS]}"
         )
-    return answer.json()
+    return response.json()
 
 
-def said(answer: dict) -> str:
-    """Return an answer's text, with the thoughts before it."""
-    choice = answer["choices"][0]
+def read_answer_text(response: dict) -> str:
+    """Return the text of an answer, with the reasoning before it."""
+    choice = response["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
-    return (message.get("reasoning_content") or message.get("reasoning") or "") + (
-        message.get("content") or ""
-    )
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    return reasoning + (message.get("content") or "")

@@ -1,167 +1,264 @@
-"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine
-reaches, and which of the known causes (`infer.doctor.causes`) explains the difference.
+"""Diagnose why a drafter's acceptance is low: compare its card, the acceptance here and that of an
+engine, and find which of the known causes (`infer.doctor.causes`) explains the difference.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from infer.doctor.causes import (
-    CAUSES,
-    MORE,
-    SHORT,
-    Case,
-    Cause,
-    Served,
-    Variation,
-    difference,
-    falls_short,
-    taps_of,
+    LONG_CONTEXT_CAUSE,
+    LOW_ACCEPTANCE_CAUSES,
+    MIN_IMPROVEMENT_RATIO,
+    LowAcceptanceCause,
 )
-from infer.doctor.replay import chains, compute
+from infer.doctor.comparison import (
+    AcceptanceComparison,
+    EngineMeasurement,
+    count_difference,
+    is_significantly_lower,
+)
+from infer.doctor.replay import compute_target_states, replay_chains
+from infer.doctor.variations import DrafterVariation, list_feature_layers
 from infer.drafters.base import Drafter
-from infer.evaluation.results import Acceptance, Reference
+from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-EXPLAINS = 0.5  # share of a difference from which on a trial is called its cause
-EXACTLY = 0.8  # the same where acceptance is not low: what is read otherwise and costs little
-APART = 0.01  # of the rounds and accepted drafts, from which on it is tried what is read otherwise
+# share of a difference that a variation must explain to be named as its cause
+MIN_EXPLAINED_SHARE = 0.5
+# the same if acceptance is not low: the drafter is read differently at little cost
+MIN_EXPLAINED_SHARE_IF_NOT_LOW = 0.8
+# Variations are replayed from this relative difference on, even if acceptance is not low.
+MIN_EXAMINED_DIFFERENCE = 0.01
+EVIDENCE_LABEL_WIDTH = 57
+
+# label and acceptance of everything that was measured
+Evidence = list[tuple[str, AcceptanceCounts]]
 
 
-class Tried(NamedTuple):
-    """A trial and what it gave, text by text."""
+class VariationResult(NamedTuple):
+    """The acceptance that one variation of the drafter gives."""
 
-    cause: Cause
-    trial: Variation
-    found: list[Acceptance]
+    cause: LowAcceptanceCause
+    variation: DrafterVariation
+    acceptance: list[AcceptanceCounts]  # by answer
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. evidence: what was measured or tried, and its acceptance; cause: None for a
-    healthy pair, or where no known cause explains it."""
+    """The result of an examination. `cause` is None for a healthy pair of target and drafter, and
+    if no known cause explains the difference."""
 
     healthy: bool
     verdict: str
-    evidence: list[tuple[str, Acceptance]]
-    cause: Cause | None = None
-    mend: str | None = None
+    evidence: Evidence
+    cause: LowAcceptanceCause | None = None
+    advice: str | None = None
 
 
-def examine(
+def diagnose_drafter(
     target: Target,
     drafter: Drafter,
-    reference: Reference,
-    served: Served | None = None,
-    carded: bool = True,
+    reference: AcceptanceReference,
+    engine: EngineMeasurement | None = None,
+    has_card: bool = True,
     checkpoint: str = "<drafter>",
 ) -> Diagnosis:
-    """Compare what a card says (`carded`: the reference is one; else it was measured just now, with
-    this drafter), what the drafter reaches here, and what an engine reaches."""
-    trials = [(cause, trial) for cause in CAUSES for trial in cause.trials(target, drafter)]
-    taps = dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)])
-    prompts = [text.prompt for text in reference.texts]
-    answers = [text.ids for text in reference.texts]
-    material = compute(target, prompts, answers, list(taps))
-    margin = reference.block_size - 1
-    ours = chains(target, drafter, material, taps_of(drafter), margin)
-    here = Acceptance.of_all(ours)
-    names = {"checkpoint": checkpoint, "target": target.name}
-    cases = {}
-    rows = [("here, as the folder says", here)]
+    """Compare the acceptance on a drafter's card, here, and in an engine, and name the cause of a
+    difference.
+
+    has_card: whether the reference is from the drafter's card; False if it was measured just now
+        with this drafter
+    checkpoint: the drafter's path, for commands in the advice
+    """
+    variations = list_variations(target, drafter)
+    feature_layers = dict.fromkeys(list_feature_layers(drafter))
+    for _, variation in variations:
+        feature_layers |= dict.fromkeys(variation.feature_layers)
+    prompts = [answer.prompt_ids for answer in reference.answers]
+    answers = [answer.answer_ids for answer in reference.answers]
+    states = compute_target_states(target, prompts, answers, list(feature_layers))
+    draft_length = reference.block_size - 1
 
     @cache
-    def tried() -> list[Tried]:
-        return [
-            Tried(cause, trial, chains(target, trial.drafter, material, trial.taps, margin))
-            for cause, trial in trials
-        ]
-
-    if carded:
-        rows.insert(0, ("its card", reference.acceptance))
-        cases["its card"] = Case(target, drafter, reference, material, ours, reference.by_text)
-    if served is not None:
-        rows.append((served.engine, Acceptance.of_all(served.by_text)))
-        cases[served.engine] = Case(
-            target, drafter, reference, material, ours, served.by_text, served
-        )
-    for case in cases.values():
-        if found := diagnose(case, tried, rows, names):
-            return found
-    if not carded:
-        best = max(tried(), key=lambda one: Acceptance.of_all(one.found).mean)
-        most = Acceptance.of_all(best.found)
-        if most.mean > MORE * here.mean and falls_short(here, most):
-            verdict = f"{best.trial.label} gives {1 + most.mean:.2f} tokens a round, {1 + here.mean:.2f} as it is"
-            return named(
-                best.cause,
-                verdict,
-                rows + rows_of(tried()),
-                best.cause.mend[0].format(best.trial.label),
+    def replay_variations() -> list[VariationResult]:
+        results = []
+        for cause, variation in variations:
+            acceptance = replay_chains(
+                target, variation.drafter, states, variation.feature_layers, draft_length
             )
-    others = " and ".join(cases) or "no card, and no engine"
-    healthy = f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}."
-    if served is not None and served.drafting:
-        healthy += (
-            f" Of {served.engine} the prompts and the answers were compared, not the acceptance: it has "
-            f"{served.drafting}, {served.drafted:.1f} drafts a round here. To compare that too, start it with "
-            f"decoding.method=chain decoding.budget={margin}."
+            results.append(VariationResult(cause, variation, acceptance))
+        return results
+
+    acceptance = replay_chains(target, drafter, states, list_feature_layers(drafter), draft_length)
+    local = AcceptanceComparison(target, drafter, reference, states, acceptance, acceptance)
+    evidence: Evidence = [("here, as the folder says", AcceptanceCounts.pool(acceptance))]
+    comparisons = {}
+    if has_card:
+        evidence.insert(0, ("its card", reference.acceptance))
+        card_acceptance = reference.acceptance_by_answer
+        comparisons["its card"] = replace(local, compared_acceptance=card_acceptance)
+    if engine is not None:
+        engine_acceptance = engine.acceptance_by_answer
+        evidence.append((engine.engine, AcceptanceCounts.pool(engine_acceptance)))
+        comparisons[engine.engine] = replace(
+            local, compared_acceptance=engine_acceptance, engine=engine
         )
-    if seen := SHORT.shows(Case(target, drafter, reference, material, ours, ours)):
-        return Diagnosis(True, f"{healthy} But {SHORT.name}: {seen}.", rows, SHORT, SHORT.mend[0])
-    return Diagnosis(True, healthy, rows)
+
+    names = {"checkpoint": checkpoint, "target": target.name}
+    diagnosis = None
+    for comparison in comparisons.values():
+        if diagnosis is None:
+            diagnosis = diagnose_comparison(comparison, replay_variations, evidence, names)
+    if diagnosis is None and not has_card:
+        diagnosis = diagnose_without_card(acceptance, replay_variations(), evidence)
+    return diagnosis or make_healthy_diagnosis(local, list(comparisons), engine, evidence)
 
 
-def diagnose(
-    case: Case,
-    tried: Callable[[], list[Tried]],
-    rows: list[tuple[str, Acceptance]],
+def list_variations(
+    target: Target, drafter: Drafter
+) -> list[tuple[LowAcceptanceCause, DrafterVariation]]:
+    """Return the variations of all known causes."""
+    return [
+        (cause, variation)
+        for cause in LOW_ACCEPTANCE_CAUSES
+        for variation in cause.variations(target, drafter)
+    ]
+
+
+def diagnose_without_card(
+    local_acceptance: list[AcceptanceCounts],
+    variation_results: list[VariationResult],
+    evidence: Evidence,
+) -> Diagnosis | None:
+    """Return a diagnosis if a variation accepts many more drafts than the drafter as it is."""
+    local = AcceptanceCounts.pool(local_acceptance)
+    best = max(
+        variation_results, key=lambda result: AcceptanceCounts.pool(result.acceptance).mean_accepted
+    )
+    acceptance = AcceptanceCounts.pool(best.acceptance)
+    min_accepted = MIN_IMPROVEMENT_RATIO * local.mean_accepted
+    if acceptance.mean_accepted <= min_accepted or not is_significantly_lower(local, acceptance):
+        return None
+    label = best.variation.label
+    verdict = (
+        f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, "
+        f"{1 + local.mean_accepted:.2f} as it is"
+    )
+    advice = best.cause.folder_advice.format(label)
+    return make_cause_diagnosis(
+        best.cause, verdict, evidence + list_evidence(variation_results), advice
+    )
+
+
+def make_healthy_diagnosis(
+    local: AcceptanceComparison,
+    compared_names: list[str],
+    engine: EngineMeasurement | None,
+    evidence: Evidence,
+) -> Diagnosis:
+    """Return the diagnosis of a healthy pair of target and drafter. `local` compares the drafter
+    with itself; a loss of acceptance after long contexts is mentioned."""
+    local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
+    names = " and ".join(compared_names) or "no card, and no engine"
+    verdict = (
+        f"Healthy: {local_acceptance.mean_accepted + 1:.2f} tokens a round here, compared with "
+        f"{names}."
+    )
+    if engine is not None and engine.incomparable_options:
+        verdict += (
+            f" Of {engine.engine} the prompts and the answers were compared, not the acceptance: "
+            f"it has {engine.incomparable_options}, {engine.drafts_per_round:.1f} drafts a round "
+            "here. To compare that too, start it with decoding.method=chain "
+            f"decoding.budget={local.reference.block_size - 1}."
+        )
+    sentence = LONG_CONTEXT_CAUSE.detect(local)
+    if sentence is None:
+        return Diagnosis(True, verdict, evidence)
+    verdict += f" But {LONG_CONTEXT_CAUSE.name}: {sentence}."
+    advice = LONG_CONTEXT_CAUSE.folder_advice
+    return Diagnosis(True, verdict, evidence, LONG_CONTEXT_CAUSE, advice)
+
+
+def diagnose_comparison(
+    comparison: AcceptanceComparison,
+    replay_variations: Callable[[], list[VariationResult]],
+    evidence: Evidence,
     names: dict[str, str],
 ) -> Diagnosis | None:
-    """Return what is wrong in a comparison, None where nothing is."""
-    low = case.low
-    side = 0 if case.served is None else 1
-    here = 1 + Acceptance.of_all(case.ours).mean
-    there = 1 + Acceptance.of_all(case.goal).mean
-    short = f"{here:.2f} tokens a round here, {there:.2f} by its card"
-    if case.served is not None:
-        short = f"{there:.2f} tokens a round at {case.served.engine}, {here:.2f} here"
-    for cause in CAUSES:
-        if seen := cause.shows(case):
-            return named(cause, f"{seen} ({short})", rows, cause.mend[side].format("", **names))
-    if not low and case.apart < APART:
+    """Return the diagnosis of one comparison, None if nothing is wrong.
+
+    replay_variations: replays all variations when it is first called
+    names: values of the placeholders in the advice
+    """
+
+    def format_advice(cause: LowAcceptanceCause, label: str) -> str:
+        advice = cause.folder_advice if comparison.engine is None else cause.engine_advice
+        return advice.format(label, **names)
+
+    local_tau = 1 + AcceptanceCounts.pool(comparison.local_acceptance).mean_accepted
+    compared_tau = 1 + AcceptanceCounts.pool(comparison.compared_acceptance).mean_accepted
+    summary = f"{local_tau:.2f} tokens a round here, {compared_tau:.2f} by its card"
+    if comparison.engine is not None:
+        name = comparison.engine.engine
+        summary = f"{compared_tau:.2f} tokens a round at {name}, {local_tau:.2f} here"
+
+    for cause in LOW_ACCEPTANCE_CAUSES:
+        sentence = cause.detect(comparison)
+        if sentence is not None:
+            advice = format_advice(cause, "")
+            return make_cause_diagnosis(cause, f"{sentence} ({summary})", evidence, advice)
+
+    is_low = comparison.is_low
+    if not is_low and comparison.relative_difference < MIN_EXAMINED_DIFFERENCE:
         return None
-    away = max(1, difference(case.ours, case.goal))
-    best = min(tried(), key=lambda one: difference(one.found, case.goal))
-    score = 1 - difference(best.found, case.goal) / away
-    rows = rows + rows_of(tried())
-    if score >= (EXPLAINS if low else EXACTLY):
-        verdict = f"{best.trial.label} explains {100 * score:.0f} % of {short}"
-        return named(
-            best.cause, verdict, rows, best.cause.mend[side].format(best.trial.label, **names)
+    compared = comparison.compared_acceptance
+    results = replay_variations()
+    best = min(results, key=lambda result: count_difference(result.acceptance, compared))
+    difference = max(1, count_difference(comparison.local_acceptance, compared))
+    explained_share = 1 - count_difference(best.acceptance, compared) / difference
+    all_evidence = evidence + list_evidence(results)
+    min_share = MIN_EXPLAINED_SHARE if is_low else MIN_EXPLAINED_SHARE_IF_NOT_LOW
+    if explained_share >= min_share:
+        label = best.variation.label
+        verdict = f"{label} explains {100 * explained_share:.0f} % of {summary}"
+        return make_cause_diagnosis(
+            best.cause, verdict, all_evidence, format_advice(best.cause, label)
         )
-    return Diagnosis(False, f"Low, and no known cause explains it: {short}.", rows) if low else None
+    if not is_low:
+        return None
+    return Diagnosis(False, f"Low, and no known cause explains it: {summary}.", all_evidence)
 
 
-def rows_of(tried: list[Tried]) -> list[tuple[str, Acceptance]]:
-    """Return trials as evidence."""
-    return [(f"{one.cause.name}: {one.trial.label}", Acceptance.of_all(one.found)) for one in tried]
+def list_evidence(results: list[VariationResult]) -> Evidence:
+    """Return the labels and acceptance of replayed variations."""
+    evidence = []
+    for result in results:
+        label = f"{result.cause.name}: {result.variation.label}"
+        evidence.append((label, AcceptanceCounts.pool(result.acceptance)))
+    return evidence
 
 
-def named(cause: Cause, verdict: str, rows: list[tuple[str, Acceptance]], mend: str) -> Diagnosis:
+def make_cause_diagnosis(
+    cause: LowAcceptanceCause, verdict: str, evidence: Evidence, advice: str
+) -> Diagnosis:
     """Return the diagnosis of a known cause."""
-    return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", rows, cause, mend)
+    return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", evidence, cause, advice)
 
 
-def report(diagnosis: Diagnosis) -> str:
-    """Return the verdict, the evidence, and what to do, as text."""
+def format_diagnosis(diagnosis: Diagnosis) -> str:
+    """Return the verdict, the evidence and the advice as text."""
+    width = EVIDENCE_LABEL_WIDTH + 1
     lines = [
         diagnosis.verdict,
         "",
-        f"{'acceptance by position':<58}rounds  τ     1    2    3    4    5    6    7 ...",
+        f"{'acceptance by position':<{width}}rounds  τ     1    2    3    4    5    6    7 ...",
     ]
-    for what, acceptance in diagnosis.evidence:
-        shares = " ".join(f"{100 * share:3.0f}%" for share in acceptance.shares)
-        lines.append(f"{what[:57]:<58}{acceptance.rounds:6d}  {1 + acceptance.mean:4.2f} {shares}")
-    return "\n".join(lines + (["", f"What to do: {diagnosis.mend}"] if diagnosis.mend else []))
+    for label, counts in diagnosis.evidence:
+        rates = " ".join(f"{100 * rate:3.0f}%" for rate in counts.acceptance_rates)
+        label = f"{label[:EVIDENCE_LABEL_WIDTH]:<{width}}"
+        lines.append(f"{label}{counts.rounds:6d}  {1 + counts.mean_accepted:4.2f} {rates}")
+    if diagnosis.advice:
+        lines += ["", f"What to do: {diagnosis.advice}"]
+    return "\n".join(lines)

@@ -1,441 +1,338 @@
-"""Read a drafter's config.json without trusting it, and write it: what the families' layouts are
-made of.
+"""Read a drafter's config.json without trusting it, and write it.
 
-A key that is missing or wrong is a fault, and so is one that makes it another drafter than ours
-(`PLAIN`). A key that nobody here knows is a fault too, as it may do that; unless its name says that
-it is bookkeeping, or its value that nothing is asked for: then it is a doubt, which is said and
-stops nothing. V vocabulary.
+The layouts of the families are built from the classes here.
+
+A required key that is missing or has a wrong value is a problem, and the drafter is not loaded. So
+is a key that makes the drafter compute something that this project's drafters do not
+(`NEUTRAL_VALUES` in key_rules.py). An unknown key is a problem too, as it may do the same. It is
+only a warning where its name shows that it records how the drafter was made, or where its value is
+empty.
+
+V vocabulary.
 """
 
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import Qwen3Config
 
-from infer.drafters.families import FAMILIES, Family
-from infer.drafters.heads.table import HEADS
-
-TYPES = {  # by kind: which values fit, in words
-    "number": (lambda value: type(value) in (int, float) and value > 0, "a number above 0"),
-    "flag": (lambda value: type(value) is bool, "true or false"),
-    "object": (lambda value: type(value) is dict, "an object"),
-    "list": (
-        lambda value: type(value) is list and {type(one) for one in value} == {int},
-        "a list of whole numbers",
-    ),
-    "layers": (
-        lambda value: (
-            type(value) is list
-            and all(kind in ("full_attention", "sliding_attention") for kind in value)
-        ),
-        "a list of full_attention and sliding_attention",
-    ),
-}
-
-
-class KeyRule(NamedTuple):
-    """What must stand under a key: a whole number, one of `choices`, or a value of a kind of
-    `TYPES`."""
-
-    kind: str = "whole"
-    least: int = 1
-    most: int = 2**31 - 1
-    choices: tuple = ()
-
-    def fault(self, value: Any) -> str | None:
-        """Return what is wrong with a value."""
-        if not self.choices and self.kind == "whole":
-            fits = type(value) is int and value >= self.least
-            expected = f"a whole number of at least {self.least}"
-            if fits and value > self.most:
-                return f"exceeds the limit of {self.most}"
-        elif self.choices:
-            fits = value in self.choices
-            expected = " or ".join(map(str, self.choices))
-        else:
-            fits = TYPES[self.kind][0](value)
-            expected = TYPES[self.kind][1]
-        return None if fits else f"is {value!r}, expected {expected}"
-
-
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
+from infer.drafters.families import DRAFTER_FAMILIES, Family
+from infer.drafters.key_rules import (
+    BOOKKEEPING_WORDS,
+    IGNORED_KEYS,
+    IMAGE_ROPE_KEYS,
+    KEY_RULES,
+    NEUTRAL_VALUES,
+    OPTIONAL_ROPE_KEYS,
+    REQUIRED_ROPE_KEYS,
+    REQUIRED_SIZE_KEYS,
 )
-WHOLES = (
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
-    *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
-    *("conv_group_size", "xpress_mlp_hidden"),
-)
-CAUSAL = ("is_causal", "causal", "causal_head")  # vLLM's and the authors', vLLM's, JetSpec's
-FLAGS = (
-    *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
-    *("shifted", "qk_norm", "norm_twice", "layer_fusion"),
-)
-KEYS = {
-    **dict.fromkeys((*SIZES, *WHOLES), KeyRule()),
-    # larger models would be built before any tensor shows that they are wrong
-    "num_hidden_layers": KeyRule(most=1024),
-    **dict.fromkeys(("block_size", "draft_length"), KeyRule(most=4096)),
-    **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(least=0)),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), KeyRule("number")),
-    **dict.fromkeys((*CAUSAL, *FLAGS), KeyRule("flag")),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "chat_template_kwargs"), KeyRule("object")),
-    "target_layer_ids": KeyRule("list"),
-    "layer_types": KeyRule("layers"),
-    "last_tap": KeyRule(choices=("raw", "normed")),
-    "projector_type": KeyRule(choices=("dflash", "dspark", "domino")),
-    **{
-        key.name: KeyRule(least=key.least, choices=key.choices)
-        for row in HEADS.values()
-        for key in row.keys
-    },
-}
-# keys that change what a drafter computes, and the value with which it computes what ours do
-PLAIN = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "add_swa_attention_sink_bias": False,
-    "attention_sink_bias": False,
-    "attention_value_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-    "logit_scale": 1.0,
-    "input_embedding_scale": 1.0,
-    "partial_rotary_factor": 1.0,
-    "norm_before_residual": False,
-    "is_neox_style": True,
-    "rope_is_neox_style": True,
-    "rope_interleave": False,
-    "rotary_pct": 1.0,
-    "use_rope": True,
-    "use_qk_norm": True,
-    "hidden_activation": "silu",
-    "residual_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-    "norm_before_fc": False,
-    "use_aux_hidden_state": True,
-    "use_swa": False,  # a window of all layers without causality
-    "fusion_type": "concat_fc",
-    "quantization_config": None,
-}
-OPTIONAL_ROPE_KEYS = {  # beside those that a kind needs
-    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-    *("factor", "original_max_position_embeddings"),
-}
-IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")  # text has one position in all sections
-ROPES = {  # kinds of rotary positions, and the keys that each needs
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-# what else published drafters have, beside what transformers writes into every config.json, or did
-# until release 5: none of it is computed
-HARMLESS = {
-    *(
-        "auto_map",
-        "attention_mode",
-        "attention_backend",
-        "candidate_tokens",
-        "num_anchors",
-        "max_anchors",
-    ),
-    *("loss_decay_gamma", "torch_dtype", "confidence_head_alpha", "selector_loss_weight"),
-    *("speculators_config", "speculators_model_type", "speculators_version", "_torchspec_version"),
-    *("model_arch", "gate_temperature", "xpress_block_size"),
-    *(
-        "attn_implementation",
-        "_attn_implementation",
-        "use_return_dict",
-        "pruned_heads",
-        "torchscript",
-    ),
-    *("use_bfloat16", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "pretraining_tp"),
-    *(
-        "tokenizer_class",
-        "prefix",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "cache_implementation",
-    ),
-    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
-    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
-    *("diversity_penalty", "no_repeat_ngram_size", "num_return_sequences", "output_scores"),
-    *(
-        "return_dict_in_generate",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-    ),
-    *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
-} | Qwen3Config().to_dict().keys()
-# words in the names of keys that say how a drafter was made, and by whom
-BOOKKEEPING = {
-    *(
-        "train",
-        "training",
-        "trained",
-        "trainer",
-        "loss",
-        "lr",
-        "epoch",
-        "epochs",
-        "seed",
-        "optimizer",
-    ),
-    *("dataset", "datasets", "version", "commit", "date", "author", "authors", "license", "url"),
-}
 
-
-WRITTEN = (  # keys of the public layout, in this order
+WRITTEN_KEYS = (  # keys of the public layout, in the order in which they are written
     *("architectures", "model_type", "block_size"),
-    *(family.config_key for family in FAMILIES.values()),
-    *(
-        "num_target_layers",
-        "num_hidden_layers",
-        "layer_types",
-        "use_sliding_window",
-        "sliding_window",
-    ),
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings"),
-    *("vocab_size", "draft_vocab_size", "tie_word_embeddings", "chat_template_kwargs"),
+    *(family.config_key for family in DRAFTER_FAMILIES.values()),
+    *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window"),
+    *("sliding_window", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling"),
+    *("max_position_embeddings", "vocab_size", "draft_vocab_size", "tie_word_embeddings"),
+    "chat_template_kwargs",
 )
 
 
 @dataclass
-class ConfigReading:
-    """A config.json in our terms."""
+class ParsedConfig:
+    """A config.json of any layout, translated to this project's keys."""
 
-    layout: str  # `Layout.name` of dflash/layouts.py, or DART; none: unknown
+    # `CheckpointLayout.name` of dflash/layouts.py, or "DART"; "none" for an unknown layout
+    layout: str
     family: Family | None
-    options: dict[str, Any]  # of the Qwen3Config; none where a key is missing or wrong
-    problems: list[str]
-    unused: set[str] = field(
-        default_factory=set
-    )  # tensors that belong to the layout, and that we do not need
-    doubts: list[str] = field(default_factory=list)  # sentences on what the config leaves open
-    # tensors with other names in the layout: theirs to ours
-    renamed: dict[str, str] = field(default_factory=dict)
-
-    # `draft_vocab_size`, where that is more than the vocabulary has: its tensors with a row for
-    # each token have so many, and those behind the vocabulary's stand for no token
+    options: dict[str, Any]  # arguments of Qwen3Config; {} where there are problems
+    problems: list[str]  # sentences on missing and wrong keys
+    # names of stored tensors that the layout has and this project does not need
+    unused_tensors: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)  # sentences on what config.json leaves open
+    # stored names of tensors with another name in this project -> that name
+    renamed_tensors: dict[str, str] = field(default_factory=dict)
+    # `draft_vocab_size` where it is larger than the vocabulary: tensors with a row for each token
+    # have as many rows, and the rows after the vocabulary's are padding
     padded_rows: int | None = None
 
     @property
-    def own(self) -> dict[str, Any]:
-        """The family's own part of the config."""
-        return self.options.get(self.family.config_key, {}) if self.family else {}
+    def family_config(self) -> dict[str, Any]:
+        """The family's object in config.json."""
+        if self.family is None:
+            return {}
+        return self.options.get(self.family.config_key, {})
 
-    def drafter(self, device: str = "meta") -> torch.nn.Module:
-        """Return the drafter, without weights yet. The config has no problems."""
+    def build_drafter(self, device: str = "meta") -> Any:
+        """Return a `Drafter` with uninitialised weights; the config must have no problems."""
+        assert self.family is not None
         with torch.device(device):
             return self.family.load()(Qwen3Config(**self.options))
 
 
-class Keys(dict):
-    """What `KEYS` knows of a config.json and of the objects in it that are named `parts`, as one
-    level, checked. null counts as missing. What is wrong is left out and noted in `problems`, what
-    nobody knows in `doubts`; `defaults` stand for what is missing, `renames` are keys: theirs to
-    ours."""
+class CheckedKeys(dict[str, Any]):
+    """The keys of a config.json that have a rule in `KEY_RULES`, from all levels, with their
+    values checked.
+
+    `raw` is the config.json, `objects` names the objects in it whose keys are read as if they were
+    at the top. `defaults` replace missing keys. `key_names` maps names of the layout to names of
+    this project. A null counts as missing. Keys with wrong values are left out and described in
+    `problems`; unknown keys are described in `problems` or `warnings`.
+    """
 
     def __init__(
-        self, raw: dict, parts: Collection[str], defaults: Mapping = {}, renames: Mapping = {}
+        self,
+        raw: dict[str, Any],
+        objects: Collection[str],
+        defaults: Mapping[str, Any] = {},
+        key_names: Mapping[str, str] = {},
     ) -> None:
         super().__init__()
         self.problems: list[str] = []
-        self.theirs = {ours: theirs for theirs, ours in renames.items()}
-        inner = {key: raw[key] for key in parts if raw.get(key) is not None}
-        for key in [key for key, part in inner.items() if type(part) is not dict]:
-            self.note(key, f"is {inner.pop(key)!r}, expected an object")
-        found: dict[str, Any] = {}
-        for level in (
-            *inner.values(),
-            {key: value for key, value in raw.items() if key not in parts},
-        ):
-            for name, value in level.items():
-                key = renames.get(name, name)
-                if value is not None and key in KEYS and found.get(key, value) != value:
-                    self.note(key, f"is {found[key]!r}, and {value!r} outside")
-                found |= {} if value is None else {key: value}
-        found = {**defaults, **found}
-        for key, value in found.items():
-            if PLAIN.get(key, value) != value:
-                self.note(key, f"is {value!r}, which this project's drafters do not have")
-            fault = KEYS[key].fault(value) if key in KEYS else None
-            if fault:
-                self.note(key, fault)
-            elif key in KEYS:
+        self.warnings: list[str] = []
+        self.layout_names = {name: layout_name for layout_name, name in key_names.items()}
+
+        values = dict(defaults) | self._flatten(raw, objects, key_names)
+        for key, value in values.items():
+            if NEUTRAL_VALUES.get(key, value) != value:
+                self.add_problem(key, f"is {value!r}, which this project's drafters do not support")
+            if key not in KEY_RULES:
+                continue
+            problem = KEY_RULES[key].find_problem(value)
+            if problem is None:
                 self[key] = value
-        self.given = found.keys()
-        self.tied = found.get("tie_word_embeddings") is True
-        self.doubts: list[str] = []
-        for key in sorted(found.keys() - KEYS.keys() - PLAIN.keys() - HARMLESS):
-            self.judge_unknown(key, found[key])
+            else:
+                self.add_problem(key, problem)
 
-    def judge_unknown(self, key: str, value: Any) -> None:
-        """Note a key that nobody here knows: as a doubt if it is bookkeeping or asks for nothing,
-        else as a fault."""
-        if not value or BOOKKEEPING & set(key.lower().split("_")):
-            self.doubts.append(
-                f"config.json: nobody here knows the key {key}, which is left out of account"
-            )
-        else:
-            said = "nobody here knows what the drafter computes with it; remove the key if that is nothing"
-            self.note(key, f"is {reprlib.repr(value)}, and {said}")
+        self.present_keys = values.keys()
+        self.ties_embeddings = values.get("tie_word_embeddings") is True
+        allowed_keys = KEY_RULES.keys() | NEUTRAL_VALUES.keys() | IGNORED_KEYS
+        for key in sorted(values.keys() - allowed_keys):
+            self.report_unknown_key(key, values[key])
 
-    def note(self, key: str, what: str) -> None:
-        self.problems.append(f"config.json: {self.theirs.get(key, key)} {what}")
+    def _flatten(
+        self, raw: dict[str, Any], objects: Collection[str], key_names: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the values that are not null of all levels, under this project's names.
 
-    def need(self, *keys: str) -> None:
-        """Note the keys that are missing."""
+        A key at the top overrides the same key in an object; where the two differ, this is a
+        problem.
+        """
+        levels = []
+        for name in objects:
+            level = raw.get(name)
+            if type(level) is dict:
+                levels.append(level)
+            elif level is not None:
+                self.add_problem(name, f"is {level!r}, expected an object")
+        levels.append({key: value for key, value in raw.items() if key not in objects})
+
+        values: dict[str, Any] = {}
+        for level in levels:
+            for layout_name, value in level.items():
+                key = key_names.get(layout_name, layout_name)
+                if value is None:
+                    continue
+                if key in KEY_RULES and values.get(key, value) != value:
+                    self.add_problem(key, f"is given twice, as {values[key]!r} and as {value!r}")
+                values[key] = value
+        return values
+
+    def report_unknown_key(self, key: str, value: Any) -> None:
+        """Describe an unknown key: as a warning if its name is bookkeeping or its value is empty or
+        false, else as a problem."""
+        if not value or BOOKKEEPING_WORDS & set(key.lower().split("_")):
+            self.warnings.append(f"config.json: the key {key} is unknown and ignored")
+            return
+        self.add_problem(
+            key,
+            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter "
+            "computes; remove the key if it does not",
+        )
+
+    def add_problem(self, key: str, description: str) -> None:
+        """Add a sentence that begins with the layout's name of a key."""
+        self.problems.append(f"config.json: {self.layout_names.get(key, key)} {description}")
+
+    def require(self, *keys: str) -> None:
+        """Add a problem for each key that is missing."""
         for key in keys:
-            if key not in self and key not in self.given:
-                self.note(key, "is missing")
+            if key not in self and key not in self.present_keys:
+                self.add_problem(key, "is missing")
 
-    def transformer(self) -> dict[str, Any]:
-        """Return the Qwen3 part of a config, whose `SIZES` are there."""
-        hidden = self["hidden_size"]
+    def read_transformer_config(self) -> dict[str, Any]:
+        """Return the arguments of Qwen3Config that all families share.
+
+        The keys in REQUIRED_SIZE_KEYS must be present.
+        """
+        hidden_size = self["hidden_size"]
         heads = self["num_attention_heads"]
-        vocabulary = self["vocab_size"]
-        groups = self.get("num_key_value_heads", heads)
-        size = self.get("head_dim", hidden // heads)
-        if self.get("target_hidden_size", hidden) != hidden:
-            self.note(
-                "target_hidden_size",
-                f"is {self['target_hidden_size']}, expected hidden_size, {hidden}",
-            )
-        if "head_dim" not in self and hidden % heads:
-            self.note(
-                "head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads"
-            )
-        if heads % groups:
-            self.note(
-                "num_key_value_heads",
-                f"is {groups}, which does not divide num_attention_heads, {heads}",
-            )
-        if size % 2:
-            self.note("head_dim", f"is {size}, expected an even number")
-        if self.get("mask_token_id", 0) >= vocabulary:
-            self.note(
+        vocab_size = self["vocab_size"]
+        key_heads = self.get("num_key_value_heads", heads)
+        head_dim = self.get("head_dim", hidden_size // heads)
+        self._check_sizes(hidden_size, heads, key_heads, head_dim)
+        if self.get("mask_token_id", 0) >= vocab_size:
+            self.add_problem(
                 "mask_token_id",
-                f"is {self['mask_token_id']}, the vocabulary has ids 0 to {vocabulary - 1}",
+                f"is {self['mask_token_id']}, the vocabulary has ids 0 to {vocab_size - 1}",
             )
-        options = {key: self[key] for key in SIZES} | {
-            "num_key_value_heads": groups,
-            "head_dim": size,
+
+        options = {key: self[key] for key in REQUIRED_SIZE_KEYS}
+        options |= {
+            "num_key_value_heads": key_heads,
+            "head_dim": head_dim,
             "max_position_embeddings": self.get("max_position_embeddings", 32768),
             "rms_norm_eps": float(self.get("rms_norm_eps", 1e-6)),
-            "rope_parameters": self.rope(),
+            "rope_parameters": self.read_rope_parameters(),
             "tie_word_embeddings": False,
         }
-        if self.get(
-            "chat_template_kwargs"
-        ):  # how the target was asked when the drafter was trained
+        # the arguments of the chat template with which the drafter was trained
+        if self.get("chat_template_kwargs"):
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
-        if self.get("draft_vocab_size", vocabulary) < vocabulary:  # more: the whole one, padded
+        # A larger draft vocabulary is the whole vocabulary with padding, see `padded_rows`.
+        if self.get("draft_vocab_size", vocab_size) < vocab_size:
             options["draft_vocab_size"] = self["draft_vocab_size"]
-        return options | self.sliding(options["num_hidden_layers"])
+        return options | self.read_layer_types(self["num_hidden_layers"])
+
+    def _check_sizes(self, hidden_size: int, heads: int, key_heads: int, head_dim: int) -> None:
+        """Add a problem for each size that does not fit the others."""
+        target_hidden_size = self.get("target_hidden_size", hidden_size)
+        if target_hidden_size != hidden_size:
+            self.add_problem(
+                "target_hidden_size",
+                f"is {target_hidden_size}, expected hidden_size, {hidden_size}",
+            )
+        if "head_dim" not in self and hidden_size % heads:
+            self.add_problem(
+                "head_dim",
+                f"is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
+            )
+        if heads % key_heads:
+            self.add_problem(
+                "num_key_value_heads",
+                f"is {key_heads}, which does not divide num_attention_heads, {heads}",
+            )
+        if head_dim % 2:
+            self.add_problem("head_dim", f"is {head_dim}, expected an even number")
 
     @property
     def padded_rows(self) -> int | None:
-        """`draft_vocab_size`, where that is more than the vocabulary has."""
+        """`draft_vocab_size` where it is larger than the vocabulary, else None."""
         rows = self.get("draft_vocab_size", 0)
         return rows if rows > self["vocab_size"] else None
 
-    def rope(self) -> dict[str, Any]:
-        """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or
-        from `rope_theta` and `rope_scaling`."""
-        given = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        given = {
+    def read_rope_parameters(self) -> dict[str, Any]:
+        """Return the rotary parameters from `rope_parameters`, as transformers 5 writes them, or
+        from `rope_theta` and `rope_scaling`; {} for an unknown rope_type, which is a problem."""
+        stored = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        parameters = {
             key: value
-            for key, value in given.items()
+            for key, value in stored.items()
             if value is not None and key not in IMAGE_ROPE_KEYS
         }
-        kind = given.pop("type", "default")
-        kind = given.pop("rope_type", kind)
-        theta = given.pop("rope_theta", self.get("rope_theta", 10000.0))
-        if type(kind) is not str or kind not in ROPES:
-            self.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
+        old_rope_type = parameters.pop("type", "default")
+        rope_type = parameters.pop("rope_type", old_rope_type)
+        rope_theta = parameters.pop("rope_theta", self.get("rope_theta", 10000.0))
+        if type(rope_type) is not str or rope_type not in REQUIRED_ROPE_KEYS:
+            allowed = ", ".join(REQUIRED_ROPE_KEYS)
+            self.add_problem("rope_type", f"is {rope_type!r}, expected one of {allowed}")
             return {}
-        for key in given.keys() & PLAIN.keys():
-            if (value := given.pop(key)) != PLAIN[key]:
-                self.note(key, f"is {value!r}, which this project's drafters do not have")
-        for key in sorted(given.keys() - OPTIONAL_ROPE_KEYS - {*ROPES[kind]}):
-            self.judge_unknown(key, given.pop(key))
-        given = given if kind != "default" else {}
-        for key in ROPES[kind]:
-            if key not in given:
-                self.note(key, f"is missing, which {kind} needs")
-        for key, value in ({"rope_theta": theta} | given).items():
-            if type(value) is not bool and (fault := KEYS["rope_theta"].fault(value)):
-                self.note(key, fault)
-        return {"rope_type": kind, "rope_theta": theta} | given
 
-    def sliding(self, layers: int) -> dict[str, Any]:
-        """Return which layers slide, and their window. Qwen3 forgets the window unless
-        `use_sliding_window` is true."""
-        first = (
-            min(self.get("max_window_layers", layers), layers)
-            if self.get("use_sliding_window")
-            else layers
-        )
-        kinds = self.get(
-            "layer_types", ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-        )
-        if len(kinds) != layers:
-            self.note("layer_types", f"is {kinds!r}, expected one for each of {layers} layers")
-        if "sliding_attention" not in kinds:
-            return {"layer_types": kinds}
-        self.need("sliding_window")
+        required_keys = REQUIRED_ROPE_KEYS[rope_type]
+        for key in parameters.keys() & NEUTRAL_VALUES.keys():
+            value = parameters.pop(key)
+            if value != NEUTRAL_VALUES[key]:
+                self.add_problem(key, f"is {value!r}, which this project's drafters do not support")
+        for key in sorted(parameters.keys() - OPTIONAL_ROPE_KEYS - {*required_keys}):
+            self.report_unknown_key(key, parameters.pop(key))
+        if rope_type == "default":
+            parameters = {}
+        for key in required_keys:
+            if key not in parameters:
+                self.add_problem(key, f"is missing, which rope_type {rope_type} requires")
+
+        parameters = {"rope_theta": rope_theta} | parameters
+        for key, value in parameters.items():
+            problem = KEY_RULES["rope_theta"].find_problem(value)
+            if problem is not None and type(value) is not bool:
+                self.add_problem(key, problem)
+        return {"rope_type": rope_type} | parameters
+
+    def read_layer_types(self, layers: int) -> dict[str, Any]:
+        """Return the attention type of each layer, and the sliding window if a layer has one.
+
+        Qwen3Config ignores the window unless `use_sliding_window` is true.
+        """
+        full_layers = layers
+        if self.get("use_sliding_window"):
+            full_layers = min(self.get("max_window_layers", layers), layers)
+        sliding_layers = layers - full_layers
+        default = ["full_attention"] * full_layers + ["sliding_attention"] * sliding_layers
+        layer_types = self.get("layer_types", default)
+        if len(layer_types) != layers:
+            self.add_problem(
+                "layer_types", f"is {layer_types!r}, expected one for each of {layers} layers"
+            )
+        if "sliding_attention" not in layer_types:
+            return {"layer_types": layer_types}
+
+        self.require("sliding_window")
         return {
-            "layer_types": kinds,
+            "layer_types": layer_types,
             "use_sliding_window": True,
             "sliding_window": self.get("sliding_window"),
         }
 
-    def tapped(self, layers: int | None, first: int, last_tap: str) -> dict[str, Any]:
-        """Return the tapped layers, which the layout counts from `first`, and where a tap of the
-        target's last one reads: `raw`, as the layer puts states out, or `normed`, behind the
-        target's last norm. layers: how many the target has, if that is known; last_tap: what the
-        layout's own code reads."""
-        ids = self["target_layer_ids"]
-        if min(ids) < first or (layers and max(ids) >= layers + first):
-            last = f" to {layers - 1 + first}" if layers else " on"
-            self.note("target_layer_ids", f"is {ids}: the target has layers {first}{last}")
-        ids = [i - first for i in ids]
-        last = (
-            {"last_tap": self.get("last_tap", last_tap)}
-            if layers is None or layers - 1 in ids
-            else {}
-        )
-        return {"target_layer_ids": ids} | last
+    def read_feature_layers(
+        self, layers: int | None, first_layer_id: int, last_tap: str
+    ) -> dict[str, Any]:
+        """Return `target_layer_ids`, counted from 0, and `last_tap` if the last layer is among
+        them.
+
+        `layers` is the target's number of layers, None where it is unknown. The layout counts
+        layers from `first_layer_id`. `last_tap` is the default of that key: "raw" for the last
+        layer's output, "normed" for its output after the target's final norm.
+        """
+        layer_ids = self["target_layer_ids"]
+        too_high = layers is not None and max(layer_ids) >= layers + first_layer_id
+        if min(layer_ids) < first_layer_id or too_high:
+            allowed = f"{first_layer_id} on"
+            if layers:
+                allowed = f"{first_layer_id} to {layers - 1 + first_layer_id}"
+            self.add_problem("target_layer_ids", f"is {layer_ids}: the target has layers {allowed}")
+
+        layer_ids = [layer - first_layer_id for layer in layer_ids]
+        if layers is None or layers - 1 in layer_ids:
+            last_tap = self.get("last_tap", last_tap)
+            return {"target_layer_ids": layer_ids, "last_tap": last_tap}
+        return {"target_layer_ids": layer_ids}
 
 
-def named_class(raw: dict) -> str | None:
-    """Return the first name in `architectures`."""
-    named = raw.get("architectures")
-    return str(named[0]) if named and type(named) is list else None
+def first_architecture(raw: dict[str, Any]) -> str | None:
+    """Return the first name under `architectures` in a config.json; None where there is none."""
+    names = raw.get("architectures")
+    if type(names) is list and names:
+        return str(names[0])
+    return None
 
 
-def config_dict(config: Qwen3Config) -> dict:
-    """Return config.json with exactly the keys of the public layout; what the dataclass adds would
-    only confuse its readers."""
-    rope = dict(config.rope_parameters)
-    everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta")}
-    everything["architectures"] = config.architectures
-    everything["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+def build_public_config(config: Qwen3Config) -> dict[str, Any]:
+    """Return config.json with the keys of the public layout alone; Qwen3Config has many others,
+    which would confuse readers."""
+    assert config.rope_parameters is not None and config.layer_types is not None
+    rope_parameters = dict(config.rope_parameters)
+    keys = config.to_dict()
+    keys["model_type"] = "qwen3"
+    keys["rope_theta"] = rope_parameters.pop("rope_theta")
+    keys["architectures"] = config.architectures
+    keys["rope_scaling"] = None
+    if rope_parameters["rope_type"] != "default":
+        keys["rope_scaling"] = rope_parameters
     if "sliding_attention" not in config.layer_types:
-        for key in ("use_sliding_window", "sliding_window"):
-            everything[key] = None
-    return {key: everything[key] for key in WRITTEN if everything.get(key) is not None}
+        keys["use_sliding_window"] = None
+        keys["sliding_window"] = None
+    return {key: keys[key] for key in WRITTEN_KEYS if keys.get(key) is not None}

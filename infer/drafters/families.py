@@ -1,106 +1,143 @@
-"""The table of drafter families. No torch here: options are checked against the table before
-anything is loaded, and a family's own code is imported when it is first used.
+"""The table of drafter families.
 
-A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this package, a
-row here, and a file in conf/drafter.
+This module does not import torch: options are checked against the table before anything is loaded,
+and the module of a family is imported when it is first used.
+
+To add a family, write a subclass of `infer.drafters.base.Drafter` in a file or folder of this
+package, add an entry to `_FAMILIES`, and add a file to conf/drafter.
 """
 
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
+from typing import Any
 
+from infer.drafters.heads.table import HeadSpec
 from infer.utils.optional import is_installed, require_installed
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A layout that drafters of a family are exported in, and what it has words for."""
+    """A checkpoint layout that drafters of a family can be exported to, and what it can express."""
 
-    target: bool = False  # it stores the target's embedding and head
-    heads: tuple[str, ...] = ()  # conditional heads, rows of `infer.drafters.heads.table`
-    headless: bool = True  # a drafter without a conditional head
-    convolutions: bool = False  # beside a selector
-    refuses: tuple[str, ...] = ()  # names in `infer.formats.export.faults`
+    # the layout stores the target's embedding and language model head
+    stores_embedding_and_head: bool = False
+    heads: tuple[str, ...] = ()  # supported conditional heads, by `HeadSpec.name`
+    allows_no_head: bool = True  # drafters without a conditional head can be exported
+    allows_convolutions: bool = False  # convolutions are supported, together with a selector
+    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.faults`
 
-    def fits(self, head, convolutions: bool) -> bool:
-        """Return whether it has words for a drafter's conditional head, or for none, and for its
-        convolutions."""
-        worded = self.headless if head is None else head.name in self.heads
-        return worded and (
-            not convolutions or (self.convolutions and head is not None and head.name == "selector")
-        )
+    def supports(self, head: HeadSpec | None, convolutions: bool) -> bool:
+        """Return whether the layout can express a drafter.
+
+        `head` is the drafter's conditional head, None for a drafter without one; `convolutions`
+        tells whether the drafter has convolutions.
+        """
+        if head is None:
+            return self.allows_no_head and not convolutions
+        if head.name not in self.heads:
+            return False
+        return not convolutions or (self.allows_convolutions and head.name == "selector")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: what options and readers of a config.json need to know of a family
-    without loading it."""
+    """What options and readers of config.json need to know of a family without importing it."""
 
-    name: str  # of `drafter.family`
-    title: str  # for people
-    drafter: str  # "module:class" of its drafters; imported when the first one is made
-    architecture: str = ""  # what `architectures` in config.json names
-    config_key: str = ""  # the object in config.json that holds what only this family has
-    layers: int | None = None  # the only number of layers that it can have; None: any
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
-    formats: dict[str, ExportFormat] = field(
-        default_factory=dict
-    )  # what its drafters are exported in
-    options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
-    mask_token: bool = False  # its slots hold a token that no text has
-    own_head: bool = False  # its drafters have a head of their own, which begins as the target's
-    on_device: bool = (
-        True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
-    )
+    name: str  # the value of the option `drafter.family`
+    title: str  # the name in messages and reports
+    class_path: str  # "module:class" of the drafter; imported when the first drafter is made
+    architecture: str = ""  # the class name under `architectures` in config.json
+    config_key: str = ""  # the object in config.json that holds the keys of this family alone
+    layers: int | None = None  # the only allowed number of layers; None: any number
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that the drafter can be trained with
+    formats: dict[str, ExportFormat] = field(default_factory=dict)  # export layouts by format=
+    options: tuple[str, ...] = ()  # the names in FAMILY_SPECIFIC_OPTIONS that this family reads
+    uses_mask_token: bool = False  # the drafted slots hold a token id that never occurs in text
+    # the drafter owns a language model head, which starts as a copy of the target's
+    includes_lm_head: bool = False
+    # drafting never waits for the host, so that it can be captured in a CUDA graph
+    drafts_on_device: bool = True
 
-    def load(self) -> type:
-        """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
-        return resolve_name(self.drafter)
+    def load(self) -> Any:
+        """Import and return the drafter class, a subclass of `infer.drafters.base.Drafter`."""
+        return resolve_name(self.class_path)
 
-    def config_part(self, own: dict) -> dict:
-        """Return the keys of a config.json that belong to the family; `own`: the content of
-        `config_key`."""
-        return {"architectures": [self.architecture], self.config_key: own}
+    def wrap_family_config(self, family_config: dict) -> dict:
+        """Return the entries of config.json that belong to the family: its architecture, and
+        `family_config` under `config_key`."""
+        return {"architectures": [self.architecture], self.config_key: family_config}
 
 
-_DSPARK = ("not from anchor", "causal", "sliding", "normed", "part", "fusion")
-_ROWS = (
+_DSPARK_REFUSED = (
+    "not from anchor",
+    "causal",
+    "sliding",
+    "normed",
+    "reduced vocabulary",
+    "layer fusion",
+)
+_SPECULATORS_REFUSED = (
+    "full and causal",
+    "recurrent",
+    "normed",
+    "selector size",
+    "reduced selector vocabulary",
+    "layer fusion",
+)
+_TRANSFORMERS_REFUSED = (
+    "from anchor",
+    "causal",
+    "raw",
+    "window of 1",
+    "reduced vocabulary",
+    "layer fusion",
+)
+_FAMILIES = (
     Family(
         name="dflash",
         title="DFlash",
-        drafter="infer.drafters.dflash.model:DFlash",
+        class_path="infer.drafters.dflash.model:DFlash",
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={
-            "dflash": ExportFormat(refuses=("from anchor", "part", "fusion")),
+            "dflash": ExportFormat(
+                refused_features=("from anchor", "reduced vocabulary", "layer fusion")
+            ),
             "dflash2": ExportFormat(
                 heads=("selector",),
-                headless=False,
-                convolutions=True,
-                refuses=("from anchor", "choice", "part", "fusion"),
-            ),
-            "dspark": ExportFormat(target=True, heads=("markov",), refuses=_DSPARK),
-            "specforge": ExportFormat(heads=("markov", "gru"), headless=False, refuses=_DSPARK),
-            "speculators": ExportFormat(
-                target=True,
-                heads=("markov", "selector", "xpress"),
-                convolutions=True,
-                refuses=(
-                    "full and causal",
-                    "recurrent",
-                    "normed",
-                    "choice",
-                    "part of the choice",
-                    "fusion",
+                allows_no_head=False,
+                allows_convolutions=True,
+                refused_features=(
+                    "from anchor",
+                    "selector size",
+                    "reduced vocabulary",
+                    "layer fusion",
                 ),
             ),
-            "transformers": ExportFormat(
-                refuses=("from anchor", "causal", "raw", "window of 1", "part", "fusion")
+            "dspark": ExportFormat(
+                stores_embedding_and_head=True, heads=("markov",), refused_features=_DSPARK_REFUSED
             ),
+            "specforge": ExportFormat(
+                heads=("markov", "gru"), allows_no_head=False, refused_features=_DSPARK_REFUSED
+            ),
+            "speculators": ExportFormat(
+                stores_embedding_and_head=True,
+                heads=("markov", "selector", "xpress"),
+                allows_convolutions=True,
+                refused_features=_SPECULATORS_REFUSED,
+            ),
+            "transformers": ExportFormat(refused_features=_TRANSFORMERS_REFUSED),
             "gguf": ExportFormat(
-                target=True,
+                stores_embedding_and_head=True,
                 heads=("selector", "markov"),
-                convolutions=True,
-                refuses=("room", "choice from anchor", "llama3", "part", "fusion"),
+                allows_convolutions=True,
+                refused_features=(
+                    "selector pairs",
+                    "selector from anchor",
+                    "llama3",
+                    "reduced vocabulary",
+                    "layer fusion",
+                ),
             ),
         },
         options=(
@@ -111,84 +148,113 @@ _ROWS = (
             "conv_kernel_size",
             "head",
         ),
-        mask_token=True,
+        uses_mask_token=True,
     ),
     Family(
         name="dart",
         title="DART",
-        drafter="infer.drafters.dart.model:DART",
+        class_path="infer.drafters.dart.model:DART",
         architecture="DARTDraftModel",
         config_key="dart_config",
         layers=1,
-        zero_stages=(0, 1, 2),  # training reads the head's whole weight
-        own_head=True,
+        zero_stages=(0, 1, 2),  # training reads the head's weight, which ZeRO stage 3 shards
+        includes_lm_head=True,
         options=("head",),
     ),
 )
-FAMILIES = {row.name: row for row in _ROWS if is_installed(row.drafter)}
-# without a network, and so without a config.json
-LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.lookup:Lookup", on_device=False)
-FORMATS = {name: format for row in FAMILIES.values() for name, format in row.formats.items()}
-MISSING_FAMILIES = [
-    row for row in _ROWS if row.name not in FAMILIES
-]  # their code is not in this installation
-OWN_OPTIONS = tuple(
-    dict.fromkeys(option for row in _ROWS for option in row.options)
-)  # of any family
+DRAFTER_FAMILIES = {family.name: family for family in _FAMILIES if is_installed(family.class_path)}
+# Prompt lookup has no network, and so no config.json.
+PROMPT_LOOKUP_FAMILY = Family(
+    "lookup", "prompt lookup", "infer.drafters.lookup:PromptLookup", drafts_on_device=False
+)
+EXPORT_FORMATS = {
+    name: export_format
+    for family in DRAFTER_FAMILIES.values()
+    for name, export_format in family.formats.items()
+}
+# Families whose module is not in this installation.
+MISSING_FAMILIES = [family for family in _FAMILIES if family.name not in DRAFTER_FAMILIES]
+# Names of the options that some families read and others do not, without duplicates, in order.
+FAMILY_SPECIFIC_OPTIONS = tuple(
+    dict.fromkeys(option for family in _FAMILIES for option in family.options)
+)
 
 
 def require_family(name: str) -> None:
     """Raise ValueError for a family whose module is not in this installation."""
-    for row in _ROWS:
-        if row.name == name:
-            require_installed(row.drafter, f"drafter.family={name}")
+    for family in _FAMILIES:
+        if family.name == name:
+            require_installed(family.class_path, f"drafter.family={name}")
 
 
-def check_options(family: str, layers: int) -> None:
-    """Raise ValueError for a family that does not exist, or a number of layers that it cannot
-    have."""
-    require_family(family)
-    row = FAMILIES.get(family)
-    if row is None:
-        raise ValueError(f"drafter.family={family}: use {' or '.join(FAMILIES)}")
-    if row.layers not in (None, layers):
-        allowed = f"{row.layers} layer" + "s" * (row.layers > 1)
+def check_family_and_layers(family_name: str, layers: int) -> None:
+    """Raise ValueError for a family that does not exist, or a number of layers that it does not
+    allow."""
+    require_family(family_name)
+    family = DRAFTER_FAMILIES.get(family_name)
+    if family is None:
+        raise ValueError(f"drafter.family={family_name}: use {' or '.join(DRAFTER_FAMILIES)}")
+    if family.layers not in (None, layers):
+        plural = "s" if family.layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)"
+            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} layer{plural} "
+            f"(drafter={family_name} sets it)"
         )
 
 
-def check_blocks(options) -> None:
-    """Raise ValueError for options (`infer.config.DrafterConfig`) that its family does not read."""
-    row = FAMILIES[options.family]
-    plain = vars(type(options)())
-    for name in OWN_OPTIONS:
+def check_family_options(options: Any) -> None:
+    """Raise ValueError for an option that is not at its default although the family does not read
+    it.
+
+    `options` is an `infer.config.DrafterConfig`; that module imports this one.
+    """
+    family = DRAFTER_FAMILIES[options.family]
+    defaults = vars(type(options)())
+    for name in FAMILY_SPECIFIC_OPTIONS:
         value = vars(options)[name]
-        if name not in row.options and value != plain[name]:
-            given = (
-                f"drafter.head.name={value.name}" if name == "head" else f"drafter.{name}={value}"
-            )
-            raise ValueError(f"{given}: drafter={options.family} has no such thing")
-
-
-def check_format(family: Family, name: str, head, convolutions: bool) -> None:
-    """Raise ValueError where a drafter of a family, with a conditional head
-    (`infer.drafters.heads.table.HeadRow`) or None, and with or without convolutions, cannot be
-    exported in a format."""
-    format = family.formats.get(name)
-    if format is None or not format.fits(head, convolutions):
-        what = f"{family.title} drafter {'without a' if head is None else 'with a ' + head.title} conditional head"
-        what += " and with convolutions" * convolutions
-        takers = [other for other, row in family.formats.items() if row.fits(head, convolutions)]
-        advice = f"use format={' or '.join(takers)}" if takers else "no format has"
-        raise ValueError(f"format={name} has no words for a {what}: {advice}")
-
-
-def check_stage(family: str, stage: int) -> None:
-    """Raise ValueError for a ZeRO stage that a family cannot be trained with."""
-    stages = FAMILIES[family].zero_stages
-    if stage not in stages:
-        allowed = ", ".join(map(str, stages))
+        if name in family.options or value == defaults[name]:
+            continue
+        option = f"drafter.{name}={value}"
+        if name == "head":
+            option = f"drafter.head.name={value.name}"
         raise ValueError(
-            f"drafter={family} needs weights whole that deepspeed.stage={stage} cuts up: use {allowed}"
+            f"{option}: drafter={options.family} does not have this option; leave it out"
+        )
+
+
+def check_export_format(
+    family: Family, format_name: str, head: HeadSpec | None, convolutions: bool
+) -> None:
+    """Raise ValueError where a drafter cannot be exported to a format.
+
+    The drafter is of `family`, has the conditional head `head` or None, and has convolutions or
+    not. The message names the formats that it can be exported to.
+    """
+    export_format = family.formats.get(format_name)
+    if export_format is not None and export_format.supports(head, convolutions):
+        return
+
+    drafter = f"{family.title} drafter without a conditional head"
+    if head is not None:
+        drafter = f"{family.title} drafter with a {head.title} conditional head"
+    if convolutions:
+        drafter += " and with convolutions"
+
+    supporting = [
+        name for name, other in family.formats.items() if other.supports(head, convolutions)
+    ]
+    advice = "no format supports it"
+    if supporting:
+        advice = f"use format={' or '.join(supporting)}"
+    raise ValueError(f"format={format_name} does not support a {drafter}: {advice}")
+
+
+def check_zero_stage(family_name: str, stage: int) -> None:
+    """Raise ValueError for a ZeRO stage that the family cannot be trained with."""
+    allowed_stages = DRAFTER_FAMILIES[family_name].zero_stages
+    if stage not in allowed_stages:
+        allowed = ", ".join(map(str, allowed_stages))
+        raise ValueError(
+            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not "
+            f"support: use deepspeed.stage={allowed}"
         )

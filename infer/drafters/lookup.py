@@ -1,121 +1,140 @@
-"""Prompt lookup: the text's own n-grams draft
-(https://github.com/apoorvumang/prompt-lookup-decoding), behind the interface that the engine knows:
-what a drafter with a network has to beat.
+"""Prompt lookup: drafts from n-grams of the sequence itself
+(https://github.com/apoorvumang/prompt-lookup-decoding), with the interface of a drafter.
 
-B rows, L drafted positions, V vocabulary, P earlier places.
+It is the baseline that a drafter with a network has to beat.
+
+B batch rows, C new positions, L drafted positions, T tokens of a sequence, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from infer.drafters.base import DraftedBlock
-from infer.drafters.families import LOOKUP
+from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.targets.target import Target
-from infer.trees.vocabulary import ALL
+from infer.trees.vocabulary import FULL_VOCABULARY
 
-FLOOR = 1e-4  # share of the uniform distribution in all that is drafted: no token is impossible
-LONGEST = 4  # tokens of the text's end that lookup looks for in it
-TRUST = 8.0  # how much more a place counts whose match is one token longer
+# Weight of the uniform distribution in each drafted distribution, so that every token is possible.
+UNIFORM_WEIGHT = 1e-4
+MAX_MATCH_TOKENS = 4  # longest suffix of the sequence that is searched in it
+MATCH_LENGTH_FACTOR = 8.0  # weight of a match relative to one that is a token shorter
 
 
-class Texts:
-    """The texts of the rows, each a list of ids up to, not with, its bonus token."""
+class LookupState:
+    """The tokens of each batch row's sequence up to its bonus token, which is not included."""
 
     def __init__(self) -> None:
-        self.texts: list[list[int]] = []
+        self.sequences: list[list[int]] = []
 
     @contextmanager
-    def add(self, count: int) -> Iterator["Texts"]:
-        """`count` more rows, to be filled; taken into use when the block is left without an
-        error."""
-        new = Texts()
-        new.texts = [[] for _ in range(count)]
-        yield new
-        self.texts += new.texts
+    def add(self, count: int) -> Generator["LookupState"]:
+        """Yield a state of `count` new empty batch rows, to be filled; they become the next rows of
+        this state when the block is left without an exception."""
+        new_rows = LookupState()
+        new_rows.sequences = [[] for _ in range(count)]
+        yield new_rows
+        self.sequences += new_rows.sequences
 
     def keep(self, order: list[int]) -> None:
-        """Row i becomes what row order[i] was."""
-        self.texts = [self.texts[i] for i in order]
+        """Replace the batch rows: new row i is the old row order[i]; other rows are removed."""
+        self.sequences = [self.sequences[i] for i in order]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return nothing: the tokens say it all."""
+        """Return no tensors: the tokens, which the caller has, are enough to restore a row."""
         return []
 
-    def restore(self, row: int, ids: list[int], parts: list[list[torch.Tensor]]) -> None:
-        """Begin an empty row with these tokens."""
-        self.texts[row] = list(ids)
+    def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
+        """Fill an empty batch row with the tokens `ids`."""
+        self.sequences[row] = list(ids)
 
 
-class Lookup(nn.Module):
-    """A drafter of blocks of `block_size`, bonus token included, that reads a text and no features
-    of the target.
+class PromptLookup(nn.Module):
+    """A drafter without weights that reads the tokens of a sequence and no features of the target.
 
-    A position's distribution is what stood at that distance behind earlier places in the text that
-    end as the text does now: longer matches count TRUST times as much a token, and of equal ones
-    the later. Copies that run into the text's end go on with what they copied."""
+    The distribution of a drafted position counts the tokens that followed earlier occurrences of
+    the sequence's suffix, at that distance. A match weighs MATCH_LENGTH_FACTOR times as much as one
+    that is a token shorter; of equally long matches, a later one weighs more. A copy that reaches
+    the end of the sequence repeats from its start. `block_size` includes the bonus token.
+    """
 
-    family = LOOKUP
+    family = PROMPT_LOOKUP_FAMILY
     layer_ids: tuple[int, ...] = ()
-    head_row = dtype = config = None
-    vocabulary = ALL
-    own = {}
+    head_spec = None
+    dtype = None
+    config = None
+    vocabulary = FULL_VOCABULARY
+    family_config: dict[str, Any] = {}
     quantised = False
 
-    def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
+    def __init__(self, block_size: int = 8, ngram_path: Path | None = None) -> None:
         super().__init__()
-        assert block_size > 1, "a block of the bonus token alone drafts nothing"
+        assert block_size > 1, "block_size includes the bonus token and must be at least 2"
         self.block_size = block_size
-        self.ngrams = ngrams  # a file that trees ask
+        self.ngram_path = ngram_path  # n-gram file for trees
 
     def check_target(self, target: Target) -> None:
-        """Do nothing: any target will do."""
+        """Do nothing: prompt lookup works with every target."""
 
-    def state(self, rows: int, capacity: int, whole: bool = True) -> Texts:
-        return Texts()
+    def allocate_state(self, rows: int, capacity: int, keep_all: bool = True) -> LookupState:
+        """Return an empty state; the arguments are those of `Drafter.allocate_state`."""
+        return LookupState()
 
-    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
-        """Add the first counts[i] of the committed tokens (B, Q) to the texts."""
-        for text, row, count in zip(state.texts, tokens.tolist(), counts, strict=True):
-            text += row[:count]
+    def update_context(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int],
+        state: LookupState,
+        counts_on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Append the first counts[b] of the committed tokens (B, C) to sequence b."""
+        for sequence, row_tokens, count in zip(
+            state.sequences, tokens.tolist(), counts, strict=True
+        ):
+            sequence += row_tokens[:count]
 
-    def draft_block(self, target: Target, bonus: torch.Tensor, state: Texts) -> DraftedBlock:
-        """The marginals behind the bonus tokens (B,) int64: log space, float32, (B, L, V)."""
+    def draft_block(self, target: Target, bonus: torch.Tensor, state: LookupState) -> DraftedBlock:
+        """Draft one block for every batch row, after the bonus tokens (B,) int64."""
         length = self.block_size - 1
-        vocabulary = target.vocabulary
-        texts = [
-            np.array([*text, token])
-            for text, token in zip(state.texts, bonus.tolist(), strict=True)
+        vocab_size = target.vocab_size
+        distributions = [
+            compute_continuations(np.array([*sequence, token]), length, vocab_size)
+            for sequence, token in zip(state.sequences, bonus.tolist(), strict=True)
         ]
-        found = np.stack([continuations(text, length, vocabulary) for text in texts])
-        floored = torch.from_numpy(np.log((1 - FLOOR) * found + FLOOR / vocabulary)).float()
-        return DraftedBlock(floored.to(bonus.device))
+        matched = (1 - UNIFORM_WEIGHT) * np.stack(distributions)  # (B, L, V)
+        marginals = torch.from_numpy(np.log(matched + UNIFORM_WEIGHT / vocab_size)).float()
+        return DraftedBlock(marginals.to(bonus.device))
 
 
-def continuations(text: np.ndarray, length: int, vocabulary: int) -> np.ndarray:
-    """Return the distributions of the next `length` tokens of a text (T,), (L, V) float64; uniform
-    without a match."""
-    last = len(text) - 1
-    places = np.flatnonzero(text[:-1] == text[-1])  # (P,) earlier places of the last token
-    if not len(places):
-        return np.full((length, vocabulary), 1 / vocabulary)
-    matched = np.ones(len(places))
-    alike = np.ones(len(places), bool)
-    for back in range(1, LONGEST):
-        there = places - back
-        alike &= (
-            (there >= 0)
-            & (text[np.maximum(there, 0)] == text[max(last - back, 0)])
-            & (back <= last)
-        )
-        matched += alike
-    weights = TRUST**matched * (1 + places / len(text))
-    shares = np.zeros((length, vocabulary))
-    for ahead in range(length):
-        following = text[places + 1 + ahead % (last - places)]  # a copy goes on with itself
-        np.add.at(shares[ahead], following, weights)
-    return shares / weights.sum()
+def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+    """Return the distributions (L, V), float64, of the next `length` tokens of a sequence (T,).
+
+    They are uniform where the last token did not occur before.
+    """
+    last = len(sequence) - 1
+    matches = np.flatnonzero(sequence[:-1] == sequence[-1])  # earlier positions of the last token
+    if not len(matches):
+        return np.full((length, vocab_size), 1 / vocab_size)
+
+    matched_tokens = np.ones(len(matches))
+    still_matching = np.ones(len(matches), bool)
+    for distance in range(1, MAX_MATCH_TOKENS):
+        positions = matches - distance
+        same_token = sequence[np.maximum(positions, 0)] == sequence[max(last - distance, 0)]
+        still_matching &= (positions >= 0) & same_token & (distance <= last)
+        matched_tokens += still_matching
+
+    weights = MATCH_LENGTH_FACTOR**matched_tokens * (1 + matches / len(sequence))
+    distributions = np.zeros((length, vocab_size))
+    for slot in range(length):
+        # A copy that reaches the end of the sequence starts again after the match.
+        next_tokens = sequence[matches + 1 + slot % (last - matches)]
+        np.add.at(distributions[slot], next_tokens, weights)
+    return distributions / weights.sum()

@@ -1,5 +1,5 @@
-"""Decoding with a causal target: the round loop, its queue, sampling, verification, and the node
-budget.
+"""Decoding with a causal target: the round loop, the scheduler, sampling, verification, and the
+node budget.
 
 May import infer.targets, drafters, trees, ngrams, attention and utils. Start with round.py, then
 engine.py.

@@ -1,5 +1,5 @@
-"""The engine: schedule, run, take note. What is written when is the scheduler's, how it is computed
-the runner's."""
+"""The engine: schedule, prefill, run a round, release finished sequences. The scheduler decides
+what a step computes, the runner computes it."""
 
 import time
 from collections import abc
@@ -9,29 +9,36 @@ import torch
 
 from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
-from infer.engine.budget import make_budget
-from infer.engine.capture import Columns, Graphs
-from infer.engine.grammar import follow
-from infer.engine.memory import Memory
-from infer.engine.prefixes import Prefixes
-from infer.engine.runner import DeviceState, Runner
+from infer.engine.batch_state import BatchState
+from infer.engine.budget import make_node_budget
+from infer.engine.capture import CudaGraphs, SamplingBuffers
+from infer.engine.grammar import make_grammar_state
+from infer.engine.prefix_cache import PrefixCache
+from infer.engine.runner import DeviceResources, Runner
 from infer.engine.scheduler import Scheduler
-from infer.engine.sequence import STAGES, Processor, Sequence, Stopwatch, check_prompt, check_text
-from infer.ngrams.model import NGram
+from infer.engine.sequence import (
+    DECODE_STAGES,
+    Admission,
+    LogitsProcessor,
+    Sequence,
+    Stopwatch,
+    check_options,
+    check_prompt,
+)
+from infer.ngrams.model import NGramModel
 from infer.targets.target import Target
 
 
 class Engine:
-    """Writes texts side by side: every row has its own length and end; a row that ends makes room
-    for the next text.
+    """Decodes a batch of sequences with continuous batching: each row has its own length and end,
+    and the next waiting sequence takes the row of a finished one.
 
-    A text waits, enters while its prompt is computed, and is written. `capacity` is the number of
-    positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one that
-    synchronises.
+    `capacity` is the number of positions of a row, for prompt and output. `clock` times the stages;
+    on CUDA it has to synchronise. `drafter` is None for methods that draft nothing.
 
-    A text does not depend on what is written beside it (float32; lower precisions round differently
-    in other batch shapes). The drafter may be None for methods that draft nothing. Raises
-    ValueError where options do not fit the drafter or the target.
+    The output of a sequence does not depend on the other sequences of the batch (float32; lower
+    precisions round differently in other batch shapes). Raises ValueError if the options do not fit
+    the drafter or the target.
     """
 
     def __init__(
@@ -43,99 +50,129 @@ class Engine:
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         EngineConfig.check(options)
-        self._run(make_runner(target, drafter, options, capacity, clock))
+        self._use_runner(make_runner(target, drafter, options, capacity, clock))
 
-    def _run(self, runner: Runner) -> None:
-        self.runner, self.scheduler = runner, Scheduler(runner)
+    def _use_runner(self, runner: Runner) -> None:
+        """Set the runner, a scheduler for it, and the public attributes."""
+        self.runner = runner
+        self.scheduler = Scheduler(runner)
         self.target = runner.target
         self.options = runner.options
         self.capacity = runner.capacity
-        self.clock = runner.watch.clock
-        self.seconds = runner.watch.seconds
+        self.clock = runner.stopwatch.clock
+        self.seconds = runner.stopwatch.seconds
 
     def reset(self) -> None:
-        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew,
-        since after an error their contents are unknown, and the old ones are freed before. After an
-        error here it can be called again."""
+        """Drop all sequences except the waiting ones, and allocate the caches anew.
+
+        After an exception the contents of the caches are undefined. The old caches are freed first.
+        If this raises an exception, it can be called again.
+        """
         self.scheduler.reset()
         self.runner.reset()
 
     @property
     def busy(self) -> bool:
-        """Whether a text is being written or waits."""
+        """Whether there are unfinished sequences."""
         scheduler = self.scheduler
-        return bool(scheduler.waiting or scheduler.entering or scheduler.writing)
+        return bool(scheduler.waiting or scheduler.prefilling or scheduler.running)
 
-    def check_text(self, options: TextOptions) -> None:
-        """Raise ValueError for options of a text that cannot be followed."""
-        check_text(options, self.target)
+    def check_options(self, options: TextOptions) -> None:
+        """Raise ValueError for options of a sequence that are invalid or not supported."""
+        check_options(options, self.target)
 
     def submit(
-        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()
+        self,
+        prompt: list[int],
+        options: TextOptions,
+        processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Queue a text. Raises ValueError for options or lengths that make no sense."""
-        self.check_text(options)
-        check_prompt(prompt, options, self.capacity, self.target.vocabulary)
-        text = self.runner.new_text(prompt, options, processors)
-        text.grammar = follow(options, self.target)
-        self.scheduler.add(text)
-        return text
+        """Add a sequence to the queue. Raises ValueError for invalid options or a prompt that is
+        too long."""
+        self.check_options(options)
+        check_prompt(prompt, options, self.capacity, self.target.vocab_size)
+        sequence = self.runner.create_sequence(prompt, options, processors)
+        sequence.grammar = make_grammar_state(options, self.target)
+        self.scheduler.add(sequence)
+        return sequence
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Admit waiting texts, run one round for all rows, and return the texts that grew or
-        ended."""
+        """Prefill waiting sequences, run one round for all running ones, and return the sequences
+        that grew or ended."""
         scheduler = self.scheduler
-        runner = self.runner
-        if runner.weights_changed(scheduler.admits):
-            scheduler.waiting.extendleft(reversed(scheduler.stop()))
-            self.reset()
-        before = {text: len(text.ids) for text in scheduler.begin_step()}
-        self._release()
-        while width := scheduler.next_piece():
-            self._prefill(width)
-        if texts := scheduler.writing:
-            most = scheduler.tree_positions(texts, scheduler.computed) - 1
-            runner.round(texts, most)
-            self._release()
-        scheduler.idle = scheduler.idle + scheduler.free if scheduler.free else 0
+        if self.runner.weights_changed(checks_contents=scheduler.can_admit):
+            self._restart_all()
+        old_lengths = {sequence: len(sequence.ids) for sequence in scheduler.begin_step()}
+        self._release_finished()
+
+        chunk_length = scheduler.choose_chunk_length()
+        while chunk_length:
+            self._prefill_chunk(chunk_length)
+            chunk_length = scheduler.choose_chunk_length()
+
+        running = scheduler.running
+        if running:
+            max_positions = scheduler.max_tree_positions(running, scheduler.prefill_cost)
+            self.runner.decode_round(running, max_nodes=max_positions - 1)
+            self._release_finished()
+
+        if scheduler.num_admissible:
+            scheduler.idle_row_rounds += scheduler.num_admissible
+        else:
+            scheduler.idle_row_rounds = 0
         return [
-            text
-            for text, length in before.items()
-            if text.finish is not None or len(text.ids) > length
+            sequence
+            for sequence, old_length in old_lengths.items()
+            if sequence.finish_reason is not None or len(sequence.ids) > old_length
         ]
 
-    def _prefill(self, width: int) -> None:
-        """Compute a piece of the prompts that enter; complete ones are written on."""
-        scheduler = self.scheduler
-        mark = self.runner.watch.start()
-        texts = scheduler.entering
-        if scheduler.done == 0:
-            for text in texts:
-                text.began = mark, dict(self.seconds)
-        computed = self.runner.prefill(texts, scheduler.done, width)
-        if scheduler.note_piece(width, computed):
-            self.runner.begin(texts)
-            scheduler.writing = scheduler.writing + texts
-            scheduler.entering = []
-        self.runner.watch.lap("prefill")
-        self._release()
+    def _restart_all(self) -> None:
+        """Prefill all running sequences again, since the caches belong to other weights."""
+        sequences = self.scheduler.preempt_all()
+        self.scheduler.waiting.extendleft(reversed(sequences))
+        self.reset()
 
-    def _release(self) -> None:
-        """Take finished texts out of their rows, and note what they took."""
-        scheduler, texts = self.scheduler, self.scheduler.writing
-        finished = [text for text in (*texts, *scheduler.entering) if text.finish is not None]
+    def _prefill_chunk(self, length: int) -> None:
+        """Prefill a chunk of the admitted prompts. If they are complete, their sequences run."""
+        scheduler = self.scheduler
+        start = self.runner.stopwatch.start()
+        sequences = scheduler.prefilling
+        if scheduler.prefilled_positions == 0:
+            for sequence in sequences:
+                sequence.admission = Admission(start, dict(self.seconds))
+
+        computed = self.runner.prefill(sequences, scheduler.prefilled_positions, length)
+        if scheduler.record_chunk(length, computed):
+            self.runner.finish_prefill(sequences)
+            scheduler.running = scheduler.running + sequences
+            scheduler.prefilling = []
+        self.runner.stopwatch.lap("prefill")
+        self._release_finished()
+
+    def _release_finished(self) -> None:
+        """Release the rows of finished sequences, and record how long these took."""
+        scheduler = self.scheduler
+        running = scheduler.running
+        finished = [
+            sequence
+            for sequence in (*running, *scheduler.prefilling)
+            if sequence.finish_reason is not None
+        ]
         if not finished:
             return
-        order = scheduler.release()
-        self.runner.free(texts, scheduler.entering, order)
+
+        order = scheduler.release_finished()
+        self.runner.release_rows(running, scheduler.prefilling, order)
         now = self.clock()
-        for text in finished:
-            began, before = text.began
-            text.stats.tokens = len(text.ids)
-            text.stats.seconds = now - began
-            text.stats.stage_seconds = {
-                stage: self.seconds[stage] - before[stage] for stage in STAGES
+        for sequence in finished:
+            admission = sequence.admission
+            assert admission is not None
+            sequence.stats.tokens = len(sequence.ids)
+            sequence.stats.seconds = now - admission.time
+            sequence.stats.stage_seconds = {
+                stage: self.seconds[stage] - admission.stage_seconds[stage]
+                for stage in DECODE_STAGES
             }
 
 
@@ -146,54 +183,69 @@ def make_runner(
     capacity: int,
     clock: abc.Callable[[], float],
 ) -> Runner:
-    """Make all that an engine of a causal target consists of. Raises ValueError where options do
-    not fit."""
-    asked = options.ngrams
-    options = options.beside(None if drafter is None else drafter.ngrams)
+    """Make the runner of a causal target with its node budget and n-gram model. Raises ValueError
+    if the options do not fit the drafter or the target."""
+    requested_ngrams = options.ngrams
+    options = options.with_drafter_ngrams(None if drafter is None else drafter.ngram_path)
     check_drafter(target, drafter, options)
-    target.follow_weights()
-    drafter = drafter if options.drafts else None
-    ngram = open_ngrams(target, options, asked) if options.tree.ngrams else None
-    budget = make_budget(target, drafter, options, clock)
-    make_state = partial(make_device_state, target, drafter, options, capacity, budget.most)
-    return Runner(target, drafter, options, capacity, ngram, budget, Stopwatch(clock), make_state)
+    target.refresh_weights()
+    if not options.uses_drafter:
+        drafter = None
+    ngram_model = None
+    if options.tree.needs_ngrams:
+        ngram_model = load_ngram_model(target, options, requested_ngrams)
+    budget = make_node_budget(target, drafter, options, clock)
+    allocate = partial(
+        allocate_device_resources, target, drafter, options, capacity, budget.max_nodes
+    )
+    stopwatch = Stopwatch(clock)
+    return Runner(target, drafter, options, capacity, ngram_model, budget, stopwatch, allocate)
 
 
-def make_device_state(
-    target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, nodes: int
-) -> DeviceState:
-    """Allocate what a runner keeps on the device, for trees of `nodes` nodes at most."""
-    megabytes = options.prefix_cache_mib
-    # of recurrent layers there would be states to keep, behind every block
-    prefixes = Prefixes(megabytes * 2**20) if megabytes and not target.recurrent else None
+def allocate_device_resources(
+    target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, max_nodes: int
+) -> DeviceResources:
+    """Allocate the device memory of a runner, for trees of at most `max_nodes` drafted nodes."""
+    prefix_cache = None
+    # With recurrent layers, the states after every block would have to be cached too.
+    if options.prefix_cache_mib and not target.has_recurrent_layers:
+        prefix_cache = PrefixCache(max_bytes=options.prefix_cache_mib * 2**20)
+    keeps_prefixes = prefix_cache is not None
     models = [target] if drafter is None else [target, drafter]
-    return DeviceState(
-        Memory(target, drafter, options.max_num_seqs, capacity, nodes, prefixes is not None),
-        Graphs(target.device, models),
-        Columns(options.max_num_seqs, target.vocabulary, target.device),
-        prefixes,
+    return DeviceResources(
+        BatchState(target, drafter, options.max_num_seqs, capacity, max_nodes, keeps_prefixes),
+        CudaGraphs(target.device, models),
+        SamplingBuffers(options.max_num_seqs, target.vocab_size, target.device),
+        prefix_cache,
     )
 
 
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
-    """Raise ValueError where there is no drafter, or one of another dtype."""
-    if options.drafts and drafter is None:
+    """Raise ValueError if the method needs a drafter and there is none, or if its dtype is not the
+    target's."""
+    if options.uses_drafter and drafter is None:
         raise ValueError(
-            f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
+            f"method={options.method} needs a drafter: load one with load_drafter, or use "
+            "method=plain"
         )
     if drafter is not None and drafter.dtype not in (None, target.dtype):
-        mine, theirs = (
-            str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype)
-        )
+        drafter_dtype = str(drafter.dtype).removeprefix("torch.")
+        target_dtype = str(target.dtype).removeprefix("torch.")
         raise ValueError(
-            f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)"
+            f"the drafter's weights are {drafter_dtype}, the target's {target_dtype}: "
+            "load_drafter(folder, target.dtype)"
         )
 
 
-def open_ngrams(target: Target, options: EngineConfig, asked: str | None) -> NGram:
-    """Return the n-grams that trees ask beside the text's own: those of the file that a user
-    `asked` for, none where the text's are to do, else the drafter's."""
-    if asked == TEXT_NGRAMS:
-        return NGram.uniform(target.vocabulary)
-    # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
-    return NGram.open(options.ngrams, target.tokenizer_digest if asked else None)
+def load_ngram_model(target: Target, options: EngineConfig, requested: str | None) -> NGramModel:
+    """Return the n-gram model of the trees.
+
+    It is the file that the user `requested`; or a uniform model if only the n-grams of the sequence
+    itself shall be used; or the drafter's file.
+    """
+    if requested == TEXT_NGRAMS:
+        return NGramModel.uniform(target.vocab_size)
+    assert options.ngrams is not None
+    # The drafter's own file needs no check of the tokenizer: a user may have changed the chat
+    # template, but the token ids are the target's.
+    return NGramModel.open(options.ngrams, target.tokenizer_digest if requested else None)

@@ -1,12 +1,10 @@
-"""Structured output: texts that a JSON schema, a regular expression or a grammar allows, and no
-others.
+"""Structured output: only outputs that a JSON schema, a regular expression or a grammar allows.
 
-llguidance compiles what is asked for and says which tokens may follow a text. The target chooses
-among these alone, on its own path through the draft tree, so that the text is the one of
-constrained plain decoding; the draft tree is the best one among what is allowed
-(`infer/trees/constrained.py`).
+llguidance compiles the grammar and computes which tokens may follow. The target chooses among these
+alone, along its own path through the draft tree, so the output is that of constrained baseline
+decoding. The draft tree is the best one that the grammar allows (`infer/trees/constrained.py`).
 
-V vocabulary.
+V vocabulary size.
 """
 
 import json
@@ -16,175 +14,207 @@ from contextlib import suppress
 from copy import copy
 from functools import lru_cache
 from json import JSONDecodeError
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from infer.config import GRAMMARS, TextOptions
-from infer.engine.trial import MAX_FORCED, build
+from infer.config import GRAMMAR_OPTIONS, TextOptions
+from infer.engine.grammar_sandbox import MAX_FORCED_BYTES, build_matcher
+from infer.targets.target import Target
 
-MOST_LETTERS = 1 << 16  # of a schema, an expression or a grammar
-MAX_PROPERTIES = 1000  # of a schema, in all its objects: optional ones cost their number squared
-COMPILED = 64  # grammars that are kept
-SLOW = 5e-3  # seconds of processor time for a token, above which drafts do not ask the grammar
-_tokenizers: WeakKeyDictionary = WeakKeyDictionary()  # a model's tokenizer -> llguidance's
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_GRAMMAR_CHARS = 1 << 16
+# In all objects of a JSON schema. The cost of optional properties grows with their number squared.
+MAX_SCHEMA_PROPERTIES = 1000
+MAX_CACHED_GRAMMARS = 64
+# Processor seconds for one token mask above which drafted nodes are not checked any more.
+SLOW_MASK_SECONDS = 5e-3
+# A model's tokenizer -> llguidance's
+_grammar_tokenizers: WeakKeyDictionary[Any, "LLTokenizer"] = WeakKeyDictionary()
 
 
-def asked_grammar(options: TextOptions) -> tuple[str, str] | None:
-    """Return the kind and the text of the grammar that options ask for, None if they ask for
-    none."""
-    return next(
-        ((kind, text) for kind in GRAMMARS if (text := getattr(options, kind)) is not None), None
-    )
+def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
+    """Return the kind and the source text of the grammar in the options, or None."""
+    for kind in GRAMMAR_OPTIONS:
+        source = getattr(options, kind)
+        if source is not None:
+            return kind, source
+    return None
 
 
-def follow(options: TextOptions, model) -> "GrammarState | None":
-    """Return what holds a text to the grammar of its options, None if they ask for none. `model`: a
-    Target. Raises ValueError, with the reason, for a grammar that cannot be followed."""
-    asked = asked_grammar(options)
-    if asked is None:
+def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | None":
+    """Compile the grammar of the options, if there is one, and return its initial state. Raises
+    ValueError with the reason if llguidance does not accept the grammar."""
+    grammar = get_grammar_option(options)
+    if grammar is None:
         return None
-    return GrammarState(
-        compile_grammar(*asked, grammar_tokenizer(model)), model.vocabulary, model.end_ids
-    )
+    kind, source = grammar
+    compiled = compile_grammar(kind, source, get_grammar_tokenizer(target))
+    return GrammarState(compiled, target.vocab_size, target.eos_token_ids)
 
 
 class GrammarState:
-    """Where a text stands in its grammar. A place is a text, which only grows, and a path of
-    drafted tokens behind it; the state goes from place to place by way of what the paths have in
-    common: states of siblings are rolled back, not rebuilt. Where the grammar takes more than its
-        limits behind a
-    path, nothing may follow that."""
+    """The position of a sequence in its grammar.
 
-    def __init__(self, compiled, vocabulary: int, ends: Collection[int]) -> None:
+    Methods take the sequence's output tokens, which only grow, and a path of drafted tokens after
+    them. The state moves between calls along the common prefix of the paths: for siblings it is
+    rolled back, not rebuilt. If a path takes more than llguidance's limits, nothing may follow it.
+    """
+
+    def __init__(
+        self, compiled: "LLMatcher", vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
         self.compiled = compiled
-        self.vocabulary = vocabulary
-        self.ends = sorted(ends)
-        self.failed = False  # the text itself took more than the limits: it is cut there
-        self.slow = False  # the newest answer took more than SLOW
-        self._begin()
+        self.vocab_size = vocab_size
+        self.eos_token_ids = sorted(eos_token_ids)
+        # Whether the output itself exceeded the limits. It ends there.
+        self.failed = False
+        self.is_slow = False  # whether the last mask took more than SLOW_MASK_SECONDS
+        self._restart()
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
+        """Go back to the beginning of the sequence."""
         self.matcher = self.compiled.deep_copy()
-        self.length = 0  # tokens of the text that were compared with what the matcher has consumed
-        self.path: list[int] = []  # what it has consumed behind them
+        self.checked_length = 0  # output tokens that the matcher has consumed for good
+        self.consumed: list[int] = []  # tokens that it has consumed after them
 
-    def _go(self, text: list[int], path: list[int]) -> None:
-        """Let the matcher consume the text and the path, and no more."""
-        wanted = text[self.length :] + path
-        pairs = zip(self.path, wanted, strict=False)
-        common = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.path), len(wanted))
-        )
-        if common < len(self.path):
-            self.matcher.rollback(len(self.path) - common)
-        self.matcher.consume_tokens(wanted[common:])
-        self.path = wanted[len(text) - self.length :]
-        self.length = len(text)
+    def _move_to(self, output_ids: list[int], path: list[int]) -> None:
+        """Make the matcher consume exactly the output tokens and the path."""
+        tokens = output_ids[self.checked_length :] + path
+        common = 0
+        while (
+            common < min(len(self.consumed), len(tokens))
+            and self.consumed[common] == tokens[common]
+        ):
+            common += 1
+        if common < len(self.consumed):
+            self.matcher.rollback(len(self.consumed) - common)
+        self.matcher.consume_tokens(tokens[common:])
+        self.consumed = tokens[len(output_ids) - self.checked_length :]
+        self.checked_length = len(output_ids)
 
-    def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
-        """Return which tokens may follow a text's new tokens and a path: (V,) bool."""
-        began = time.thread_time()
-        self._go(text, path)
-        within = not self.matcher.is_error() and len(self.matcher.compute_ff_bytes()) <= MAX_FORCED
-        bits = self.matcher.compute_bitmask() if within else b""
-        self.slow = time.thread_time() - began > SLOW
-        if not within or self.matcher.is_error():
-            self._begin()
-            return np.zeros(self.vocabulary, bool)
-        return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(bool)
-
-    def drafted(self, text: list[int], path: list[int]) -> np.ndarray:
-        """Return the same for a draft: nothing where the grammar is slow, which changes how much is
-        drafted and not what is written."""
-        return np.zeros(self.vocabulary, bool) if self.slow else self.allowed(text, path)
-
-    def forced(self, text: list[int]) -> list[int]:
-        """Return the tokens that write what the grammar forces behind a text: as the tokenizer
-        writes it. A model may write the same letters in other tokens. Nothing where that is much,
-        or the grammar slow."""
-        if self.slow:
-            return []
-        self._go(text, [])
-        within = not self.matcher.is_error() and len(self.matcher.compute_ff_bytes()) <= MAX_FORCED
-        tokens = self.matcher.compute_ff_tokens() if within else []
+    def _is_within_limits(self) -> bool:
+        """Return whether the matcher has no error and forces no more than MAX_FORCED_BYTES."""
         if self.matcher.is_error():
-            self._begin()
+            return False
+        return len(self.matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES
+
+    def allowed_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
+        """Return which tokens may follow the output and a path, (V,) bool."""
+        start = time.thread_time()
+        self._move_to(output_ids, path)
+        is_within_limits = self._is_within_limits()
+        bitmask = self.matcher.compute_bitmask() if is_within_limits else b""
+        self.is_slow = time.thread_time() - start > SLOW_MASK_SECONDS
+        if not is_within_limits or self.matcher.is_error():
+            self._restart()
+            return np.zeros(self.vocab_size, bool)
+        return np.unpackbits(np.frombuffer(bitmask, np.uint8), bitorder="little").view(bool)
+
+    def allowed_draft_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
+        """Return which tokens may follow in the draft tree, (V,) bool: none if the grammar is slow,
+        which changes the speed and not the output."""
+        if self.is_slow:
+            return np.zeros(self.vocab_size, bool)
+        return self.allowed_tokens(output_ids, path)
+
+    def forced_tokens(self, output_ids: list[int]) -> list[int]:
+        """Return the tokens of the text that the grammar forces after the output, in the
+        tokenizer's own segmentation. A model may write the same text in other tokens. Empty if the
+        forced text is long, or the grammar slow."""
+        if self.is_slow:
+            return []
+        self._move_to(output_ids, [])
+        tokens = self.matcher.compute_ff_tokens() if self._is_within_limits() else []
+        if self.matcher.is_error():
+            self._restart()
             return []
         return tokens
 
-    def mask(self, scores: torch.Tensor, text: list[int], path: list[int]) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may,
-        the text ends."""
-        allowed = self.allowed(text, path)[: scores.shape[-1]]
+    def mask_scores(
+        self, scores: torch.Tensor, output_ids: list[int], path: list[int]
+    ) -> torch.Tensor:
+        """Return scores (1, V) with minus infinity at tokens that may not follow. If no token may
+        follow, only end tokens are left."""
+        allowed = self.allowed_tokens(output_ids, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
-            allowed[self.ends] = True
+            allowed[self.eos_token_ids] = True
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
 
-def serialised_tokenizer(model) -> dict:
-    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where
-    there is none."""
-    own = model.tokenizer
-    if getattr(own, "backend_tokenizer", None) is None:
-        raise ValueError(
-            "a schema, an expression or a grammar needs a target with a fast tokenizer"
-        )
-    if not model.end_ids:
-        raise ValueError("a schema, an expression or a grammar needs a target with an end token")
-    backend = copy(own.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
-    size = model.vocabulary
-    ends = sorted(model.end_ids)
-    return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends}
+def serialise_tokenizer(target: Target) -> dict:
+    """Return the JSON-serialisable arguments of llguidance's tokenizer. Raises ValueError if the
+    target has no fast tokenizer or no end token."""
+    fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
+    if fast_tokenizer is None:
+        raise ValueError(f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer")
+    if not target.eos_token_ids:
+        raise ValueError(f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token")
+    fast_tokenizer = copy(fast_tokenizer)
+    fast_tokenizer.no_padding()
+    fast_tokenizer.no_truncation()
+    return {
+        "tokenizer": fast_tokenizer.to_str(),
+        "n_vocab": target.vocab_size,
+        "eos_token": sorted(target.eos_token_ids),
+    }
 
 
-def grammar_tokenizer(model) -> object:
-    """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be
-    had."""
-    own = model.tokenizer
-    if own is None or own not in _tokenizers:
-        arguments = serialised_tokenizer(model)
+def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
+    """Return llguidance's version of the target's tokenizer, made once per tokenizer. Raises
+    ValueError if that is not possible."""
+    tokenizer = target.tokenizer
+    if tokenizer is None or tokenizer not in _grammar_tokenizers:
+        arguments = serialise_tokenizer(target)
         try:
             from llguidance import LLTokenizer
-        except ImportError as missing:
-            said = "a schema, an expression or a grammar needs llguidance: pip install llguidance"
-            raise ValueError(said) from missing
-        _tokenizers[own] = LLTokenizer(**arguments)
-    return _tokenizers[own]
+        except ImportError as error:
+            raise ValueError(
+                f"{', '.join(GRAMMAR_OPTIONS)} need llguidance: pip install llguidance"
+            ) from error
+        _grammar_tokenizers[tokenizer] = LLTokenizer(**arguments)
+    return _grammar_tokenizers[tokenizer]
 
 
-def check_grammar_size(kind: str, text: str) -> None:
+def check_grammar_size(kind: str, source: str) -> None:
     """Raise ValueError for a grammar that is too large to be compiled."""
-    if len(text) > MOST_LETTERS:
-        raise ValueError(f"{kind}: {len(text)} letters, {MOST_LETTERS} may be")
+    if len(source) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"{kind}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
+        )
     if kind == "json_schema":
-        with suppress(RecursionError, JSONDecodeError):  # llguidance says what is wrong with it
-            check_properties(json.loads(text))
+        # Invalid JSON is reported by llguidance when it compiles the schema.
+        with suppress(RecursionError, JSONDecodeError):
+            check_properties(json.loads(source))
 
 
 def check_properties(schema: object) -> None:
     """Raise ValueError for a JSON schema with too many properties."""
-    properties = 0
-    unseen = [schema]
-    while unseen:
-        part = unseen.pop()
-        if isinstance(part, dict):
-            named = part.get("properties")
-            properties += len(named) if isinstance(named, dict) else 0
-            unseen += part.values()
-        elif isinstance(part, list):
-            unseen += part
-    if properties > MAX_PROPERTIES:
-        raise ValueError(f"json_schema: {properties} properties, {MAX_PROPERTIES} may be")
+    num_properties = 0
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            properties = value.get("properties")
+            if isinstance(properties, dict):
+                num_properties += len(properties)
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    if num_properties > MAX_SCHEMA_PROPERTIES:
+        raise ValueError(
+            f"json_schema: {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed"
+        )
 
 
-@lru_cache(maxsize=COMPILED)
-def compile_grammar(kind: str, text: str, tokenizer: object):
-    """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError
-    with the reason where the text is no grammar of its kind, or a too large one."""
-    check_grammar_size(kind, text)
-    return build(kind, text, tokenizer)
+@lru_cache(maxsize=MAX_CACHED_GRAMMARS)
+def compile_grammar(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Return llguidance's matcher at the beginning of an output. It is cached, so callers have to
+    copy it. Raises ValueError with the reason for an invalid or too large grammar."""
+    check_grammar_size(kind, source)
+    return build_matcher(kind, source, tokenizer)

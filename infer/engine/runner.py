@@ -1,77 +1,88 @@
-"""Prompts and rounds of a causal target: the same round eager, or captured as CUDA graphs in fixed
-shapes.
+"""Prefills and rounds of a causal target. A round runs eagerly, or as CUDA graphs of fixed shapes.
 
-B rows, M tree nodes, W = most nodes on a path, V vocabulary.
+B batch rows, M tree nodes, V vocabulary size.
 """
 
 from collections import abc
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from infer.config import EngineConfig, TextOptions
 from infer.drafters.base import Drafter
-from infer.drafters.heads.draft import ConditionalDraft
-from infer.engine.budget import SIZES, Budget
-from infer.engine.capture import Columns, Graphs
-from infer.engine.choices import (
-    Accepted,
-    RowsAsked,
-    choose_on_host,
+from infer.engine.batch_state import BatchState, PrefillBatch
+from infer.engine.budget import NodeBudget
+from infer.engine.capture import CudaGraphs, SamplingBuffers
+from infer.engine.prefix_cache import PREFIX_BLOCK_TOKENS, BlockKey, PrefixCache
+from infer.engine.proposals import constrain_to_grammars, make_proposal
+from infer.engine.round import RoundPlan, RoundResult, run_round
+from infer.engine.round_cost import NODE_COUNTS
+from infer.engine.round_outcome import (
+    RowOutcome,
+    append_logprobs,
+    find_rejected_path,
+    pack_outcomes,
+    unpack_outcome,
+)
+from infer.engine.sampling import SamplingKind
+from infer.engine.sequence import LogitsProcessor, Sequence, Stopwatch
+from infer.engine.verification import (
+    AcceptedPath,
+    SamplingBatch,
     choose_tokens,
-    sampling_of,
-    texts_ask,
+    choose_tokens_on_host,
+    make_sampling_batch,
+    make_sampling_tensors,
     walk,
 )
-from infer.engine.memory import Memory, Prefill
-from infer.engine.packet import Told, note_logprobs, pack, rejected_path, unpack
-from infer.engine.prefixes import BLOCK, Prefixes
-from infer.engine.round import RoundPlan, RoundResult, run_round
-from infer.engine.sampling import Kind, condition_on_noise, judge_on_noise
-from infer.engine.sequence import Processor, Sequence, Stopwatch
-from infer.ngrams.model import NGram
+from infer.ngrams.model import NGramModel
 from infer.targets.target import Target
-from infer.targets.watch import Watch
-from infer.trees.constrained import Rule, constrain
-from infer.trees.methods import TreeMethod
-from infer.trees.tree import DraftTree, Proposal, plain, root_only
+from infer.targets.weight_watcher import WeightWatcher
+from infer.trees.tree import DraftTree, Proposal, build_baseline_trees, make_root_trees
 
-SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
-NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
+# The last tokens of a sequence whose n-grams trees with n-grams use.
+MAX_NGRAM_CONTEXT_TOKENS = 8192
+# On CUDA: replayed rounds that take as long as one prefill, which is launched kernel by kernel
+# (docs/results/gpu.md).
+ROUNDS_PER_PREFILL_ON_CUDA = 4
 
 
 class GraphKey(NamedTuple):
-    """What a captured round, or a stage of one, is for; each is a graph of its own."""
+    """Identifies the CUDA graph of a round, or of a stage of one."""
 
-    stage: str  # "round" for all of it
+    stage: str  # "round" for all stages together
     rows: int
     nodes: int
-    kind: Kind
-    grammar: bool = False  # trees may be built anew behind the draft
+    kind: SamplingKind
+    may_rebuild_trees: bool = False  # for sequences with a grammar
 
 
 @dataclass(frozen=True)
-class DeviceState:
-    """What a runner keeps on the device. After an error its contents are unknown, and it is made
-    anew."""
+class DeviceResources:
+    """What a runner allocates on the device. After an exception the contents are undefined, and all
+    of it is allocated anew."""
 
-    memory: Memory
-    graphs: Graphs  # they work on this memory
-    columns: Columns
-    prefixes: Prefixes | None  # None: nothing is kept of texts
+    batch_state: BatchState
+    graphs: CudaGraphs  # they work on the memory of `batch_state`
+    sampling_buffers: SamplingBuffers
+    prefix_cache: PrefixCache | None  # None: prefixes are not cached
 
 
 class Runner:
-    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it
-    (float32; lower precisions round differently in other batch shapes). The drafter may be None for
-    methods that draft nothing. What it works with is made by `infer.engine.engine.make_runner`.
+    """Runs the prefills and rounds that a `Scheduler` decides.
 
-    On CUDA, rounds are graphs, one for every power of two of rows, every number of nodes and every
-    `Kind` of sampling; the first two rounds of each take longer. A round with texts that have a
-    grammar or logits processors is three graphs, between which the host looks after these texts."""
+    The output of a sequence does not depend on the other sequences of the batch (float32; lower
+    precisions round differently in other batch shapes). `drafter` is None for methods that draft
+    nothing. `infer.engine.engine.make_runner` makes the other arguments.
+
+    On CUDA, rounds are CUDA graphs: one for each power of two of rows, number of nodes and
+    `SamplingKind`. The first two rounds of each take longer. A round with grammars or logits
+    processors is three graphs, between which the host handles these sequences.
+    """
 
     def __init__(
         self,
@@ -79,303 +90,311 @@ class Runner:
         drafter: Drafter | None,
         options: EngineConfig,
         capacity: int,
-        ngram: NGram | None,
-        budget: Budget,
-        watch: Stopwatch,
-        make_state: abc.Callable[[], DeviceState],
+        ngram_model: NGramModel | None,
+        budget: NodeBudget,
+        stopwatch: Stopwatch,
+        allocate: abc.Callable[[], DeviceResources],
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.options = options
         self.capacity = capacity
-        self.ngram = ngram
+        self.ngram_model = ngram_model
         self.budget = budget
-        self.watch = watch
-        self.make_state = make_state
-        self.vocabulary = target.vocabulary
+        self.stopwatch = stopwatch
+        self.allocate = allocate
+        self.vocab_size = target.vocab_size
         self.method = options.tree
-        self.build = self.method.load()
-        self.length = 0 if drafter is None else drafter.block_size - 1  # L drafted positions
-        self.changes = target.changes  # of its weights, see `weights_changed`
-        # a round asks the host for nothing between the start and the end of a stage
-        on_device = drafter is None or drafter.family.on_device
-        on_device = on_device and not self.method.ngrams and target.lean is not None
-        self.captures = target.device.type == "cuda" and options.compile is not False and on_device
-        # rounds that are replayed in the time of a pass over prompts, which is launched
-        # (docs/results/gpu.md)
-        self.patience = 4 if self.captures else 0
+        self.build_tree = self.method.load_builder()
+        self.draft_length = 0 if drafter is None else drafter.block_size - 1  # L
+        self.weights_version = target.weight_version
+
+        # Stages can be captured only if they need no host computation.
+        runs_on_device = drafter is None or drafter.family.drafts_on_device
+        runs_on_device = runs_on_device and not self.method.needs_ngrams
+        runs_on_device = runs_on_device and target.kernel_decoder is not None
+        is_requested = target.device.type == "cuda" and options.compile is not False
+        self.uses_cuda_graphs = is_requested and runs_on_device
+        self.rounds_per_prefill = ROUNDS_PER_PREFILL_ON_CUDA if self.uses_cuda_graphs else 0
         self.reset()
 
     def reset(self) -> None:
-        """Make all memory anew; the old one is freed before."""
-        self.memory = self.prompts = self.graphs = self.columns = self.prefixes = None
-        state = self.make_state()
-        self.memory = state.memory
-        self.graphs = state.graphs
-        self.columns = state.columns
-        self.prefixes = state.prefixes
-        self.weights = Watch(
-            self.drafter or nn.Module()
-        )  # behind `Memory`, which joins a drafter's weights
-        # texts, and how long they were, that the device knows as they are
-        self.noted: list[tuple[Sequence, int]] = []
+        """Allocate all device memory anew; the old memory is freed first."""
+        self.batch_state: BatchState = None  # ty: ignore[invalid-assignment]
+        self.graphs: CudaGraphs = None  # ty: ignore[invalid-assignment]
+        self.sampling_buffers: SamplingBuffers = None  # ty: ignore[invalid-assignment]
+        self.prefix_cache: PrefixCache | None = None
+        self.prefill_batch: PrefillBatch | None = None
+        resources = self.allocate()
+        self.batch_state = resources.batch_state
+        self.graphs = resources.graphs
+        self.sampling_buffers = resources.sampling_buffers
+        self.prefix_cache = resources.prefix_cache
+        # After the allocation, which rearranges the drafter's weights.
+        self.drafter_watch = WeightWatcher(self.drafter or nn.Module())
+        # Sequences and their output lengths for which `sampling_buffers` is up to date.
+        self.buffered_sequences: list[tuple[Sequence, int]] = []
 
-    def new_text(
-        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()
+    def create_sequence(
+        self,
+        prompt: list[int],
+        options: TextOptions,
+        processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Return a text to be queued."""
+        """Return a sequence for the queue."""
         return Sequence(prompt, options, processors)
 
-    def weights_changed(self, enters: bool) -> bool:
-        """Return whether weights are others than those that all memory was computed with. Weights
-        that were written to in a way that PyTorch does not see are looked at where a text
-        `enters`."""
-        if not (
-            enters
-            or self.target.watch.written()
-            or self.weights.written()
-            or self.changes != self.target.changes
-        ):
+    def weights_changed(self, checks_contents: bool) -> bool:
+        """Return whether weights changed since the caches were filled.
+
+        With `checks_contents`, writes that PyTorch does not count are noticed too.
+        """
+        may_have_changed = (
+            checks_contents
+            or self.target.weight_watcher.detect_changes_quickly()
+            or self.drafter_watch.detect_changes_quickly()
+            or self.weights_version != self.target.weight_version
+        )
+        if not may_have_changed:
             return False
-        before = self.changes
-        self.changes = self.target.follow_weights()
-        return self.weights.changed() or self.changes != before
+        old_version = self.weights_version
+        self.weights_version = self.target.refresh_weights()
+        return self.drafter_watch.detect_changes() or self.weights_version != old_version
 
-    def find_prefix(self, text: Sequence) -> object | None:
-        """Note what is kept of a text's prompt, see `Scheduler`."""
-        if self.prefixes is None:
+    def find_cached_prefix(self, sequence: Sequence) -> BlockKey | None:
+        """Set which prefix of a sequence is in the prefix cache. Return the key of the first block
+        that is not, or None if there is no such block."""
+        if self.prefix_cache is None:
             return None
-        text.kept, next_key = self.prefixes.find(text.known)
-        text.reused = BLOCK * len(text.kept)
-        return next_key
+        sequence.prefix_blocks, uncached_key = self.prefix_cache.find(sequence.token_ids)
+        sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks)
+        return uncached_key
 
-    def prefill(self, texts: list[Sequence], done: int, width: int) -> int:
-        """Compute the next `width` positions of prompts; return how many there were, padding
-        included."""
-        self.prompts = self.prompts or Prefill(self.memory, texts)
-        return self.prompts.run(done, width)
+    def prefill(self, sequences: list[Sequence], start: int, length: int) -> int:
+        """Prefill the next `length` positions of each prompt, after `start` positions. Return the
+        number of computed positions, padding included."""
+        if self.prefill_batch is None:
+            self.prefill_batch = PrefillBatch(self.batch_state, sequences)
+        return self.prefill_batch.run_chunk(start, length)
 
-    def begin(self, texts: list[Sequence]) -> None:
-        """Take the rows into use whose prompts are computed: their last positions yield the first
-        bonus tokens."""
-        memory = self.memory
-        last = self.prompts.finish()
-        self.prompts = None
-        rows = range(len(memory.cache.lengths) - len(texts), len(memory.cache.lengths))
-        for row, text in zip(rows, texts, strict=True):
-            self._keep_prefix(row, text)
-            text.stats.reused = min(text.reused, len(text.prompt))
-        accepted, packet = self._choose_first(texts, last)
-        memory.bonuses[rows.start : rows.stop] = accepted.bonus
-        for text, row in zip(texts, packet.tolist(), strict=True):
-            told = unpack(row, 1, 0)
-            note_logprobs(text, told.logprobs)
-            text.append(told.tokens, self.target)
-            if len(text.commits) > 1:  # entered before, and waited after a step that raised
-                text.commits[0] += text.commits.pop()
+    def finish_prefill(self, sequences: list[Sequence]) -> None:
+        """Take the prefilled rows into use, and choose the first bonus tokens of their
+        sequences."""
+        assert self.prefill_batch is not None
+        state = self.batch_state
+        last_hidden = self.prefill_batch.finish()
+        self.prefill_batch = None
+        num_rows = len(state.cache.lengths)
+        rows = range(num_rows - len(sequences), num_rows)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self._cache_prefix(row, sequence)
+            sequence.stats.cached_tokens = min(sequence.cached_length, len(sequence.prompt))
 
-    def _choose_first(
-        self, texts: list[Sequence], last: torch.Tensor
-    ) -> tuple[Accepted, torch.Tensor]:
-        """Choose the tokens behind prompts whose last tokens have final states (B, 1, D); return
-        them, and their `pack`."""
+        accepted, packed_outcomes = self._choose_first_tokens(sequences, last_hidden)
+        state.set_bonus_tokens(rows, accepted.bonus)
+        for sequence, values in zip(sequences, packed_outcomes.tolist(), strict=True):
+            outcome = unpack_outcome(values, path_width=1, num_log_probs=0)
+            append_logprobs(sequence, outcome.token_logprobs)
+            sequence.append(outcome.tokens, self.target)
+            if len(sequence.commits) > 1:  # it continues after a step that raised an exception
+                sequence.commits[0] += sequence.commits.pop()
+
+    def _choose_first_tokens(
+        self, sequences: list[Sequence], last_hidden: torch.Tensor
+    ) -> tuple[AcceptedPath, torch.Tensor]:
+        """Choose the tokens after prompts from final hidden states (B, 1, D). Return them, and the
+        packed outcomes."""
         target = self.target
-        start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
-        tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
-        asked = texts_ask(target, texts, start, 0)
+        device = last_hidden.device
+        last_positions = [len(sequence.token_ids) - 1 for sequence in sequences]
+        root_positions = torch.tensor(last_positions, device=device)
+        last_tokens = [sequence.token_ids[-1] for sequence in sequences]
+        tree = make_root_trees(torch.tensor(last_tokens, device=device))
         ancestors = tree.ancestors()
-        chosen = choose_tokens(target, tree, ancestors, last, asked)
-        judged = {row: text for row, text in enumerate(texts) if text.judged}
-        choose_on_host(target, tree, ancestors, last, asked, judged, chosen)
-        accepted = walk(tree, chosen)
-        return accepted, pack(target, tree, last, chosen, accepted, asked.sampling.kind.logprobs)
+        sampling = make_sampling_batch(target, sequences, root_positions, max_depth=0)
 
-    def round(self, texts: list[Sequence], most: int) -> None:
-        """Run a round with trees of `most` nodes at most."""
-        began = self.watch.start()
-        memory = self.memory
-        nodes = self.budget.choose_nodes(len(texts), most)
-        if nodes:
-            memory.tell_drafter()
-        result = self._replay(texts, nodes) if self.captures else self._launch(texts, nodes)
-        self.watch.lap("verify")
-        width = result.accepted.path.shape[1]
-        rows = [
-            unpack(row, width, result.log_probs)
-            for row in self._to_host(result.packet[: len(texts)])
+        tokens = choose_tokens(target, tree, ancestors, last_hidden, sampling)
+        host_sequences = {
+            row: sequence
+            for row, sequence in enumerate(sequences)
+            if sequence.has_logits_processors
+        }
+        choose_tokens_on_host(
+            target, tree, ancestors, last_hidden, sampling, host_sequences, tokens
+        )
+        accepted = walk(tree, tokens)
+        num_logprobs = sampling.tensors.kind.num_logprobs
+        return accepted, pack_outcomes(target, tree, last_hidden, tokens, accepted, num_logprobs)
+
+    def decode_round(self, sequences: list[Sequence], max_nodes: int) -> None:
+        """Run a round for all running sequences with trees of at most `max_nodes` drafted nodes,
+        and append the committed tokens."""
+        start = self.stopwatch.start()
+        num_nodes = self.budget.choose_nodes(len(sequences), max_nodes)
+        if num_nodes:
+            self.batch_state.flush_to_drafter()
+        if self.uses_cuda_graphs:
+            result = self._run_captured(sequences, num_nodes)
+        else:
+            result = self._run_eager(sequences, num_nodes)
+        self.stopwatch.lap("verify")
+
+        path_width = result.accepted.path.shape[1]
+        outcomes = [
+            unpack_outcome(values, path_width, result.num_log_probs)
+            for values in self._copy_to_host(result.packed_outcomes[: len(sequences)])
         ]
-        memory.note_lengths([len(row.tokens) for row in rows])
-        drafted = result.tree.budgets
-        for number, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            self._note_row(text, row, drafted[number], result.tree, number)
-        self.noted = [(text, len(text.ids)) for text in texts]
-        seconds = self.watch.clock() - began
-        paths = [row.path for row in rows]
-        log_probs = [row.log_probs for row in rows] if result.log_probs else None
-        self.budget.note(seconds, drafted, paths, log_probs)
-        self.watch.lap("commit")
+        self.batch_state.note_lengths([len(outcome.tokens) for outcome in outcomes])
+        drafted_counts = result.tree.drafted_counts
+        for row, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
+            self._append_outcome(sequence, outcome, drafted_counts[row], result.tree, row)
+        self.buffered_sequences = [(sequence, len(sequence.ids)) for sequence in sequences]
 
-    def _note_row(
-        self, text: Sequence, row: Told, drafted: int, tree: DraftTree, number: int
+        seconds = self.stopwatch.clock() - start
+        paths = [outcome.path for outcome in outcomes]
+        node_log_probs = None
+        if result.num_log_probs:
+            node_log_probs = [outcome.node_log_probs for outcome in outcomes]
+        self.budget.record_round(seconds, drafted_counts, paths, node_log_probs)
+        self.stopwatch.lap("commit")
+
+    def _append_outcome(
+        self, sequence: Sequence, outcome: RowOutcome, num_drafted: int, tree: DraftTree, row: int
     ) -> None:
-        """Give a text what a round has committed in its batch row `number`."""
-        note_logprobs(text, row.logprobs)
-        text.append(row.tokens, self.target)
-        text.drafted.append(drafted)
-        text.accepted.append(len(row.path))
-        text.stats.rounds += 1
-        if text.trace:
-            text.rejected.append(rejected_path(tree, number, [0, *row.path][-1]))
+        """Append the outcome of a round to a sequence."""
+        append_logprobs(sequence, outcome.token_logprobs)
+        sequence.append(outcome.tokens, self.target)
+        sequence.drafted.append(num_drafted)
+        sequence.accepted.append(len(outcome.path))
+        sequence.stats.rounds += 1
+        if sequence.trace:
+            last_node = outcome.path[-1] if outcome.path else 0
+            sequence.rejected.append(find_rejected_path(tree, row, last_node))
 
-    def _to_host(self, packet: torch.Tensor) -> list[list[float]]:
-        return packet.tolist()
+    def _copy_to_host(self, packed_outcomes: torch.Tensor) -> list[list[float]]:
+        """Copy outcomes to the host: the only synchronisation of a round."""
+        return packed_outcomes.tolist()
 
-    def _launch(self, texts: list[Sequence], nodes: int) -> RoundResult:
+    def _run_eager(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
         """Run a round kernel by kernel."""
-        memory = self.memory
-        ask = partial(texts_ask, self.target, texts, memory.cache.ends_of(len(texts)), self.length)
-        found = self.budget.nodes_to_find(len(texts), nodes)
-        plan = self._plan(texts, ask, found, self.budget.cut)
-        return run_round(memory, plan, self.watch.lap)
+        root_positions = self.batch_state.cache.get_device_lengths(len(sequences))
+        make_sampling = partial(
+            make_sampling_batch, self.target, sequences, root_positions, self.draft_length
+        )
+        tree_nodes = self.budget.count_nodes_to_build(len(sequences), num_nodes)
+        plan = self._make_plan(sequences, make_sampling, tree_nodes, self.budget.prune)
+        return run_round(self.batch_state, plan, self.stopwatch.lap)
 
-    def _replay(self, texts: list[Sequence], nodes: int) -> RoundResult:
-        """Run a round as a graph of the next larger size; as a graph for every stage where the host
-        has a say."""
-        rows = min(1 << (len(texts) - 1).bit_length(), self.options.max_num_seqs)
-        kind = Kind.of([text.options for text in texts], self.vocabulary)
-        if nodes not in (0, self.budget.most):  # graphs have few sizes
-            nodes = max(size for size in SIZES if size <= nodes)
-        if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
-            self.columns.write(*sampling_of(self.target, texts))
-        judged = any(text.judged for text in texts)
-        plan = self._plan(
-            texts if judged else (),
-            partial(self._ask_columns, rows, kind),
-            self.budget.nodes_to_find(rows, nodes),
-            lambda tree: tree.first(nodes),
+    def _run_captured(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
+        """Run a round as a CUDA graph of the next larger size, or as one graph per stage if the
+        host chooses tokens of some sequences."""
+        rows = min(1 << (len(sequences) - 1).bit_length(), self.options.max_num_seqs)
+        kind = SamplingKind.from_options(
+            [sequence.options for sequence in sequences], self.vocab_size
+        )
+        if num_nodes not in (0, self.budget.max_nodes):
+            # Round down, so that there are few sizes.
+            num_nodes = max(count for count in NODE_COUNTS if count <= num_nodes)
+
+        current = [(sequence, len(sequence.ids)) for sequence in sequences]
+        if kind != SamplingKind() and self.buffered_sequences != current:
+            self.sampling_buffers.write(*make_sampling_tensors(self.target, sequences))
+
+        needs_host = any(sequence.has_logits_processors for sequence in sequences)
+        plan = self._make_plan(
+            sequences if needs_host else (),
+            partial(self._read_sampling_buffers, rows, kind),
+            self.budget.count_nodes_to_build(rows, num_nodes),
+            lambda tree: tree.keep_first(num_nodes),
         )
 
-        def run(stage: str, function: abc.Callable[[], object]) -> object:
-            return self.graphs.run(
-                GraphKey(stage, rows, nodes, kind, plan.constrain is not None), function
-            )
+        def run_stage(stage: str, function: abc.Callable[[], Any]) -> Any:
+            key = GraphKey(stage, rows, num_nodes, kind, plan.constrain is not None)
+            return self.graphs.run(key, function)
 
-        with self.memory.fixed(rows):
-            if judged:
-                return run_round(self.memory, plan, run=run)
-            return run("round", partial(run_round, self.memory, plan))
+        with self.batch_state.fix_rows(rows):
+            if needs_host:
+                return run_round(self.batch_state, plan, run_stage=run_stage)
+            return run_stage("round", partial(run_round, self.batch_state, plan))
 
-    def _ask_columns(self, rows: int, kind: Kind) -> RowsAsked:
-        """Return what the first `rows` rows ask, from device memory that stays where it is."""
-        sampling = self.columns.sampling.rows(slice(rows), kind)
-        seen = self.columns.seen[:rows] if kind.penalised else None
-        return RowsAsked(
-            sampling, self.memory.cache.ends_of(rows), self.length + 1, self.vocabulary, seen
-        )
+    def _read_sampling_buffers(self, rows: int, kind: SamplingKind) -> SamplingBatch:
+        """Return the sampling options of the first `rows` rows as views of the buffers."""
+        tensors = self.sampling_buffers.tensors.select_rows(slice(rows), kind)
+        seen = self.sampling_buffers.seen[:rows] if kind.uses_penalty else None
+        root_positions = self.batch_state.cache.get_device_lengths(rows)
+        return SamplingBatch(tensors, root_positions, self.draft_length + 1, self.vocab_size, seen)
 
-    def _plan(
+    def _make_plan(
         self,
-        texts: abc.Sequence[Sequence],
-        ask: abc.Callable[[], RowsAsked],
-        nodes: int,
-        cut: abc.Callable[[DraftTree], DraftTree],
+        sequences: abc.Sequence[Sequence],
+        make_sampling: abc.Callable[[], SamplingBatch],
+        tree_nodes: int,
+        prune: abc.Callable[[DraftTree], DraftTree],
     ) -> RoundPlan:
-        """Return what a round does that finds so many nodes and cuts them. `texts`: those that the
-        host has a say in."""
-        log_probs = self.captures and self.budget.adapts  # else `cut` sees them
-        if not nodes:
+        """Return the plan of a round with trees of `tree_nodes` nodes before pruning.
+
+        `sequences` is empty if the host chooses no tokens and looks up no n-grams.
+        """
+        if not tree_nodes:
             return RoundPlan(
-                ask, lambda asked: Proposal(self.memory.bonus, None), plain, texts=texts
+                make_sampling,
+                lambda sampling: Proposal(self.batch_state.bonus_tokens, None),
+                build_baseline_trees,
+                sequences=sequences,
             )
-        contexts = [text.end(SEARCHED) for text in texts] if self.ngram else ()
+        contexts: list[np.ndarray] = []
+        if self.ngram_model is not None:
+            contexts = [sequence.last_tokens(MAX_NGRAM_CONTEXT_TOKENS) for sequence in sequences]
+        draft = partial(
+            make_proposal, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
+        )
+        # In an eager round `prune` sees the log-probabilities itself.
+        returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
         return RoundPlan(
-            ask,
-            partial(propose, self.memory, nodes, self.options, self.ngram, contexts),
-            self.build,
-            cut,
-            self._constrain(texts),
-            texts,
-            log_probs,
+            make_sampling,
+            draft,
+            self.build_tree,
+            prune,
+            self._make_constrain(sequences),
+            sequences,
+            returns_log_probs,
         )
 
-    def _constrain(
-        self, texts: abc.Sequence[Sequence]
+    def _make_constrain(
+        self, sequences: abc.Sequence[Sequence]
     ) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
-        """Return what builds the trees of texts with a grammar anew; None where nothing does."""
-        if not self.method.ranked or all(text.grammar is None for text in texts):
+        """Return a function that rebuilds the trees of sequences with a grammar, or None if there
+        are none."""
+        if not self.method.ranked or all(sequence.grammar is None for sequence in sequences):
             return None
-        return partial(follow_grammars, texts, self.method)
+        return partial(constrain_to_grammars, sequences, self.method)
 
-    def free(self, texts: list[Sequence], entering: list[Sequence], order: list[int]) -> None:
-        """Give up the rows of finished texts: row i becomes what row order[i] was."""
-        if not entering:
-            self.prompts = None
-        self.memory.tell_drafter()
-        for row, text in enumerate(texts):
-            if text.finish is not None:
-                self._keep_prefix(row, text)
-                text.stats.histogram = [0] * max(self.length + 1, *text.commits[1:], 0)
-                for commit in text.commits[1:]:
-                    text.stats.histogram[commit - 1] += 1
-        self.memory.keep(order)
+    def release_rows(
+        self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
+    ) -> None:
+        """Release the rows of finished sequences: row order[i] moves to row i. `prefilling` are the
+        sequences whose prefill continues."""
+        if not prefilling:
+            self.prefill_batch = None
+        self.batch_state.flush_to_drafter()
+        for row, sequence in enumerate(sequences):
+            if sequence.finish_reason is not None:
+                self._cache_prefix(row, sequence)
+                sequence.stats.histogram = self._count_commits(sequence)
+        self.batch_state.reorder_rows(order)
 
-    def _keep_prefix(self, row: int, text: Sequence) -> None:
-        """Keep what a used row holds of its text for texts to come."""
-        if self.prefixes is not None:
-            # the last token's position may be there or not, and a drafter's item there waits for
-            # the next one
-            ids = text.known[: self.memory.cache.lengths[row]]
-            self.prefixes.keep(ids, partial(self.memory.read, row))
+    def _count_commits(self, sequence: Sequence) -> list[int]:
+        """Return the number of a sequence's rounds by the number of tokens that they committed."""
+        commits = sequence.commits[1:]  # without the prefill's
+        histogram = [0] * max(self.draft_length + 1, *commits, 0)
+        for commit in commits:
+            histogram[commit - 1] += 1
+        return histogram
 
-
-def propose(
-    memory: Memory,
-    nodes: int,
-    options: EngineConfig,
-    ngram: NGram | None,
-    contexts: abc.Sequence[abc.Sequence[int]],
-    asked: RowsAsked,
-) -> Proposal:
-    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at
-    most;
-    contexts: with an n-gram model, the ends of the rows' texts."""
-    target = memory.target
-    drafter = memory.drafter
-    known = drafter.vocabulary
-    seen = known.part(asked.seen)
-    noise = (
-        asked.noise
-        if known.tokens is None
-        else asked.some_noise(slice(None), 0, asked.steps, known.tokens)
-    )
-    told = asked.sampling, noise, None if seen is None else seen[:, None]
-    block = drafter.draft_block(target, memory.bonus, memory.state)
-    steps = None
-    if drafter.head_row is not None:  # tokens depend on the ones drafted before them
-        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told))
-    return Proposal(
-        memory.bonus,
-        condition_on_noise(block.marginals, *told),  # (B, L, V)
-        nodes,
-        ngram,
-        contexts,
-        NGRAM_WEIGHT,
-        options.width,
-        target.end_ids,
-        steps,
-        known,
-    )
-
-
-def follow_grammars(
-    texts: abc.Sequence[Sequence], method: TreeMethod, tree: DraftTree, proposal: Proposal
-) -> DraftTree:
-    """Return the trees with those of texts that follow a grammar built anew."""
-    if not tree.budget:
-        return tree
-    rows = {
-        row: Rule(partial(text.grammar.drafted, text.ids), text.grammar.forced(text.ids))
-        for row, text in enumerate(texts)
-        if text.grammar is not None
-    }
-    return constrain(tree, proposal, rows, method.by_budget)
+    def _cache_prefix(self, row: int, sequence: Sequence) -> None:
+        """Copy the sequence of a row to the prefix cache."""
+        if self.prefix_cache is not None:
+            # The cache may lack the position of the last token, and the drafter's entry there is
+            # incomplete until the next token is known.
+            cached_ids = sequence.token_ids[: self.batch_state.cache.lengths[row]]
+            self.prefix_cache.insert(cached_ids, partial(self.batch_state.copy_block, row))

@@ -1,11 +1,11 @@
 """How the target chooses a token: greedily, or by position-keyed Gumbel noise.
 
-B rows, Q nodes, q of them in a part, L drafted positions, V vocabulary.
-
 The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard
-Gumbel noise G. That is an exact sample from softmax(logits / temperature), and since the noise
-depends on nothing but seed, position and token, every method, tree, budget and batch gives the same
-text for the same seed.
+Gumbel noise G. This is an exact sample from softmax(logits / temperature). The noise depends only
+on seed, position and token, so every method, tree, budget and batch gives the same output for the
+same seed.
+
+B batch rows, Q nodes, L drafted positions, V vocabulary size.
 """
 
 import math
@@ -16,70 +16,90 @@ import torch
 
 from infer.config import TextOptions
 
-SLAB = 1 << 18  # numbers that one step of sampling works on at least
-ON_DEVICE = (
-    1 << 24
-)  # the same elsewhere than on the CPU, where the number of steps is what takes time
-NOISE = 4  # how much more room one of noise takes: its bits have eight bytes, and there are copies
+# Operations on tensors with a vocabulary dimension work on chunks of at least so many values: few
+# on a CPU, so that a chunk stays in the cache; many on a GPU, where the number of kernel launches
+# dominates.
+MIN_CHUNK_VALUES_CPU = 1 << 18
+MIN_CHUNK_VALUES_GPU = 1 << 24
+MAX_CHUNKS_PER_TENSOR = 64
+# Memory per value while noise is made, relative to a float32 value: int64 bits, and copies.
+NOISE_MEMORY_FACTOR = 4
 
-SeenAt = Callable[
-    [slice], torch.Tensor
-]  # nodes -> which tokens their true prefixes hold, (B, q, V) bool
+TOP_P_BISECTION_STEPS = 40
+# exp(-110) underflows in float32, so all probability mass lies above the highest logit minus 110.
+TOP_P_LOGIT_RANGE = 110
+
+# nodes -> which tokens their prefixes contain, (B, Q, V) bool for Q nodes
+SeenTokensLookup = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Which options some row uses; each kind of captured rounds is a graph of its own."""
+class SamplingKind:
+    """Which sampling features some row of a batch uses. Each kind is captured as a CUDA graph of
+    its own."""
 
-    sampled: bool = False
-    most_k: int = 0  # the largest top_k, up to the next power of two
-    top_p: bool = False
-    min_p: bool = False
-    penalised: bool = False
-    # alternatives that are told, up to the next power of two; None: none, nor the token's
-    logprobs: int | None = None
+    uses_sampling: bool = False
+    max_top_k: int = 0  # the largest top_k, rounded up to a power of two; 0: no row has one
+    uses_top_p: bool = False
+    uses_min_p: bool = False
+    uses_penalty: bool = False
+    # Number of returned top log-probabilities, rounded up to a power of two. None: no row returns
+    # log-probabilities.
+    num_logprobs: int | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[TextOptions], vocabulary: int) -> "Kind":
-        """Return the kind of these rows."""
-        drawn = [row for row in rows if row.temperature > 0]
-        most = max((row.top_k for row in drawn if row.top_k < vocabulary), default=0)
-        told = max((row.logprobs for row in rows if row.logprobs is not None), default=None)
+    def from_options(cls, rows: Sequence[TextOptions], vocab_size: int) -> "SamplingKind":
+        """Return the kind of a batch of rows with these options."""
+        sampled_rows = [row for row in rows if row.temperature > 0]
+        top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
+        max_top_k = round_up_to_power_of_two(max(top_ks, default=0))
+
+        num_logprobs = None
+        requested_logprobs = [row.logprobs for row in rows if row.logprobs is not None]
+        if requested_logprobs:
+            num_logprobs = min(round_up_to_power_of_two(max(requested_logprobs)), vocab_size)
+
         return cls(
-            bool(drawn),
-            min(_bucket(most), vocabulary - 1),
-            any(row.top_p < 1 for row in drawn),
-            any(row.min_p > 0 for row in drawn),
-            any(row.repetition_penalty != 1 for row in rows),
-            None if told is None else min(_bucket(told), vocabulary),
+            uses_sampling=bool(sampled_rows),
+            max_top_k=min(max_top_k, vocab_size - 1),
+            uses_top_p=any(row.top_p < 1 for row in sampled_rows),
+            uses_min_p=any(row.min_p > 0 for row in sampled_rows),
+            uses_penalty=any(row.repetition_penalty != 1 for row in rows),
+            num_logprobs=num_logprobs,
         )
 
 
-def _bucket(count: int) -> int:
-    """Return the next power of two, of 0 itself."""
-    return 1 << (count - 1).bit_length() if count else 0
+def round_up_to_power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`; 0 for 0."""
+    if count == 0:
+        return 0
+    return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """What B rows ask of sampling: columns (B,) on the device, where options that a row does not
-    use change nothing."""
+class SamplingTensors:
+    """The sampling options of B batch rows as tensors (B,) on the device.
 
-    kind: Kind
-    columns: dict[str, torch.Tensor]
+    Options that a row does not use have a value that changes nothing.
+    """
+
+    kind: SamplingKind
+    columns: dict[str, torch.Tensor]  # by option; empty if no row is sampled or penalised
 
     @classmethod
-    def of(cls, rows: Sequence[TextOptions], vocabulary: int, device: torch.device) -> "Sampling":
-        """Return what texts with these options ask: no columns where none is sampled or
-        penalised."""
-        kind = Kind.of(rows, vocabulary)
-        if not (kind.sampled or kind.penalised):
+    def from_options(
+        cls, rows: Sequence[TextOptions], vocab_size: int, device: torch.device
+    ) -> "SamplingTensors":
+        """Copy the options of B rows to the device."""
+        kind = SamplingKind.from_options(rows, vocab_size)
+        if not (kind.uses_sampling or kind.uses_penalty):
             return cls(kind, {})
+
         columns = {
             "sampled": [row.temperature > 0 for row in rows],
             "temperature": [row.temperature or 1.0 for row in rows],
             "top_k": [
-                row.top_k if row.temperature and row.top_k < vocabulary else 0 for row in rows
+                row.top_k if row.temperature and row.top_k < vocab_size else 0 for row in rows
             ],
             "top_p": [row.top_p if row.temperature else 1.0 for row in rows],
             "log_min_p": [
@@ -88,214 +108,281 @@ class Sampling:
             "repetition_penalty": [row.repetition_penalty for row in rows],
             "seed": [row.seed for row in rows],
         }
-        return cls(kind, {name: to_device(column, device) for name, column in columns.items()})
+        return cls(kind, {name: copy_to_device(values, device) for name, values in columns.items()})
 
-    def rows(self, which: slice, kind: Kind | None = None) -> "Sampling":
-        """Return the same of some rows, as if they used no more than `kind`."""
-        return Sampling(
-            kind or self.kind, {name: column[which] for name, column in self.columns.items()}
-        )
+    def select_rows(self, rows: slice, kind: SamplingKind | None = None) -> "SamplingTensors":
+        """Return the options of some rows, used as far as `kind` says (default: this kind)."""
+        if kind is None:
+            kind = self.kind
+        return SamplingTensors(kind, {name: column[rows] for name, column in self.columns.items()})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a column, (B, 1, 1)."""
+        """Return an option of all rows, (B, 1, 1)."""
         return self.columns[name][:, None, None]
 
 
-def to_device(values: Sequence, device: torch.device) -> torch.Tensor:
-    """Return values of the host as a tensor on a device, without waiting for the device."""
+def copy_to_device(values: Sequence, device: torch.device) -> torch.Tensor:
+    """Return host values as a tensor on a device, without a synchronisation."""
     tensor = torch.tensor(values)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
-# as signed integers
-_GOLDEN, _MIX_1, _MIX_2 = (
-    v - (v >> 63 << 64) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+def _as_signed_int64(value: int) -> int:
+    """Return the signed 64-bit integer with the same bits as an unsigned one."""
+    return value - (value >> 63 << 64)
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
+# Constants of splitmix64.
+_SPLITMIX_INCREMENT = _as_signed_int64(0x9E3779B97F4A7C15)
+_SPLITMIX_FACTOR_1 = _as_signed_int64(0xBF58476D1CE4E5B9)
+_SPLITMIX_FACTOR_2 = _as_signed_int64(0x94D049BB133111EB)
+
+
+def _logical_shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 values to the right and fill with zeros."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The splitmix64 finaliser, in place: every bit of the result depends on every bit of x. int64,
-    wrapping around."""
-    for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
-        x.bitwise_xor_(_shift(x, bits)).mul_(factor)
-    return x.bitwise_xor_(_shift(x, 31))
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
+    """Apply the finaliser of splitmix64 in place: every bit of the result depends on every bit of
+    x, int64 with wrap-around."""
+    x.bitwise_xor_(_logical_shift_right(x, 30)).mul_(_SPLITMIX_FACTOR_1)
+    x.bitwise_xor_(_logical_shift_right(x, 27)).mul_(_SPLITMIX_FACTOR_2)
+    return x.bitwise_xor_(_logical_shift_right(x, 31))
 
 
-def derived_seed(seed: int, number: int) -> int:
-    """Return the seed of text `number` (from 0) of those that are asked for with one seed: the seed
-    itself for the first, else 53 bits of its own, which every reader of JSON keeps exactly. Texts
-    that share a seed share their noise, and with it much of what they say."""
-    if number == 0:
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of sequence `index` (from 0) of several that are generated from one seed.
+
+    The first sequence keeps the seed itself. The others get 53-bit seeds, which every JSON parser
+    reads exactly. With one seed for all, sequences would share their noise and thus much of their
+    output.
+    """
+    if index == 0:
         return seed
-    return int(
-        _shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(number) * _GOLDEN), 11)
-    )
+    seed_hash = _mix_bits(torch.tensor(seed) * _SPLITMIX_INCREMENT + 2)
+    index_hash = _mix_bits(seed_hash + torch.tensor(index) * _SPLITMIX_INCREMENT)
+    return int(_logical_shift_right(index_hash, 11))
 
 
 def gumbel_noise(
     seed: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor
 ) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64:
-    a pure function of seed, position and token id, whatever the shape around them and the device.
-    tokens: V, or which (V,)."""
-    which = (
-        torch.arange(tokens, device=positions.device) if isinstance(tokens, int) else tokens
-    ) * _GOLDEN
-    keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
-    noise = torch.empty(len(keys), len(which), device=positions.device)
-    for part in slabs(*noise.shape, keys.device, NOISE):
-        bits = _shift(_mix(keys[part, None] + which), 11)  # 53 random bits
-        uniform = bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
-        noise[part] = uniform.log_().neg_().log_().neg_()
+    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64.
+
+    A value depends only on seed, position and token id, not on shapes or the device. `tokens` is
+    the vocabulary size V, or the ids (V,) of the tokens.
+    """
+    if isinstance(tokens, int):
+        token_keys = torch.arange(tokens, device=positions.device) * _SPLITMIX_INCREMENT
+    else:
+        token_keys = tokens * _SPLITMIX_INCREMENT
+    seed_keys = _mix_bits(seed * _SPLITMIX_INCREMENT + 1)
+    keys = _mix_bits(seed_keys[:, None] + positions * _SPLITMIX_INCREMENT).flatten()  # (B Q,)
+
+    noise = torch.empty(len(keys), len(token_keys), device=positions.device)
+    for chunk in iterate_chunks(*noise.shape, keys.device, NOISE_MEMORY_FACTOR):
+        random_bits = _logical_shift_right(_mix_bits(keys[chunk, None] + token_keys), 11)  # 53 bits
+        uniform = random_bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
+        noise[chunk] = uniform.log_().neg_().log_().neg_()
     return noise.view(*positions.shape, -1)
 
 
-def slabs(count: int, width: int, device: torch.device, room: int = 1) -> Iterator[slice]:
-    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers
-    (elsewhere than on the CPU ON_DEVICE) that take so much `room`, or 1/64 of all, whichever is
-    more, so that steps are few and what lies between them is small."""
-    size = max(1, (SLAB if device.type == "cpu" else ON_DEVICE) // (room * width), count // 64)
-    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+def iterate_chunks(
+    count: int, width: int, device: torch.device, memory_factor: int = 1
+) -> Iterator[slice]:
+    """Split `count` rows of `width` values into slices that are small in memory and few.
+
+    A slice has MIN_CHUNK_VALUES_CPU or _GPU values divided by `memory_factor`, or 1/64 of all rows,
+    whichever is more.
+    """
+    chunk_values = MIN_CHUNK_VALUES_CPU if device.type == "cpu" else MIN_CHUNK_VALUES_GPU
+    chunk_rows = chunk_values // (memory_factor * width)
+    chunk_rows = max(1, chunk_rows, count // MAX_CHUNKS_PER_TENSOR)
+    return (slice(first, min(first + chunk_rows, count)) for first in range(0, count, chunk_rows))
 
 
-def round_noise(
-    asked: Sampling, start: torch.Tensor, steps: int, tokens: int | torch.Tensor
+def make_round_noise(
+    sampling: SamplingTensors, start: torch.Tensor, steps: int, tokens: int | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps,
-    V), 0 for greedy rows; None where no row is sampled. It belongs to positions, not to nodes."""
-    if not asked.kind.sampled:
+    """Return the noise of the positions start + 1 .. start + steps of every row, (B, steps, V).
+
+    `start` is (B,), `tokens` as in `gumbel_noise`. The noise of greedy rows is 0. Return None if no
+    row is sampled.
+    """
+    if not sampling.kind.uses_sampling:
         return None
-    places = start[:, None] + 1 + torch.arange(steps, device=start.device)
-    return gumbel_noise(asked.columns["seed"], places, tokens).mul_(asked["sampled"])
+    positions = start[:, None] + 1 + torch.arange(steps, device=start.device)
+    noise = gumbel_noise(sampling.columns["seed"], positions, tokens)
+    return noise.mul_(sampling["sampled"])
 
 
-def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """Return logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging
-    Face's processors would leave them: float32, tokens that may not be chosen at minus infinity.
-    `seen` (B, Q, V) bool marks the tokens in a node's true prefix."""
+def adjust_logits(
+    logits: torch.Tensor, sampling: SamplingTensors, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Apply every row's penalty, temperature and filters to logits (B, Q, V), in the order of
+    Hugging Face's logits processors.
+
+    Returns float32 logits, minus infinity for tokens that are filtered out. `seen` (B, Q, V) bool
+    marks the tokens of every node's prefix; it is needed for the penalty only.
+    """
     logits = logits.float()
-    kind = asked.kind
+    kind = sampling.kind
     if seen is not None:
-        penalty = asked["repetition_penalty"]
-        logits = torch.where(
-            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
-        )
-    if not kind.sampled:
+        logits = penalise_repetition(logits, sampling["repetition_penalty"], seen)
+    if not kind.uses_sampling:
         return logits
-    logits = logits / asked["temperature"]
-    if kind.most_k:
-        most = min(kind.most_k, logits.shape[-1])  # a drafter may know fewer tokens
-        k = asked["top_k"]
-        highest = logits.topk(most).values
-        which = (k - 1).clamp(0, most - 1).expand(*logits.shape[:2], 1)
-        lowest = highest.gather(-1, which).masked_fill(k == 0, -math.inf)
-        logits.masked_fill_(logits < lowest, -math.inf)
-    if kind.top_p:
-        logits.masked_fill_(logits < lowest_of_top_p(logits, asked["top_p"]), -math.inf)
-    if kind.min_p:
-        logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + asked["log_min_p"], -math.inf)
+
+    logits = logits / sampling["temperature"]
+    if kind.max_top_k:
+        threshold = find_top_k_threshold(logits, sampling["top_k"], kind.max_top_k)
+        logits.masked_fill_(logits < threshold, -math.inf)
+    if kind.uses_top_p:
+        threshold = find_top_p_threshold(logits, sampling["top_p"])
+        logits.masked_fill_(logits < threshold, -math.inf)
+    if kind.uses_min_p:
+        threshold = logits.amax(-1, keepdim=True) + sampling["log_min_p"]
+        logits.masked_fill_(logits < threshold, -math.inf)
     return logits
 
 
-def lowest_of_top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that is kept, (B, Q, 1), of logits (B, Q, V) and top_p (B, 1, 1): all
-    likelier tokens together have less than top_p, and with it they have as much; minus infinity for
-    1. By bisection down to neighbouring floats: what comes out for one place is the same whatever
-    stands beside it."""
-    shares = logits.softmax(-1)
-    above = torch.empty_like(logits)
+def penalise_repetition(
+    logits: torch.Tensor, penalty: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Apply repetition penalties (B, 1, 1) to the logits (B, Q, V) of tokens marked in `seen`."""
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def find_top_k_threshold(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """Return the lowest logit that top-k filtering keeps, (B, Q, 1), for logits (B, Q, V) and top_k
+    (B, 1, 1) up to `max_top_k`; minus infinity where top_k is 0."""
+    count = min(max_top_k, logits.shape[-1])  # a drafter's vocabulary may be smaller
+    highest = logits.topk(count).values
+    index = (top_k - 1).clamp(0, count - 1).expand(*logits.shape[:2], 1)
+    return highest.gather(-1, index).masked_fill(top_k == 0, -math.inf)
+
+
+def find_top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the lowest logit that top-p filtering keeps, (B, Q, 1), for logits (B, Q, V) and top_p
+    (B, 1, 1); minus infinity where top_p is 1.
+
+    The tokens above the threshold have less than probability top_p together; with the token at the
+    threshold they reach it. Bisection down to neighbouring floats makes the result independent of
+    the other rows of the batch.
+    """
+    probabilities = logits.softmax(-1)
+    is_above = torch.empty_like(logits)
     high = logits.amax(-1, keepdim=True)
-    low = high - 110  # e^-110 is no float32: all mass lies above `low`
-    for _ in range(40):
+    low = high - TOP_P_LOGIT_RANGE
+    for _ in range(TOP_P_BISECTION_STEPS):
         middle = (low + high) / 2
-        enough = torch.linalg.vecdot(torch.gt(logits, middle, out=above), shares)[..., None] >= p
-        low = torch.where(enough, middle, low)
-        high = torch.where(enough, high, middle)
-    return high.masked_fill(p >= 1, -math.inf)
+        torch.gt(logits, middle, out=is_above)
+        reaches_top_p = torch.linalg.vecdot(is_above, probabilities)[..., None] >= top_p
+        low = torch.where(reaches_top_p, middle, low)
+        high = torch.where(reaches_top_p, high, middle)
+    return high.masked_fill(top_p >= 1, -math.inf)
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor,
     depths: torch.Tensor,
-    asked: Sampling,
+    sampling: SamplingTensors,
     noise: torch.Tensor | None,
-    seen: SeenAt | None = None,
+    find_seen: SeenTokensLookup | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of
-    depths (B, Q), the round's noise (B, > max depth, V), and the tokens of every node's prefix,
-    needed for a penalty only. Where a row is sampled or penalised, a few nodes at a time, so that
-    no second tensor of all logits comes about."""
-    if noise is None and seen is None:
+    """Return the target's token after every node, (B, Q) int64.
+
+    `logits` (B, Q, V) and `depths` (B, Q) are of the nodes, `noise` (B, > max depth, V) is the
+    round's. `find_seen` is needed for the penalty only. Without both this is argmax; otherwise the
+    nodes are processed in chunks, so that there is no second tensor of all logits.
+    """
+    if noise is None and find_seen is None:
         return logits.argmax(-1)
-    chosen = torch.empty_like(depths)
+
+    tokens = torch.empty_like(depths)
     rows = torch.arange(len(logits), device=logits.device)[:, None]
-    for part in slabs(logits.shape[1], logits[:, 0].numel(), logits.device):
-        scores = adjust(logits[:, part], asked, None if seen is None else seen(part))  # (B, q, V)
+    for chunk in iterate_chunks(logits.shape[1], logits[:, 0].numel(), logits.device):
+        seen = None if find_seen is None else find_seen(chunk)
+        scores = adjust_logits(logits[:, chunk], sampling, seen)  # (B, chunk, V)
         if noise is not None:
-            scores += noise[rows, depths[:, part]]
-        chosen[:, part] = scores.argmax(-1)
-    return chosen
+            scores += noise[rows, depths[:, chunk]]
+        tokens[:, chunk] = scores.argmax(-1)
+    return tokens
 
 
-def with_noise(
+def apply_sampling_to_scores(
     scores: torch.Tensor,
     slots: slice | torch.Tensor,
-    asked: Sampling,
+    sampling: SamplingTensors,
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the adjusted scores (B, c, V) of `slots` with the target's noise there: the target's
-    draw at a position is a known function of its distribution and of the noise there, so that a
-    drafter with the same noise guesses the draw itself (DECODING.md). Lossless in any case, since a
-    tree only proposes. `seen` (B, 1, V) is for the penalty."""
-    scores = adjust(scores, asked, seen)
-    return scores if noise is None else scores.add_(noise[:, slots])
+    """Apply the sampling options and the target's noise to the scores (B, c, V) of block slots.
+
+    The target's choice at a position is a known function of its distribution and of the noise
+    there, so a drafter with the same noise predicts the choice itself. The result is lossless in
+    any case, since a tree only proposes. `seen` (B, 1, V) is for the penalty.
+    """
+    scores = adjust_logits(scores, sampling, seen)
+    if noise is None:
+        return scores
+    return scores.add_(noise[:, slots])
 
 
-def condition_on_noise(
-    marginals: torch.Tensor, asked: Sampling, noise: torch.Tensor | None, seen: torch.Tensor | None
+def apply_sampling_to_marginals(
+    marginals: torch.Tensor,
+    sampling: SamplingTensors,
+    noise: torch.Tensor | None,
+    seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return marginals (B, L, V), log space, with the target's noise added."""
+    """Apply the sampling options and the target's noise to marginals (B, L, V) in log space, and
+    normalise again. Noise and `seen` as in `apply_sampling_to_scores`."""
     if noise is None and seen is None:
         return marginals
-    judged = torch.empty_like(marginals)
-    for part in slabs(marginals.shape[1], marginals[:, 0].numel(), marginals.device):
-        judged[:, part] = with_noise(marginals[:, part], part, asked, noise, seen).log_softmax(-1)
-    return judged
+    conditioned = torch.empty_like(marginals)
+    for chunk in iterate_chunks(marginals.shape[1], marginals[:, 0].numel(), marginals.device):
+        conditioned[:, chunk] = apply_sampling_to_scores(
+            marginals[:, chunk], chunk, sampling, noise, seen
+        ).log_softmax(-1)
+    return conditioned
 
 
-def judge_on_noise(asked: Sampling, noise: torch.Tensor | None, seen: torch.Tensor | None):
-    """Return what `condition_on_noise` does to marginals as a function of scores (B, c, V) and
-    their slots (c,), not normalised; None where it does nothing."""
+def make_score_transform(
+    sampling: SamplingTensors, noise: torch.Tensor | None, seen: torch.Tensor | None
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the transformation of `apply_sampling_to_marginals` for a conditional head, as a
+    function of scores (B, c, V) and block slots (c,) without normalisation. Return None if it
+    changes nothing."""
     if noise is None and seen is None:
         return None
-    return lambda scores, slots: with_noise(scores.log_softmax(-1), slots, asked, noise, seen)
+
+    def transform(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return apply_sampling_to_scores(scores.log_softmax(-1), slots, sampling, noise, seen)
+
+    return transform
 
 
-def seen_tokens(
-    texts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
+def mark_seen_tokens(
+    sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return which tokens each text holds: (B, V) bool."""
-    seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool, device=device)
-    for row, ids in enumerate(texts):
-        seen[row].index_fill_(0, to_device(ids, device), True)
+    """Return which tokens every sequence contains, (B, V) bool."""
+    seen = torch.zeros(len(sequences), vocab_size, dtype=torch.bool, device=device)
+    for row, token_ids in enumerate(sequences):
+        seen[row].index_fill_(0, copy_to_device(token_ids, device), True)
     return seen
 
 
-def seen_at_nodes(
+def mark_tokens_seen_at_nodes(
     seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, nodes: slice
 ) -> torch.Tensor:
-    """Return which tokens the true prefix of a node holds, itself included: (B, q, V) bool, from
-    the trees' tokens (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V),
-    which holds the root."""
-    carried = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])  # (B, q, M)
-    return seen[:, None].repeat(1, carried.shape[1], 1).scatter_(2, carried, True)
+    """Return which tokens the prefix of each of some nodes contains, (B, Q, V) bool, the node's own
+    token included.
+
+    `seen` (B, V) marks the committed tokens and the root, `tokens` (B, M) are those of the trees,
+    `ancestors` (B, M, M) is the mask of `DraftTree.ancestors`.
+    """
+    path_tokens = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])
+    return seen[:, None].repeat(1, path_tokens.shape[1], 1).scatter_(2, path_tokens, True)

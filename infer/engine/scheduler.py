@@ -1,5 +1,5 @@
-"""Who is written when: texts wait, enter while their prompts are computed, are written, and leave
-their rows."""
+"""The scheduler: which sequences wait, which are prefilled in this step and how far, and how large
+the trees of the running ones may be."""
 
 import itertools
 import math
@@ -11,194 +11,239 @@ from infer.engine.sequence import Sequence
 if TYPE_CHECKING:
     from infer.engine.runner import Runner
 
-# prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
-PREFILL_CHUNK = 1024
+# Prompt positions per row and forward pass. It bounds the attention mask of a long prompt.
+MAX_PREFILL_CHUNK_TOKENS = 1024
+# Positions that a step may prefill where a prefill takes as long as several captured rounds, for
+# each of these rounds.
+MIN_PREFILL_POSITIONS_PER_ROUND = 256
+# Sequences are admitted after so many times the rounds of a prefill, even if few rows are idle.
+MAX_ADMISSION_DELAY_FACTOR = 8
 
 
 class Scheduler:
-    """The queue of an engine, and what it computes in a step.
+    """The queue of an engine, and the work of each step.
 
-    Texts in work never wait for more than `positions` positions of the target, which a round's
-    trees share with a piece of the prompts that enter: many rows get small trees each, which is
-    also where a target that is short of arithmetic writes most. A position behind a long context
-    counts more, see `_weight`. None: no limit.
+    A step has at most `positions` positions of the target, shared between the trees of running
+    sequences and chunks of prompts. Large batches therefore get small trees, which is also fastest
+    on a compute-bound target. A position after a long context counts more, see `_position_cost`.
+    None: no limit.
 
-    The runner's `budget` says how many nodes trees have. Its `find_prefix` notes in `text.reused`
-    how many positions of a text need not be computed; it returns what the text is the first to
-    compute for others too, None for nothing.
+    The runner's `budget` chooses the number of tree nodes. Its `find_cached_prefix` sets the
+    `cached_length` of a sequence. It returns a key of the first block that is not cached, or None;
+    sequences with the same key are not prefilled together, since the second can use the block.
     """
 
     def __init__(self, runner: "Runner") -> None:
-        self.runner, self.budget = runner, runner.budget
+        self.runner = runner
+        self.budget = runner.budget
         self.rows = runner.options.max_num_seqs
         self.positions = runner.options.max_num_batched_tokens
-        self.most = self.rows  # texts side by side: fewer after a step that raised
+        self.max_running = self.rows  # fewer after a step that raised an exception
         self.waiting: deque[Sequence] = deque()
-        self._numbers = itertools.count()
+        self._arrivals = itertools.count()
         self.reset()
 
     def reset(self) -> None:
-        """Give up all texts in work; those that wait go on waiting."""
-        self.entering: list[Sequence] = []  # their prompts are being computed
-        self.done = 0  # positions that were computed of each of these prompts
-        self.writing: list[Sequence] = []
-        self.idle = 0  # rows that waiting texts could have had, summed over rounds
-        # cost of what may still be computed of prompts in this step, and of what was, in positions
-        # without a context
-        self.room = self.computed = 0.0
+        """Drop all sequences except the waiting ones."""
+        self.running: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.prefilled_positions = 0  # of each prompt in `prefilling`, without cached positions
+        self.idle_row_rounds = 0  # rows that waiting sequences could have used, summed over rounds
+        # Cost of the prefill in this step, in positions without context: still possible, and done.
+        self.prefill_allowance = 0.0
+        self.prefill_cost = 0.0
 
-    def add(self, text: Sequence) -> None:
-        """Let a text wait."""
-        text.number = next(self._numbers)
-        self.waiting.append(text)
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence to the queue."""
+        sequence.arrival_index = next(self._arrivals)
+        self.waiting.append(sequence)
 
     def begin_step(self) -> list[Sequence]:
-        """Take note of texts that were given up, and of the room for prompts; return all texts.
-        While none is written all that wait may enter, else a piece of them."""
-        texts = [*self.writing, *self.entering, *self.waiting]
-        for text in texts:
-            if text.cancelled:
-                text.finish = "cancelled"
-        self.waiting = deque(text for text in self.waiting if text.finish is None)
-        self.room = math.inf
-        self.computed = 0.0
-        writing = [text for text in self.writing if text.finish is None]
-        if writing and self.positions is not None:
-            likely = min(self.tree_positions(writing, 1), self.budget.last + 1)
-            trees = len(writing) * likely * self._weight(_context(writing))
-            # where prompts are launched, so many positions take about as long as one
-            self.room = max(
-                min(self.positions - trees, self.positions * 2 / 3),
-                trees / 2,
-                256 * self.runner.patience,
+        """Mark cancelled sequences as finished, and set how much may be prefilled in this step. The
+        prefill is unlimited while no sequence is running. Return all sequences."""
+        sequences = [*self.running, *self.prefilling, *self.waiting]
+        for sequence in sequences:
+            if sequence.cancelled:
+                sequence.finish_reason = "cancelled"
+        self.waiting = deque(
+            sequence for sequence in self.waiting if sequence.finish_reason is None
+        )
+
+        self.prefill_allowance = math.inf
+        self.prefill_cost = 0.0
+        running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        if running and self.positions is not None:
+            tree_positions = min(self.max_tree_positions(running, 1), self.budget.last_nodes + 1)
+            tree_cost = (
+                len(running) * tree_positions * self._position_cost(max_context_length(running))
             )
-        return texts
+            self.prefill_allowance = max(
+                min(self.positions - tree_cost, self.positions * 2 / 3),
+                tree_cost / 2,
+                # Prefills are launched kernel by kernel where rounds are replayed as CUDA graphs;
+                # so many positions take about as long there as one.
+                MIN_PREFILL_POSITIONS_PER_ROUND * self.runner.rounds_per_prefill,
+            )
+        return sequences
 
     @property
-    def free(self) -> int:
-        """How many of the waiting texts have a row."""
-        return max(0, min(self.most - len(self.writing), len(self.waiting)))
+    def num_admissible(self) -> int:
+        """Number of waiting sequences for which there is a free row."""
+        free_rows = self.max_running - len(self.running)
+        return max(0, min(free_rows, len(self.waiting)))
 
     @property
-    def admits(self) -> bool:
-        """Whether waiting texts may enter. Where a pass over prompts takes as long as some rounds
-        (`Runner.patience`), they wait for others to enter with until idle rows have lost what the
-        pass takes of all, or for eight times as many rounds."""
-        return self.free > 0 and self.idle >= self.runner.patience * min(
-            len(self.writing), 8 * self.free
-        )
+    def can_admit(self) -> bool:
+        """Whether waiting sequences may be admitted.
 
-    def next_piece(self) -> int:
-        """Return how many positions of each prompt of `entering` are computed next in this step, 0
-        for none. Waiting texts enter when there is room."""
-        if self.room <= 0 or not (self.entering or self.admits):
+        Where a prefill takes as long as several rounds (`Runner.rounds_per_prefill`), admission
+        waits until idle rows have cost as much as one prefill, or for eight times these rounds.
+        """
+        delay = min(len(self.running), MAX_ADMISSION_DELAY_FACTOR * self.num_admissible)
+        is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
+        return self.num_admissible > 0 and is_due
+
+    def choose_chunk_length(self) -> int:
+        """Return how many positions of each prompt in `prefilling` are computed next, 0 for none.
+        Waiting sequences are admitted first if possible."""
+        if self.prefill_allowance <= 0 or not (self.prefilling or self.can_admit):
             return 0
-        if not self.entering:
-            self.entering = [self.waiting.popleft() for _ in range(self._fitting())]
-            self.done = 0
-        room = self.room / len(self.entering)
-        width = min(PREFILL_CHUNK, room)
-        if room < math.inf:
-            width /= self._weight(self._reached + int(width))
-        return max(1, int(width))
+        if not self.prefilling:
+            count = self._count_admitted()
+            self.prefilling = [self.waiting.popleft() for _ in range(count)]
+            self.prefilled_positions = 0
 
-    def note_piece(self, width: int, computed: int) -> bool:
-        """Take note of a piece for which so many positions were computed, padding included; return
-        whether the prompts are complete."""
-        self.done += width
-        cost = computed * self._weight(self._reached)
-        self.room = self.room - cost
-        self.computed = self.computed + cost
-        return self.done >= max(len(text.known) - text.reused for text in self.entering)
+        allowance = self.prefill_allowance / len(self.prefilling)
+        length = min(MAX_PREFILL_CHUNK_TOKENS, allowance)
+        if allowance < math.inf:
+            length /= self._position_cost(self._prefilled_context + int(length))
+        return max(1, int(length))
 
-    def tree_positions(self, writing: list[Sequence], prompts: float) -> int:
-        """Return how many positions a row's tree may take, its root included, in a round before
-        which prompts of this cost are computed. Prompts count as whole thirds of the limit and
-        leave one, rows as a power of two: rounds have few sizes."""
-        full = self.budget.most + 1
-        if self.positions is None:
-            return full
-        weight = self._weight(_context(writing))
-        limit = max(self.positions, full * weight)
-        thirds = max(1, 3 - math.ceil(3 * prompts / limit))
-        return min(
-            full, max(2, int(limit * thirds / 3 / weight) >> (len(writing) - 1).bit_length())
+    def record_chunk(self, length: int, computed_positions: int) -> bool:
+        """Record a prefilled chunk of `length` positions per prompt, for which
+        `computed_positions` were computed, padding included. Return whether all prompts are
+        complete."""
+        self.prefilled_positions += length
+        cost = computed_positions * self._position_cost(self._prefilled_context)
+        self.prefill_allowance -= cost
+        self.prefill_cost += cost
+        longest = max(
+            len(sequence.token_ids) - sequence.cached_length for sequence in self.prefilling
         )
+        return self.prefilled_positions >= longest
 
-    def release(self) -> list[int]:
-        """Take finished texts out; return which row moves into every row that is left, the last
-        ones into holes."""
-        texts = self.writing
-        finished = sum(text.finish is not None for text in (*texts, *self.entering))
-        self.most = min(self.rows, self.most + finished)
-        alive = [row for row, text in enumerate(texts) if text.finish is None]
-        order = alive[:]
-        for hole in [
-            row for row, text in enumerate(texts) if text.finish is not None and row < len(alive)
-        ]:
-            order.insert(hole, order.pop())
-        self.writing = [texts[row] for row in order]
-        if any(
-            text.finish is not None for text in self.entering
-        ):  # rows enter together, or not at all
-            self.waiting.extendleft(text for text in reversed(self.entering) if text.finish is None)
-            self.entering = []
+    def max_tree_positions(self, running: list[Sequence], prefill_cost: float) -> int:
+        """Return the maximum number of positions of a row's tree, its root included, in a round
+        before which prompts of this cost are prefilled.
+
+        The prefill is rounded up to whole thirds of the limit and leaves at least one third; rows
+        are rounded up to a power of two. So there are few tree sizes, and few CUDA graphs.
+        """
+        full_tree = self.budget.max_nodes + 1
+        if self.positions is None:
+            return full_tree
+        position_cost = self._position_cost(max_context_length(running))
+        limit = max(self.positions, full_tree * position_cost)
+        free_thirds = max(1, 3 - math.ceil(3 * prefill_cost / limit))
+        all_rows = int(limit * free_thirds / 3 / position_cost)
+        per_row = all_rows >> (len(running) - 1).bit_length()
+        return min(full_tree, max(2, per_row))
+
+    def release_finished(self) -> list[int]:
+        """Remove finished sequences. Return which row moves into each of the rows that are left:
+        the last rows fill the holes."""
+        sequences = self.running
+        num_finished = sum(
+            sequence.finish_reason is not None for sequence in (*sequences, *self.prefilling)
+        )
+        self.max_running = min(self.rows, self.max_running + num_finished)
+
+        order = [row for row, sequence in enumerate(sequences) if sequence.finish_reason is None]
+        num_left = len(order)
+        for row in range(num_left):
+            if sequences[row].finish_reason is not None:
+                order.insert(row, order.pop())
+        self.running = [sequences[row] for row in order]
+
+        # The prompts of a batch are prefilled together or not at all.
+        if any(sequence.finish_reason is not None for sequence in self.prefilling):
+            unfinished = [
+                sequence for sequence in self.prefilling if sequence.finish_reason is None
+            ]
+            self.waiting.extendleft(reversed(unfinished))
+            self.prefilling = []
         return order
 
-    def stop(self) -> list[Sequence]:
-        """Take all texts out of work, and return them as they are to wait again."""
-        texts = [text for text in (*self.writing, *self.entering) if text.finish is None]
-        self.writing = []
-        self.entering = []
-        for text in texts:
-            del text.logprobs[len(text.ids) :]  # of tokens that were not committed any more
-        return texts
+    def preempt_all(self) -> list[Sequence]:
+        """Remove and return all unfinished sequences that have a row. They can be added to the
+        queue again."""
+        sequences = [
+            sequence
+            for sequence in (*self.running, *self.prefilling)
+            if sequence.finish_reason is None
+        ]
+        self.running = []
+        self.prefilling = []
+        for sequence in sequences:
+            # An interrupted round may have appended log-probabilities of uncommitted tokens.
+            del sequence.logprobs[len(sequence.ids) :]
+        return sequences
 
-    def retry(self) -> Sequence | None:
-        """After a step that raised: let its texts wait again, to go on from the tokens that they
-        have, and half as many be written side by side; each text that ends lets one more in. The
-        dear and new ones go first, which are the likely cause. A text that failed alone is returned
-        instead, and all rows may be used again. The engine's `reset` comes next."""
-        texts = self.stop()
-        texts.sort(
-            key=lambda text: (
-                text.options.temperature > 0 or text.options.logprobs is not None,
-                text.number,
+    def recover_from_error(self) -> Sequence | None:
+        """Return the sequences of a step that raised an exception to the queue.
+
+        They continue from their tokens, but only half as many run at the same time. Each sequence
+        that finishes raises this number by one. Expensive and new sequences, which are the likely
+        cause, are admitted first. If only one sequence was running, it is returned instead of
+        queued, and all rows may be used again. The caller has to call the engine's `reset` next.
+        """
+        sequences = self.preempt_all()
+        sequences.sort(
+            key=lambda sequence: (
+                sequence.options.temperature > 0 or sequence.options.logprobs is not None,
+                sequence.arrival_index,
             )
         )
-        if len(texts) < 2:
-            self.most = self.rows
-            return texts[0] if texts else None
-        self.waiting.extendleft(texts)
-        self.most = max(1, min(self.most, len(texts)) // 2)
+        if len(sequences) < 2:
+            self.max_running = self.rows
+            return sequences[0] if sequences else None
+        self.waiting.extendleft(sequences)
+        self.max_running = max(1, min(self.max_running, len(sequences)) // 2)
         return None
 
-    def _weight(self, context: int) -> float:
-        """Return what a position behind so much context costs, in positions without one. In halves,
-        so that rounds have few sizes."""
-        return 1 + round(2 * context / self.runner.target.context_reach) / 2
+    def _position_cost(self, context: int) -> float:
+        """Return the cost of a position after `context` positions, in positions without context.
+        It is a multiple of one half, so that there are few tree sizes."""
+        return 1 + round(2 * context / self.runner.target.attention_break_even_length) / 2
 
     @property
-    def _reached(self) -> int:
-        """Return the length of the longest prompt that enters, as far as it is there."""
-        return self.done + max(text.reused for text in self.entering)
+    def _prefilled_context(self) -> int:
+        """Number of positions of the longest prompt in `prefilling` that are in the cache."""
+        return self.prefilled_positions + max(
+            sequence.cached_length for sequence in self.prefilling
+        )
 
-    def _fitting(self) -> int:
-        """Return how many waiting texts enter together: as many as have free rows and prompts that
-        fit into the room, padded to one length. A longer prompt enters alone, over several rounds;
-        one that begins as another of them does enters after it."""
+    def _count_admitted(self) -> int:
+        """Return how many waiting sequences are prefilled together: as many as have a free row and
+        fit into the allowance, padded to one length.
+
+        A longer prompt is prefilled alone, over several rounds. A prompt that shares an uncached
+        block with another one is prefilled after it.
+        """
         longest = 0
-        firsts = set()
-        for count in range(self.free):
-            text = self.waiting[count]
-            first = self.runner.find_prefix(text)
-            longest = max(longest, len(text.known) - text.reused)
-            if count and ((count + 1) * longest > self.room or first in firsts):
+        uncached_keys = set()
+        for count in range(self.num_admissible):
+            sequence = self.waiting[count]
+            uncached_key = self.runner.find_cached_prefix(sequence)
+            longest = max(longest, len(sequence.token_ids) - sequence.cached_length)
+            is_too_large = (count + 1) * longest > self.prefill_allowance
+            if count and (is_too_large or uncached_key in uncached_keys):
                 return count
-            firsts |= {first} - {None}
-        return self.free
+            if uncached_key is not None:
+                uncached_keys.add(uncached_key)
+        return self.num_admissible
 
 
-def _context(texts: list[Sequence]) -> int:
-    """Return the length of the longest text: its row's context is computed for every row."""
-    return max(len(text.prompt) + len(text.ids) for text in texts)
+def max_context_length(sequences: list[Sequence]) -> int:
+    """Return the length of the longest sequence. Attention over it is computed for every row."""
+    return max(len(sequence.prompt) + len(sequence.ids) for sequence in sequences)

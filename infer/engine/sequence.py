@@ -1,61 +1,67 @@
-"""A text that is being written, round by round: its tokens so far, where it ends, and what it
-took."""
+"""A sequence that is being decoded: its tokens, where it ends, and the cost of decoding it."""
 
 from collections import abc
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from infer.config import TextOptions
-from infer.engine.grammar import GrammarState, follow
-from infer.engine.loops import loop_period
-from infer.engine.prefixes import PrefixBlock
-from infer.engine.words import reaches_stop
+from infer.engine.detokenize import completes_stop_string
+from infer.engine.grammar import GrammarState, make_grammar_state
+from infer.engine.prefix_cache import PrefixCacheBlock
+from infer.engine.repetition import find_loop_period
 from infer.targets.target import Target
 
-STAGES = ("prefill", "draft", "build", "verify", "commit")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-# Hugging Face's: (ids (1, T), scores (1, V)) -> scores
-Processor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DECODE_STAGES = ("prefill", "draft", "build", "verify", "commit")
+
+# Hugging Face's logits processors: (token ids (1, T), scores (1, V)) -> scores (1, V)
+LogitsProcessor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Stopwatch:
-    """Seconds of the stages of rounds. On CUDA `clock` is to synchronise."""
+    """Measures the seconds of each stage of decoding. On CUDA `clock` has to synchronise."""
 
     def __init__(self, clock: abc.Callable[[], float]) -> None:
         self.clock = clock
-        self.mark = 0.0
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.stage_start = 0.0
+        self.seconds = dict.fromkeys(DECODE_STAGES, 0.0)
 
     def start(self) -> float:
-        """Begin a stage; return the time."""
-        self.mark = self.clock()
-        return self.mark
+        """Begin a stage, and return the time."""
+        self.stage_start = self.clock()
+        return self.stage_start
 
     def lap(self, stage: str) -> None:
-        """End a stage, and begin the next."""
+        """End a stage, and begin the next one."""
         now = self.clock()
-        self.seconds[stage] += now - self.mark
-        self.mark = now
+        self.seconds[stage] += now - self.stage_start
+        self.stage_start = now
 
 
 @dataclass
 class DecodeStats:
-    """What decoding one text took. A round commits the accepted drafts and the next bonus token;
-    the prefill yields the first bonus token, so `tokens = 1 + sum of the rounds' commits`. The
-    seconds are those that passed while the text was being written, whatever other rows were written
-    beside it."""
+    """The cost of decoding one sequence.
+
+    A round commits the accepted drafted tokens and the next bonus token. The prefill yields the
+    first bonus token, so `tokens` is 1 plus the sum of what the rounds committed. `seconds` is the
+    wall-clock time between admission and end, whatever other sequences were in the batch.
+    """
 
     prompt_tokens: int
-    tokens: int = 0  # kept new tokens
-    reused: int = 0  # tokens of the prompt that were not computed: an earlier text began alike
+    tokens: int = 0  # output tokens
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     rounds: int = 0
-    histogram: list[int] = field(
-        default_factory=list
-    )  # [i]: rounds that committed i + 1 kept tokens
-    seconds: float = 0.0  # wall-clock, prefill included
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    # [i]: number of rounds that committed i + 1 output tokens
+    histogram: list[int] = field(default_factory=list)
+    seconds: float = 0.0  # including prefill
+    stage_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(DECODE_STAGES, 0.0)
+    )
 
     @property
     def tau(self) -> float:
@@ -64,127 +70,141 @@ class DecodeStats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Output tokens per second, prefill included."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's own log-probability of a token, and its likeliest tokens at that place,
-    likeliest first."""
+    """The target's log-probability of an output token, and of the likeliest tokens there."""
 
     logprob: float
-    top: list[tuple[int, float]]
+    top: list[tuple[int, float]]  # token ids and log-probabilities, in descending order
+
+
+class Admission(NamedTuple):
+    """The state of the clock when a sequence was admitted."""
+
+    time: float
+    stage_seconds: dict[str, float]
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens,
-    nothing past the end; `commits` their counts round by round, the prefill's one first."""
+    """A prompt and its output so far: waiting, running or finished."""
 
     prompt: list[int]
     options: TextOptions
-    processors: abc.Sequence[
-        Processor
-    ] = ()  # see the true prefix of a node; applied before the options' own
-    grammar: GrammarState | None = None  # what the text must follow
+    # Applied before the options' own penalty, temperature and filters.
+    processors: abc.Sequence[LogitsProcessor] = ()
+    grammar: GrammarState | None = None  # which the output must follow
     stats: DecodeStats = field(init=False)
-    ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # output tokens
+    # Output tokens committed by the prefill and by every round.
     commits: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
-    accepted: list[int] = field(
-        default_factory=list
-    )  # how many of them it accepted, past the text's end too
-    logprobs: list[TokenLogprob] = field(
-        default_factory=list
-    )  # one a token, if the options ask for it
-    rejected: list[list[int]] = field(
-        default_factory=list
-    )  # round by round, of a text with `trace`
-    trace: bool = False  # note the likeliest rejected path of each round
-    finish: str | None = (
-        None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
-    )
+    drafted: list[int] = field(default_factory=list)  # by round: verified nodes
+    accepted: list[int] = field(default_factory=list)  # by round: accepted nodes, before any cut
+    # One per output token, if the options ask for them.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    # By round: tokens of the likeliest rejected path, if `trace`.
+    rejected: list[list[int]] = field(default_factory=list)
+    trace: bool = False
+    # "stop" (an end token or a stop string), "loop", "length" or "cancelled"; None while running
+    finish_reason: str | None = None
     cancelled: bool = False
-    began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission
-    number: int = 0  # of the texts that an engine was given
-    reused: int = 0  # positions that need not be computed before it is written on
-    # what is there of them, until it is given to the text's row
-    kept: list[PrefixBlock] = field(default_factory=list)
-    searched: np.ndarray | None = (
-        None  # the end of prompt and ids, int64, once a tree has asked for it
-    )
-    noted: int = 0  # tokens of ids that are in it
+    admission: Admission | None = None
+    arrival_index: int = 0
+    cached_length: int = 0  # positions that the prefix cache provides
+    # Blocks of the prefix cache, until they are copied into the sequence's row.
+    prefix_blocks: list[PrefixCacheBlock] = field(default_factory=list)
+    # Cached result of `last_tokens`, and the number of output tokens that it covers.
+    _last_tokens: np.ndarray | None = field(default=None, init=False)
+    _last_tokens_length: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
 
     @property
-    def judged(self) -> bool:
-        """Whether the target's logits are changed node by node."""
+    def has_logits_processors(self) -> bool:
+        """Whether logits processors or a grammar change the target's logits."""
         return bool(self.processors) or self.grammar is not None
 
     @property
-    def known(self) -> list[int]:
-        """Prompt and tokens so far: all that is to be computed before the text is written on."""
+    def token_ids(self) -> list[int]:
+        """Prompt and output so far: the tokens to prefill before the next round."""
         return self.prompt + self.ids
 
-    def end(self, most: int) -> np.ndarray:
-        """Return the last tokens so far, at most so many: (T,) int64."""
-        before = np.array(self.prompt[-most:], np.int64) if self.searched is None else self.searched
-        self.searched = np.concatenate([before, np.array(self.ids[self.noted :], np.int64)])[-most:]
-        self.noted = len(self.ids)
-        return self.searched
+    def last_tokens(self, max_tokens: int) -> np.ndarray:
+        """Return the last tokens of prompt and output, (T,) int64 with T at most `max_tokens`."""
+        last_tokens = self._last_tokens
+        if last_tokens is None:
+            last_tokens = np.array(self.prompt[-max_tokens:], np.int64)
+        new_tokens = np.array(self.ids[self._last_tokens_length :], np.int64)
+        self._last_tokens = np.concatenate([last_tokens, new_tokens])[-max_tokens:]
+        self._last_tokens_length = len(self.ids)
+        return self._last_tokens
 
-    def append(self, new: list[int], target: Target) -> None:
-        """Add a round's tokens up to the end of the text."""
-        before = len(self.ids)
-        ids = self.ids + new
-        length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
-        if self.finish == "stop" and self.grammar is not None and self.grammar.failed:
-            self.finish = "length"
-        self.ids += ids[before:length]
+    def append(self, new_ids: list[int], target: Target) -> None:
+        """Append a round's tokens up to the end of the sequence."""
+        old_length = len(self.ids)
+        ids = self.ids + new_ids
+        end = find_sequence_end(ids, old_length, self.options, target)
+        if end is None:
+            new_length = len(ids)
+            self.finish_reason = None
+        else:
+            new_length, self.finish_reason = end
+        if self.finish_reason == "stop" and self.grammar is not None and self.grammar.failed:
+            self.finish_reason = "length"
+        self.ids += ids[old_length:new_length]
         del self.logprobs[len(self.ids) :]
-        self.commits.append(len(self.ids) - before)
+        self.commits.append(len(self.ids) - old_length)
 
 
-def check_text(options: TextOptions, target: Target) -> None:
-    """Raise ValueError for options that this target cannot follow."""
+def check_options(options: TextOptions, target: Target) -> None:
+    """Raise ValueError for options that are invalid or that this target does not support."""
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: load the target with load_target")
-    follow(options, target)
+    make_grammar_state(options, target)
 
 
-def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabulary: int) -> None:
-    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many
-    positions, or of tokens that the model does not have."""
+def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_size: int) -> None:
+    """Raise ValueError for a prompt that is empty, contains ids outside the vocabulary, or is too
+    long for batch rows of `capacity` positions."""
     if not prompt:
         raise ValueError("every prompt needs at least one token")
-    unknown = [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocabulary]
-    if unknown:
+    for id in (min(prompt), max(prompt)):
+        if not 0 <= id < vocab_size:
+            raise ValueError(
+                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}"
+            )
+    length = len(prompt) + options.max_new_tokens
+    if length > capacity:
         raise ValueError(
-            f"prompt: token {unknown[0]} does not exist, the model has 0 to {vocabulary - 1}"
-        )
-    if len(prompt) + options.max_new_tokens > capacity:
-        raise ValueError(
-            f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
-            f"there are {capacity}: shorten either"
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, "
+            f"together {length}; at most {capacity} are possible: shorten either"
         )
 
 
-def text_end(
+def find_sequence_end(
     ids: list[int], first: int, options: TextOptions, target: Target
 ) -> tuple[int, str] | None:
-    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes
-    on. An end token is kept, a stop string's tokens up to the one that completes it (`answer_text`
-    cuts the text before it)."""
-    limit = min(len(ids), options.max_new_tokens)
-    end_ids = frozenset() if options.ignore_eos else target.end_ids
-    for i in range(first, limit):
+    """Find the end of a sequence from output token `first` on: (length, finish reason), or None.
+
+    The length includes an end token, and all tokens of a stop string. `answer_text` cuts the text
+    before the stop string.
+    """
+    max_length = min(len(ids), options.max_new_tokens)
+    tokenizer = cast("PreTrainedTokenizerBase", target.tokenizer)
+    end_ids = frozenset() if options.ignore_eos else target.eos_token_ids
+    for i in range(first, max_length):
         if ids[i] in end_ids:
             return i + 1, "stop"
-        if options.stop and reaches_stop(target.tokenizer, ids[: i + 1], options.stop):
+        if options.stop and completes_stop_string(tokenizer, ids[: i + 1], options.stop):
             return i + 1, "stop"
-        if options.loop_period and loop_period(ids, i + 1, options.loop_period):
+        if options.loop_period and find_loop_period(ids, i + 1, options.loop_period):
             return i + 1, "loop"
-    return (limit, "length") if limit == options.max_new_tokens else None
+    if max_length == options.max_new_tokens:
+        return max_length, "length"
+    return None

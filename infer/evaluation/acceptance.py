@@ -1,101 +1,140 @@
-"""Acceptance by position that can be measured again: prompts that anybody may see, the target's
-answers, and how many drafts of a chain were accepted on them. `./launch.sh doctor` compares with it
-what an engine reaches.
+"""The acceptance reference of a drafter: public prompts, the target's greedy answers to them, and
+how many drafts of chains were accepted by position. `./launch.sh doctor` compares the acceptance of
+an engine with it.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from infer.api import decode
+from infer.api import decode_prompts
 from infer.config import DecodeOptions
 from infer.drafters.base import Drafter
-from infer.engine.loops import LONGEST_PERIOD
-from infer.engine.sequence import Sequence as Text
-from infer.evaluation.results import Acceptance, Evaluation, KnownText, Reference, read_result
-from infer.formats.folders import find_folder
-from infer.targets.target import Target, number_format
+from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS
+from infer.engine.sequence import Sequence as DecodedSequence
+from infer.evaluation.results import (
+    AcceptanceCounts,
+    AcceptanceReference,
+    Evaluation,
+    ReferenceAnswer,
+    read_result,
+)
+from infer.formats.folders import find_drafter_folder
+from infer.targets.target import Target, number_format_name
 
-FILE = "acceptance.json"  # beside an exported drafter's config.json
-TOKENS = 64  # of an answer
-
-
-class AnyPrompt(Protocol):
-    """A prompt to evaluate with, such as `data.prompts.evaluation_prompts` returns."""
-
-    ids: list[int]
-    kind: str  # what it is, such as "functions"
-    beside: (
-        str | None
-    )  # what those are called that are reported beside the others; None: one of the others
-    said: str  # what a client sends for these ids; empty for those that nobody else is asked
-    chat: bool  # it is sent as a chat's question
+REFERENCE_FILE_NAME = "acceptance.json"  # beside an exported drafter's config.json
+REFERENCE_ANSWER_TOKENS = 64
 
 
-def reference_of(
-    target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], texts: Sequence[Text]
-) -> Reference | None:
-    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no
-    prompt can be sent."""
-    pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
-    if not pairs:
+class EvaluationPrompt(Protocol):
+    """A prompt to evaluate with, as `data.prompts.evaluation_prompts` returns them."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The kind of prompt, such as "functions"."""
+        ...
+
+    @property
+    def report_group(self) -> str | None:
+        """The group that the prompt is reported in, None for the evaluation's own prompts."""
+        ...
+
+    @property
+    def request_text(self) -> str:
+        """The text that a client sends for these ids; empty if the prompt is never sent."""
+        ...
+
+    @property
+    def chat(self) -> bool:
+        """Whether the prompt is sent as a user message of a chat."""
+        ...
+
+
+def build_reference(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[EvaluationPrompt],
+    sequences: Sequence[DecodedSequence],
+) -> AcceptanceReference | None:
+    """Build the reference from greedy sequences that were decoded with chains, one for each prompt.
+    Return None if no prompt can be sent to a server."""
+    draft_length = drafter.block_size - 1
+    answers = []
+    counts_by_answer = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        if not prompt.request_text:
+            continue
+        countable_tokens = len(sequence.ids) - draft_length
+        counts = count_accepted_drafts(sequence.commits, countable_tokens, draft_length)
+        counts_by_answer.append(counts)
+        prompt_ids = list(sequence.prompt)
+        answer_ids = list(sequence.ids)
+        answers.append(
+            ReferenceAnswer(prompt.request_text, prompt.chat, prompt_ids, answer_ids, counts)
+        )
+    if not answers:
         return None
-    length = drafter.block_size - 1
-    counts = [count_accepted(text.commits, len(text.ids) - length, length) for _, text in pairs]
-    return Reference(
-        dtype=number_format(target),
+    return AcceptanceReference(
+        dtype=number_format_name(target),
         block_size=drafter.block_size,
-        acceptance=Acceptance.of_all(counts),
-        texts=[
-            KnownText(prompt.said, prompt.chat, list(text.prompt), list(text.ids), count)
-            for (prompt, text), count in zip(pairs, counts, strict=True)
-        ],
+        acceptance=AcceptanceCounts.pool(counts_by_answer),
+        answers=answers,
     )
 
 
-def count_accepted(commits: Iterable[int], until: int, drafted: int) -> Acceptance:
-    """Count the accepted drafts of a text's rounds that begin before `until` tokens are written,
-    given what was committed round by round (the prefill's first)."""
-    written, *later = commits
+def count_accepted_drafts(
+    commits: Iterable[int], countable_tokens: int, draft_length: int
+) -> AcceptanceCounts:
+    """Count the accepted drafts of one sequence, over the rounds that begin before
+    `countable_tokens` tokens are committed.
+
+    commits: tokens committed by each round, the prefill's token first
+    draft_length: drafted tokens per round
+    """
+    committed, *round_commits = commits
     rounds = 0
-    accepted = [0] * drafted
-    for commit in later:
-        if written >= until:
+    accepted = [0] * draft_length
+    for commit in round_commits:
+        if committed >= countable_tokens:
             break
-        rounds = rounds + 1
-        written = written + commit
+        rounds += 1
+        committed += commit
         for k in range(commit - 1):
             accepted[k] += 1
-    return Acceptance(rounds, accepted)
+    return AcceptanceCounts(rounds, accepted)
 
 
-def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt]) -> Reference:
-    """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be
-    sent."""
-    prompts = [prompt for prompt in prompts if prompt.said]
-    if not prompts:
-        raise ValueError("there is no prompt that could be sent to a server")
+def measure_reference(
+    target: Target, drafter: Drafter, prompts: Sequence[EvaluationPrompt]
+) -> AcceptanceReference:
+    """Decode prompts greedily with chains, as evaluations do, and build the reference. Raises
+    ValueError if no prompt can be sent to a server."""
+    sendable = [prompt for prompt in prompts if prompt.request_text]
     options = DecodeOptions(
         method="chain",
-        max_new_tokens=TOKENS,
-        loop_period=LONGEST_PERIOD,
+        max_new_tokens=REFERENCE_ANSWER_TOKENS,
+        loop_period=MAX_LOOP_PERIOD_TOKENS,
         max_num_batched_tokens=None,
     )
-    return reference_of(
-        target,
-        drafter,
-        prompts,
-        decode(target, drafter, [prompt.ids for prompt in prompts], options),
-    )
+    sequences = decode_prompts(target, drafter, [prompt.ids for prompt in sendable], options)
+    reference = build_reference(target, drafter, sendable, sequences)
+    if reference is None:
+        raise ValueError("none of the prompts can be sent to a server as text")
+    return reference
 
 
-def find_reference(checkpoint: str | Path) -> Reference | None:
-    """Return what a drafter's folder or a training checkpoint says of its acceptance, None where it
-    says nothing."""
-    folder = find_folder(checkpoint)
-    if (folder / FILE).is_file():
-        return read_result(folder / FILE, Reference)
-    measured = folder.resolve().parent / "evaluation" / "evaluation.json"
-    if folder.name == "drafter" and measured.is_file():
-        return read_result(measured, Evaluation).reference
+def find_reference(checkpoint: str | Path) -> AcceptanceReference | None:
+    """Return the reference of an exported drafter's folder or of a training checkpoint, None if it
+    has none."""
+    folder = find_drafter_folder(checkpoint)
+    if (folder / REFERENCE_FILE_NAME).is_file():
+        return read_result(folder / REFERENCE_FILE_NAME, AcceptanceReference)
+    evaluation_file = folder.resolve().parent / "evaluation" / "evaluation.json"
+    if folder.name == "drafter" and evaluation_file.is_file():
+        return read_result(evaluation_file, Evaluation).reference
     return None

@@ -1,9 +1,8 @@
-"""The card of an exported drafter: README.md, with the hub's front matter on top; card.md.j2 is its
-text.
+"""Write the model card of an exported drafter: README.md with the hub's front matter. card.md.j2
+holds its text.
 
-Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from
-a list of known keys of its run's config.json: paths, names of runs and all else in those files are
-not published.
+Every number comes from the checkpoint's evaluation/evaluation.json, and everything about training
+from listed keys of the run's config.json. Paths, run names and other values are not published.
 """
 
 import json
@@ -11,20 +10,21 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from infer.drafters.config_keys import ConfigReading
-from infer.evaluation.acceptance import FILE, find_reference
-from infer.evaluation.charts import budget_charts, picture
-from infer.evaluation.pages import render
+from infer.drafters.config_keys import ParsedConfig
+from infer.evaluation.acceptance import REFERENCE_FILE_NAME, find_reference
+from infer.evaluation.charts import build_budget_charts, render_charts
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.tables import headline, method_table
-from infer.formats.compatibility import check_folder
-from infer.formats.folders import find_folder, open_folder
-from infer.formats.layouts import read as read_layout
+from infer.evaluation.tables import format_headline, format_method_table
+from infer.evaluation.templates import render_template
+from infer.formats.compatibility import check_engines
+from infer.formats.folders import find_drafter_folder, open_drafter_folder
+from infer.formats.layouts import read_layout
 from infer.utils.files import atomic_write
 from infer.utils.renamed_options import translate_saved_config
 
-PICTURE = "acceptance.svg"
-RECIPE = {
+CHART_FILE_NAME = "acceptance.svg"
+# options of a run that the card shows, by the section of config.json ("": top level)
+PUBLISHED_OPTIONS = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
     "objective": ("divergence", "position_weights", "gamma"),
@@ -43,70 +43,62 @@ RECIPE = {
     "data": ("length",),
     "": ("anchors_per_sequence", "anchors_per_document", "seed"),
 }
-SOURCES = {
+DATA_SOURCE_DESCRIPTIONS = {
     "embedded": "what the target itself wrote after prompts from Python's standard library",
     "stdlib": "source files of Python's standard library",
     "jsonl": "files of the publisher's own",
 }
+DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
-    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`;
-    return its path.
+    """Write README.md and its chart into `out`, the folder of an exported drafter. Return the path
+    of README.md.
 
-    checkpoint: where the drafter was exported from, a training checkpoint or anything else.
-        license:
-    the publisher's word for it; None says nothing. base_model: the target's name on the hub; a
-    local path is not shown. Raises ValueError where `out` holds no drafter.
+    checkpoint: what the drafter was exported from; numbers are read there if it is a training
+        checkpoint
+    license: the license that the publisher names; None: the card says that none was named
+    base_model: the target's name on the hub; a local path is not shown
+
+    Raises ValueError if `out` holds no drafter.
     """
-    reading = read_layout(open_folder(out))
-    if reading.problems or not reading.options:
-        raise ValueError(
-            f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}"
-        )
-    step = find_folder(checkpoint).resolve()  # best is a link to a step
-    step = step.parent if step.name == "drafter" else step
-    numbers = step / "evaluation" / "evaluation.json"
-    recipe = step.parent.parent / "config.json"
-    evaluation = without_ngrams(read_result(numbers, Evaluation)) if numbers.is_file() else None
+    reading = read_exported_config(out)
+    step_folder = find_drafter_folder(checkpoint).resolve()  # `best` is a link to a step's folder
+    if step_folder.name == "drafter":
+        step_folder = step_folder.parent
+    evaluation = read_evaluation(step_folder)
+    run_config = read_run_config(step_folder)
     reference = find_reference(checkpoint)
     if reference is not None:
-        write_result(out / FILE, reference)
+        write_result(out / REFERENCE_FILE_NAME, reference)
     if evaluation is not None:
-        atomic_write(out / PICTURE, picture(budget_charts({"": evaluation})))
-    run = (
-        translate_saved_config(json.loads(recipe.read_text()))
-        if step.parent.name == "checkpoints" and recipe.is_file()
-        else None
-    )
-    engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
-    base = hub_name(base_model)
-    card = render(
+        atomic_write(out / CHART_FILE_NAME, render_charts(build_budget_charts({"": evaluation})))
+
+    base = parse_hub_name(base_model)
+    block_size = reading.options["block_size"]
+    starts_at_anchor = bool(reading.family_config.get("sample_from_anchor"))
+    card = render_template(
         "card.md.j2",
-        front_matter=front_matter(reading, run, license, base),
+        front_matter=build_front_matter(reading, run_config, license, base),
         reading=reading,
-        family=reading.family.title,
+        family=reading.family and reading.family.title,
         base=base,
-        drafted=reading.options["block_size"] - (not reading.own.get("sample_from_anchor")),
-        block_size=reading.options["block_size"],
+        drafted=block_size if starts_at_anchor else block_size - 1,
+        block_size=block_size,
         evaluation=evaluation,
-        headline=evaluation and headline(evaluation),
-        methods=evaluation and method_table(evaluation),
-        picture=PICTURE,
+        headline=evaluation and format_headline(evaluation),
+        methods=evaluation and format_method_table(evaluation),
+        picture=CHART_FILE_NAME,
         reference=reference,
-        file=FILE,
-        told=json.dumps(reading.options.get("chat_template_kwargs", {})),
-        run=run,
-        sources=run and "; ".join(dict.fromkeys(described_data(run["data"]))),
-        init=run
-        and run["drafter"].get("init")
-        and (hub_name(run["drafter"]["init"]) or "another drafter"),
-        recipe=run
-        and recipe_of(run)
-        + [("steps taken", int(number)) for number in re.findall(r"^step-(\d+)$", step.name)],
-        engines=" ".join([*engines, *["llama.cpp"] * any(out.glob("*.gguf"))]),
+        reference_file=REFERENCE_FILE_NAME,
+        chat_template_kwargs=json.dumps(reading.options.get("chat_template_kwargs", {})),
+        run=run_config,
+        sources=run_config and "; ".join(dict.fromkeys(describe_data(run_config["data"]))),
+        init=run_config and describe_initial_drafter(run_config),
+        recipe=run_config and list_recipe(run_config, step_folder),
+        engines=" ".join(list_engines(out)),
         method="dspark"
-        if reading.own.get("markov_rank")
+        if reading.family_config.get("markov_rank")
         else "dflash",  # vLLM's and SGLang's names
         license=license,
     )
@@ -114,78 +106,123 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     return out / "README.md"
 
 
-def without_ngrams(evaluation: Evaluation) -> Evaluation:
-    """Return the evaluation of what an exported folder can do: an n-gram file, which is made of the
-    training texts, is no part of it."""
-    beside = [without_ngrams(one) for one in evaluation.beside or ()]
-    return replace(
-        evaluation,
-        beside=beside,
-        methods=[one for one in evaluation.methods if not one.tree.ngrams],
-    )
+def read_exported_config(out: Path) -> ParsedConfig:
+    """Return the config of an exported folder. Raises ValueError if it cannot be read."""
+    reading = read_layout(open_drafter_folder(out))
+    if reading.problems or not reading.options:
+        problems = "; ".join(reading.problems) or "config.json cannot be read"
+        raise ValueError(f"{out} holds no drafter: {problems}")
+    return reading
 
 
-def front_matter(
-    reading: ConfigReading, run: dict | None, license: str | None, base: str | None
+def read_evaluation(step_folder: Path) -> Evaluation | None:
+    """Return a checkpoint's evaluation without methods that use n-grams, None if there is none."""
+    file = step_folder / "evaluation" / "evaluation.json"
+    if not file.is_file():
+        return None
+    return remove_ngram_methods(read_result(file, Evaluation))
+
+
+def read_run_config(step_folder: Path) -> dict | None:
+    """Return config.json of the run that a checkpoint belongs to, None if there is none."""
+    file = step_folder.parent.parent / "config.json"
+    if step_folder.parent.name != "checkpoints" or not file.is_file():
+        return None
+    return translate_saved_config(json.loads(file.read_text()))
+
+
+def remove_ngram_methods(evaluation: Evaluation) -> Evaluation:
+    """Return the evaluation of an exported folder alone: n-gram files, which are made of the
+    training data, are not exported."""
+    others = [remove_ngram_methods(other) for other in evaluation.other_evaluations or ()]
+    methods = [method for method in evaluation.methods if not method.tree_method.needs_ngrams]
+    return replace(evaluation, other_evaluations=others, methods=methods)
+
+
+def build_front_matter(
+    reading: ParsedConfig, run_config: dict | None, license: str | None, base: str | None
 ) -> str:
-    """Return the YAML that the hub reads, without the keys whose values are not known."""
+    """Return the YAML metadata that the hub reads, without unknown values."""
     from huggingface_hub import ModelCardData
 
-    data = run["data"] if run else {"source": None}
-    parts = (
-        data["datasets"]
-        if data["source"] == "mixture"
-        else [data]
-        if data["source"] == "hub"
-        else []
-    )
+    datasets = []
+    if run_config is not None:
+        data = run_config["data"]
+        sources = []
+        if data["source"] == "mixture":
+            sources = data["datasets"]
+        elif data["source"] == "hub":
+            sources = [data]
+        names = [parse_hub_name(source["path"]) for source in sources]
+        datasets = [name for name in names if name is not None]
+
+    assert reading.family is not None
+    family = reading.family.title.lower()
     return ModelCardData(
         base_model=base,
-        datasets=[name for part in parts if (name := hub_name(part["path"]))] or None,
-        # its AutoModel loads no other
+        datasets=datasets or None,
+        # transformers' AutoModel loads no other layout
         library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
-        tags=[
-            "speculative-decoding",
-            "block-diffusion",
-            "draft-model",
-            reading.family.title.lower(),
-        ],
+        tags=["speculative-decoding", "block-diffusion", "draft-model", family],
     ).to_yaml()
 
 
-def recipe_of(run: dict) -> list[tuple[str, object]]:
-    """Return the options of RECIPE that a run's config.json has, by their whole names; of those
-    that set the run's length, the one that did."""
+def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
+    """Return the PUBLISHED_OPTIONS of a run with their dotted names and values, and the steps of
+    the checkpoint. Of the options that limit training, only the one in effect is listed."""
     rows = []
-    for part, keys in RECIPE.items():
-        known = run.get(part, {}) if part else run
-        if known.get("max_minutes") is not None:
-            known = known | {"epochs": None, "steps": None}
-        elif known.get("steps") is not None:
-            known = known | {"epochs": None}
-        rows += [
-            (f"{part}.{key}".lstrip("."), known[key])
-            for key in keys
-            if known.get(key) not in (None, {})
-        ]
+    for section, keys in PUBLISHED_OPTIONS.items():
+        options = run_config.get(section, {}) if section else run_config
+        if options.get("max_minutes") is not None:
+            options = options | {"epochs": None, "steps": None}
+        elif options.get("steps") is not None:
+            options = options | {"epochs": None}
+        for key in keys:
+            if options.get(key) not in (None, {}):
+                name = f"{section}.{key}" if section else key
+                rows.append((name, options[key]))
+
+    step = re.fullmatch(r"step-(\d+)", step_folder.name)
+    if step is not None:
+        rows.append(("steps taken", int(step[1])))
     return rows
 
 
-def described_data(data: dict) -> list[str]:
-    """Return the data sets in words; names of the hub, never paths."""
+def list_engines(out: Path) -> list[str]:
+    """Return the names of the engines that load an exported folder."""
+    engines = [verdict.engine for verdict in check_engines(out) if not verdict.problems]
+    if any(out.glob("*.gguf")):
+        engines.append("llama.cpp")
+    return engines
+
+
+def describe_initial_drafter(run_config: dict) -> str | None:
+    """Return the name of the drafter that training started from, None if it started from
+    scratch."""
+    init = run_config["drafter"].get("init")
+    if not init:
+        return None
+    return parse_hub_name(init) or "another drafter"
+
+
+def describe_data(data: dict) -> list[str]:
+    """Return descriptions of the data sets: names on the hub, never paths. data: the section `data`
+    of config.json."""
     if data["source"] == "mixture":
-        return [
-            f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})"
-            for part in data["datasets"]
-        ]
-    return [SOURCES.get(data["source"]) or hub_name(data["path"]) or SOURCES["jsonl"]]
+        descriptions = []
+        for source in data["datasets"]:
+            name = parse_hub_name(source["path"]) or DATA_SOURCE_DESCRIPTIONS["jsonl"]
+            descriptions.append(f"{name} (weight {source['weight']:g})")
+        return descriptions
+    if data["source"] in DATA_SOURCE_DESCRIPTIONS:
+        return [DATA_SOURCE_DESCRIPTIONS[data["source"]]]
+    return [parse_hub_name(data["path"]) or DATA_SOURCE_DESCRIPTIONS["jsonl"]]
 
 
-def hub_name(text: str) -> str | None:
-    """Return the text if it is a name on the hub, owner/name, and no path on this machine."""
-    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith(
-        (".jsonl", ".gz", ".json", ".parquet")
-    )
-    return text if named and not Path(text).exists() else None
+def parse_hub_name(text: str) -> str | None:
+    """Return `text` if it is a name on the hub, owner/name; None for a path on this machine."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(DATA_FILE_SUFFIXES):
+        return None
+    return None if Path(text).exists() else text

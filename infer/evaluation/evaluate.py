@@ -1,4 +1,4 @@
-"""Measured acceptance: held-out prompts decoded with every method, by the code that users call.
+"""Evaluate a drafter: decode held-out prompts with every method, by the code that users call.
 
 Acceptance is never estimated from token accuracy: every number here comes from decoding.
 """
@@ -11,275 +11,361 @@ from collections import abc
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 import torch
 
 from infer.api import AnyTarget
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.evaluation.acceptance import AnyPrompt, reference_of
-from infer.evaluation.lossless import find_difference
-from infer.evaluation.measuring import (
-    Measured,
-    Progress,
+from infer.evaluation.acceptance import EvaluationPrompt, build_reference
+from infer.evaluation.lossless import classify_difference
+from infer.evaluation.measurement import (
+    ProgressCallback,
     PromptSet,
-    cut_at,
-    decided,
-    measure,
-    middle,
-    variants,
+    VariantMeasurement,
+    broadcast_decision,
+    describe_time_limit,
+    list_variants,
+    measure_variants,
+    median_budget,
 )
-from infer.evaluation.replay import replay_trees, study_of
-from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Reference, tree_of
-from infer.evaluation.ruler import acceptance_length, counted, figures, rate
-from infer.evaluation.showing import show_texts
-from infer.targets.target import Target, number_format
+from infer.evaluation.metrics import (
+    acceptance_length,
+    compute_metrics,
+    count_tokens_and_rounds,
+    prompt_tokens_per_second,
+)
+from infer.evaluation.replay import replay_tree_variants, summarise_replay
+from infer.evaluation.results import (
+    TRANSFORMERS_BASELINE,
+    AcceptanceReference,
+    Evaluation,
+    MethodResult,
+    find_tree_method,
+)
+from infer.evaluation.samples import collect_samples
+from infer.targets.target import Target, number_format_name
 
-BRIEF = 4  # a brief evaluation decodes every fourth prompt
+SHORT_EVALUATION_STRIDE = 4  # a short evaluation decodes every fourth prompt
 
 
 def evaluate(
     target: Target,
     drafter: Drafter,
-    prompts: abc.Sequence[AnyPrompt],
+    prompts: abc.Sequence[EvaluationPrompt],
     config: EvaluationConfig,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt with every method. Where a method of ours wrote something else than plain
-    decoding, `ties` and `defects` say on how many prompts and why, see
+    """Decode every prompt with every method and return the results. If outputs of a method differ
+    from baseline decoding's, its `ties` and `defects` count the prompts by cause, see
     `infer.evaluation.lossless`."""
-    parts = parts_of(prompts, config)
-    measured = decode_all(target, drafter, parts, progress)
-    result = summarise(target, drafter, parts, measured)
-    measured = [of_part for of_part in measured if of_part[0].texts]  # the others had no time
-    return replace(
-        explain_differences(target, result, measured[0]),
-        beside=[
-            explain_differences(target, *pair)
-            for pair in zip(result.beside, measured[1:], strict=True)
-        ],
-    )
+    prompt_sets = build_prompt_sets(prompts, config)
+    measurements = measure_prompt_sets(target, drafter, prompt_sets, progress)
+    evaluation = summarise_evaluation(target, drafter, prompt_sets, measurements)
+
+    # Prompt sets without sequences were left out when evaluation.max_minutes were over.
+    measured_sets = [measurement for measurement in measurements if measurement[0].sequences]
+    classified = [
+        count_ties_and_defects(target, result, measurement)
+        for result, measurement in zip(evaluation.with_others, measured_sets, strict=True)
+    ]
+    return replace(classified[0], other_evaluations=classified[1:])
 
 
-def explain_differences(target: Target, result: Evaluation, measured: list[Measured]) -> Evaluation:
-    """Return the evaluation with `ties` and `defects` of the methods that wrote something else than
-    plain decoding."""
+def count_ties_and_defects(
+    target: Target, evaluation: Evaluation, measurements: list[VariantMeasurement]
+) -> Evaluation:
+    """Return the evaluation with `ties` and `defects` of the methods whose outputs differ from
+    baseline decoding's."""
+    baseline = measurements[0].sequences
     methods = []
-    for method, one in zip(result.methods, measured, strict=True):
-        pairs = (
-            [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
-        )
-        causes = [
-            find_difference(target, plain.prompt, text.ids, plain.ids, plain.options)
-            for text, plain in pairs
-        ]
+    for method, measurement in zip(evaluation.methods, measurements, strict=True):
+        causes = []
+        if method.name != TRANSFORMERS_BASELINE.name:
+            for sequence, expected in zip(measurement.sequences, baseline, strict=True):
+                cause = classify_difference(
+                    target, expected.prompt, sequence.ids, expected.ids, expected.options
+                )
+                causes.append(cause)
         if any(causes):
             method = replace(method, ties=causes.count("tie"), defects=causes.count("defect"))
         methods.append(method)
-    return replace(result, methods=methods)
+    return replace(evaluation, methods=methods)
 
 
-def parts_of(prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig) -> list[PromptSet]:
-    """Return what an evaluation decodes: its prompts; with one budget, those beside them, and every
-    second of its own sampled, if the others are greedy."""
-    groups: dict[str | None, list[int]] = {}
+def build_prompt_sets(
+    prompts: abc.Sequence[EvaluationPrompt], config: EvaluationConfig
+) -> list[PromptSet]:
+    """Group the prompts of an evaluation: its own prompts first, then each group that is reported
+    apart, then every second of its own with sampling if the others are greedy. All groups but the
+    first have the median budget only."""
+    numbers_by_name: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        groups.setdefault(prompt.beside, []).append(number)
-    single = replace(config, budgets=[middle(config.budgets)])
-    parts = [
-        PromptSet(what, [prompts[i] for i in numbers], numbers, single if what else config)
-        for what, numbers in groups.items()
-    ]
+        numbers_by_name.setdefault(prompt.report_group, []).append(number)
+
+    one_budget = replace(config, budgets=[median_budget(config.budgets)])
+    prompt_sets = []
+    for name, numbers in numbers_by_name.items():
+        set_config = config if name is None else one_budget
+        prompt_sets.append(PromptSet(name, [prompts[i] for i in numbers], numbers, set_config))
+
     if config.temperature == 0 and config.sampling_temperature is not None:
-        own = parts[0]
-        sampled = replace(single, temperature=config.sampling_temperature)
-        parts.append(
-            PromptSet(
-                f"temperature {config.sampling_temperature:g}",
-                own.prompts[::2],
-                own.numbers[::2],
-                sampled,
-            )
+        main_set = prompt_sets[0]
+        sampled = PromptSet(
+            name=f"temperature {config.sampling_temperature:g}",
+            prompts=main_set.prompts[::2],
+            prompt_numbers=main_set.prompt_numbers[::2],
+            config=replace(one_budget, temperature=config.sampling_temperature),
         )
-    return parts
+        prompt_sets.append(sampled)
+    return prompt_sets
 
 
-def brief(part: PromptSet) -> PromptSet:
-    """Return the part with fewer prompts: what a checkpoint in the middle of training is worth."""
-    config = replace(
-        part.config, max_minutes=part.config.max_minutes and part.config.max_minutes / BRIEF
-    )
+def shorten_prompt_set(prompt_set: PromptSet) -> PromptSet:
+    """Return a quarter of the prompts with a quarter of the time limit, to evaluate a checkpoint
+    before the last one."""
+    minutes = prompt_set.config.max_minutes
+    if minutes is not None:
+        minutes = minutes / SHORT_EVALUATION_STRIDE
     return replace(
-        part, prompts=part.prompts[::BRIEF], numbers=part.numbers[::BRIEF], config=config
+        prompt_set,
+        prompts=prompt_set.prompts[::SHORT_EVALUATION_STRIDE],
+        prompt_numbers=prompt_set.prompt_numbers[::SHORT_EVALUATION_STRIDE],
+        config=replace(prompt_set.config, max_minutes=minutes),
     )
 
 
-def decode_all(
+def measure_prompt_sets(
     target: Target,
     drafter: Drafter,
-    parts: abc.Sequence[PromptSet],
-    progress: Progress = lambda done, total: None,
-) -> list[list[Measured]]:
-    """Decode the prompts of every part with every method, plain decoding first; of the first part,
-    also keep what a report shows of the texts, and replay greedy ones by trees. Where transformers'
-    plain decoding is slower than ours there, it is left out of the other parts. The parts share
-    `evaluation.max_minutes` by their answers; parts behind the first are left out, and have no texts,
-    where no time is left."""
-    total = sum(len(part.prompts) for part in parts)
+    prompt_sets: abc.Sequence[PromptSet],
+    progress: ProgressCallback = lambda done, total: None,
+) -> list[list[VariantMeasurement]]:
+    """Decode the prompts of every set with every method, baseline decoding first.
+
+    Of the first set, also collect samples for the report and replay the greedy outputs with drafts.
+    Transformers' baseline is left out of the other sets if it is slower than ours on the first.
+    The sets share `evaluation.max_minutes` in proportion to their outputs. Sets after the first that no
+    time is left for have measurements without sequences.
+    """
+    total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0
-    results = []
-    slower = False
-    end = time.monotonic() + 60 * (parts[0].config.max_minutes or math.inf)
-    answers = [len(part.prompts) * len(variants(drafter, part.config)) for part in parts]
-    for number, part in enumerate(parts):
+    results: list[list[VariantMeasurement]] = []
+    is_transformers_slower = False
+    end = time.monotonic() + 60 * (prompt_sets[0].config.max_minutes or math.inf)
+    output_counts = [
+        len(prompt_set.prompts) * len(list_variants(drafter, prompt_set.config))
+        for prompt_set in prompt_sets
+    ]
+    for i, prompt_set in enumerate(prompt_sets):
 
-        def onwards(more: int, _: int, before: int = done) -> None:
-            progress(before + more, total)
+        def report_progress(done_in_set: int, _: int, done_before: int = done) -> None:
+            progress(done_before + done_in_set, total)
 
-        prompts = [prompt.ids for prompt in part.prompts]
-        every = [
-            one
-            for one in variants(drafter, part.config)
-            if not (slower and one.name == GENERATE.name)
+        variants = [
+            variant
+            for variant in list_variants(drafter, prompt_set.config)
+            if not (is_transformers_slower and variant.name == TRANSFORMERS_BASELINE.name)
         ]
         now = time.monotonic()
-        if number and decided(target, now > end):
-            results.append([Measured(variant) for variant in every])
+        if i > 0 and broadcast_decision(target, now > end):
+            results.append([VariantMeasurement(variant) for variant in variants])
             continue
-        until = now + max(0.0, end - now) * answers[number] / max(1, sum(answers[number:]))
-        results.append(measure(target, drafter, every, prompts, onwards, part.numbers, until))
-        slower = slower or decided(target, fastest_plain(results[0]) is results[0][0])
-        done += len(prompts)
-    plain, *trees = results[0]
-    own = [
-        one
-        for one in trees
-        if tree_of(one.variant.name).by_budget and not tree_of(one.variant.name).ngrams
-    ]
-    best = max(
-        own, key=lambda one: acceptance_length(counted(text.commits for text in one.texts))[0]
+
+        share = output_counts[i] / max(1, sum(output_counts[i:]))
+        deadline = now + max(0.0, end - now) * share
+        prompt_ids = [prompt.ids for prompt in prompt_set.prompts]
+        numbers = prompt_set.prompt_numbers
+        measurements = measure_variants(
+            target, drafter, variants, prompt_ids, report_progress, numbers, deadline
+        )
+        results.append(measurements)
+        if not is_transformers_slower:
+            is_ours_fastest = find_fastest_baseline(results[0]) is results[0][0]
+            is_transformers_slower = broadcast_decision(target, is_ours_fastest)
+        done += len(prompt_set.prompts)
+
+    baseline, *others = results[0]
+    best = find_best_tree_measurement(others)
+    baseline.samples = collect_samples(target, drafter, best.sequences, best.variant.options)
+    baseline.replayed = replay_tree_variants(
+        target, drafter, baseline.sequences, prompt_sets[0].config
     )
-    plain.shown = show_texts(target, drafter, best.texts, best.variant.options)
-    plain.replayed = replay_trees(target, drafter, plain.texts, parts[0].config)
     return results
 
 
-def summarise(
-    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
+def find_best_tree_measurement(measurements: list[VariantMeasurement]) -> VariantMeasurement:
+    """Return the tree method with the highest acceptance length, of those that have a node budget
+    and no n-grams."""
+    candidates = []
+    for measurement in measurements:
+        row = find_tree_method(measurement.variant.name)
+        if row.scales_with_budget and not row.needs_ngrams:
+            candidates.append(measurement)
+
+    def tau(measurement: VariantMeasurement) -> float:
+        commits = (sequence.commits for sequence in measurement.sequences)
+        return acceptance_length(count_tokens_and_rounds(commits))[0]
+
+    return max(candidates, key=tau)
+
+
+def summarise_evaluation(
+    target: Target,
+    drafter: Drafter,
+    prompt_sets: abc.Sequence[PromptSet],
+    measurements: list[list[VariantMeasurement]],
 ) -> Evaluation:
-    """Return the figures of an evaluation, what is reported beside it included. What there was no
-    time for is named in the first part's `cut`."""
-    found = []
-    left_out = []
-    for part, of_part in zip(parts, measured, strict=True):
-        if not of_part[0].texts:
-            left_out.append(part.what)
+    """Return the results of all prompt sets: the first set's, with the others inside. Sets that
+    there was no time for are named in its `time_limit_note`."""
+    evaluations = []
+    skipped_names = []
+    for prompt_set, measurement in zip(prompt_sets, measurements, strict=True):
+        done = len(measurement[0].sequences)
+        if done == 0:
+            skipped_names.append(prompt_set.name or "")
             continue
-        cut = cut_at(part.config.max_minutes, len(of_part[0].texts), len(part.prompts))
-        found.append(summarise_part(target, drafter, replace(part, cut=cut), of_part))
-    first, *beside = found
-    if left_out:
-        names = ", ".join(left_out)
-        limit = f"evaluation.max_minutes={parts[0].config.max_minutes:.3g}"
-        cut = (
-            f"{first.cut}, and none for {names}"
-            if first.cut
-            else f"{limit} had no time for {names}"
-        )
-        first = replace(first, cut=cut)
-    return replace(
-        first, beside=beside, reference=reference_among(target, drafter, parts, measured)
-    )
+        note = describe_time_limit(prompt_set.config.max_minutes, done, len(prompt_set.prompts))
+        prompt_set = replace(prompt_set, time_limit_note=note)
+        evaluations.append(summarise_prompt_set(target, drafter, prompt_set, measurement))
+
+    first, *others = evaluations
+    note = first.time_limit_note
+    if skipped_names:
+        names = ", ".join(skipped_names)
+        if note:
+            note = f"{note}, and none for {names}"
+        else:
+            minutes = prompt_sets[0].config.max_minutes
+            note = f"evaluation.max_minutes={minutes:.3g} had no time for {names}"
+    reference = build_reference_from_sets(target, drafter, prompt_sets, measurements)
+    return replace(first, time_limit_note=note, other_evaluations=others, reference=reference)
 
 
-def reference_among(
-    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
-) -> Reference | None:
-    """Return what chains took on the prompts that others may be asked, None where there are none,
-    or no chain."""
-    for part, of_part in zip(parts, measured, strict=True):
-        known = dict(zip(part.numbers, part.prompts, strict=True))
-        for one in of_part if part.config.temperature == 0 and of_part[0].texts else ():
-            if one.variant.name == "chain" and any(prompt.said for prompt in part.prompts):
-                return reference_of(
-                    target, drafter, [known[each.number] for each in one.prompts], one.texts
-                )
+def build_reference_from_sets(
+    target: Target,
+    drafter: Drafter,
+    prompt_sets: abc.Sequence[PromptSet],
+    measurements: list[list[VariantMeasurement]],
+) -> AcceptanceReference | None:
+    """Build the acceptance reference from the first greedy prompt set whose prompts can be sent to
+    a server. Return None if there is none, or no chain was measured."""
+    for prompt_set, set_measurements in zip(prompt_sets, measurements, strict=True):
+        if prompt_set.config.temperature > 0 or not set_measurements[0].sequences:
+            continue
+        if not any(prompt.request_text for prompt in prompt_set.prompts):
+            continue
+        prompts_by_number = dict(zip(prompt_set.prompt_numbers, prompt_set.prompts, strict=True))
+        for measurement in set_measurements:
+            if measurement.variant.name == "chain":
+                numbers = [result.number for result in measurement.prompt_results]
+                prompts = [prompts_by_number[number] for number in numbers]
+                return build_reference(target, drafter, prompts, measurement.sequences)
     return None
 
 
-def summarise_part(
-    target: AnyTarget, drafter: Drafter | None, part: PromptSet, measured: list[Measured]
+def summarise_prompt_set(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    prompt_set: PromptSet,
+    measurements: list[VariantMeasurement],
 ) -> Evaluation:
-    """Return the figures of one part; of a masked model without a drafter."""
-    plain = measured[0]
-    config = part.config
-    kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
-    fastest, (samples, example) = fastest_plain(measured), plain.shown or ([], None)
+    """Return the results of one prompt set. `drafter` is None for a masked model."""
+    model = cast(Target, target)  # a masked model has the attributes that are read here
+    baseline = measurements[0]
+    fastest_baseline = find_fastest_baseline(measurements)
+    samples, example = baseline.samples or ([], None)
+    kinds = {
+        number: prompt.kind
+        for number, prompt in zip(prompt_set.prompt_numbers, prompt_set.prompts, strict=True)
+    }
+    methods = [
+        summarise_method(measurement, baseline, fastest_baseline, kinds)
+        for measurement in measurements
+    ]
     return Evaluation(
-        target=target.name,
-        device=describe_device(target.device),
-        dtype=number_format(target),
-        prompts=len(plain.texts),
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        block_size=drafter and drafter.block_size,
-        methods=[method_result(one, plain, fastest, kinds) for one in measured],
+        target=model.name,
+        device=describe_device(model.device),
+        dtype=number_format_name(model),
+        prompts=len(baseline.sequences),
+        max_new_tokens=prompt_set.config.max_new_tokens,
+        temperature=prompt_set.config.temperature,
+        block_size=None if drafter is None else drafter.block_size,
+        methods=methods,
         samples=samples,
         example=example,
-        baseline=fastest.variant.name,
-        what=part.what,
-        trees=study_of(plain.replayed) if plain.replayed else None,
-        cut=part.cut,
+        baseline=fastest_baseline.variant.name,
+        prompt_set_name=prompt_set.name,
+        tree_study=summarise_replay(baseline.replayed) if baseline.replayed else None,
+        time_limit_note=prompt_set.time_limit_note,
         date=time.strftime("%Y-%m-%d"),
     )
 
 
-def fastest_plain(measured: abc.Sequence[Measured]) -> Measured:
-    """Return the plain decoder that is faster on most prompts: ours, the first, or that of
-    transformers."""
-    ours, *rest = measured
-    theirs = next((one for one in rest if one.variant.name == GENERATE.name), ours)
-    return theirs if figures(theirs.prompts, ours.prompts).speedup > 1 else ours
+def find_fastest_baseline(measurements: abc.Sequence[VariantMeasurement]) -> VariantMeasurement:
+    """Return the baseline decoder with the higher median tokens per second over prompts: ours (the
+    first measurement) or transformers'."""
+    our_baseline, *others = measurements
+    for measurement in others:
+        if measurement.variant.name == TRANSFORMERS_BASELINE.name:
+            metrics = compute_metrics(measurement.prompt_results, our_baseline.prompt_results)
+            return measurement if metrics.speedup > 1 else our_baseline
+    return our_baseline
 
 
-def method_result(
-    measured: Measured,
-    plain: Measured,
-    fastest: Measured,
+def summarise_method(
+    measurement: VariantMeasurement,
+    baseline: VariantMeasurement,
+    fastest_baseline: VariantMeasurement,
     kinds: abc.Mapping[int, str] = MappingProxyType({}),
 ) -> MethodResult:
-    """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest
-    plain decoder; `kinds`: those of the prompts by their numbers."""
-    texts = measured.texts
-    stats = measured.stats
-    found = figures(measured.prompts, fastest.prompts)
-    drawn_otherwise = (
-        measured.variant.name == GENERATE.name and measured.variant.options.temperature > 0
-    )
+    """Return the results of one variant.
+
+    baseline: our baseline decoding, whose outputs every method must give
+    fastest_baseline: the baseline decoder to which speedups refer
+    kinds: the kind of each prompt by its number
+    """
+    variant = measurement.variant
+    stats = measurement.stats
+    metrics = compute_metrics(measurement.prompt_results, fastest_baseline.prompt_results)
+    baseline_speeds = map(prompt_tokens_per_second, fastest_baseline.prompt_results)
+
+    identical = None
+    has_other_noise = variant.name == TRANSFORMERS_BASELINE.name and variant.options.temperature > 0
+    if not has_other_noise:
+        output_ids = [sequence.ids for sequence in measurement.sequences]
+        identical = output_ids == [sequence.ids for sequence in baseline.sequences]
+
+    histograms = zip(*(each.histogram for each in stats), strict=True)
+    prompt_results = [
+        replace(result, kind=kinds.get(result.number, "")) for result in measurement.prompt_results
+    ]
     return MethodResult(
-        name=measured.variant.name,
-        budget=measured.variant.budget,
-        tau_prompt_mean=sum(one.tau for one in stats) / len(texts),
-        rounds=sum(one.rounds for one in stats),
-        tokens=sum(one.tokens for one in stats),
-        seconds=measured.seconds,
-        tokens_per_second=found.speedup * statistics.median(map(rate, fastest.prompts)),
-        histogram=[sum(counts) for counts in zip(*(one.histogram for one in stats), strict=True)],
-        identical=None
-        if drawn_otherwise
-        else [text.ids for text in texts] == [text.ids for text in plain.texts],
-        prompts=[replace(one, kind=kinds.get(one.number, "")) for one in measured.prompts],
-        again=measured.again or None,
-        **asdict(found),
+        name=variant.name,
+        budget=variant.budget,
+        tau_prompt_mean=sum(each.tau for each in stats) / len(measurement.sequences),
+        rounds=sum(each.rounds for each in stats),
+        tokens=sum(each.tokens for each in stats),
+        seconds=measurement.seconds,
+        tokens_per_second=metrics.speedup * statistics.median(baseline_speeds),
+        histogram=[sum(counts) for counts in histograms],
+        identical=identical,
+        prompts=prompt_results,
+        remeasured_prompts=measurement.remeasured_prompts or None,
+        **asdict(metrics),
     )
 
 
 def describe_device(device: torch.device) -> str:
-    """Return the hardware in words, for the report."""
+    """Return a description of the hardware for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    model = names[0] if names else platform.processor() or platform.machine()
+    model = platform.processor() or platform.machine()
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        for line in cpu_info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.split(":")[1].strip()
+                break
     return f"CPU, {torch.get_num_threads()} threads, {model}"

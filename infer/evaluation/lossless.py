@@ -1,93 +1,106 @@
-"""Check that a finished text is what the target alone would have written, and name the cause of a
-difference.
+"""Check that an output is what the target alone generates, and find the cause of a difference.
 
 In float32 there are no differences. In bfloat16 a pass over a tree rounds differently from a pass
-over one token. Where two tokens are equally good to within that rounding, either may be chosen: a
-tie. Any other difference is a defect.
+over one token. If two tokens are equally good to within that rounding, either may be chosen: a tie.
+Any other difference is a defect.
 
-V vocabulary, Q positions of a pass.
+V: vocabulary size
 """
 
 import torch
 
 from infer.config import TextOptions
-from infer.engine.grammar import follow
-from infer.engine.sampling import Sampling, choose, round_noise, seen_tokens
+from infer.engine.grammar import make_grammar_state
+from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-CHUNK = 64  # positions of one checking pass
-SINGLE = 8  # positions run one by one, to see how the shape of a pass changes rounding
+CHECK_CHUNK_POSITIONS = 64  # positions per pass when the logits are computed again
+SINGLE_POSITIONS = 8  # positions run one by one, to measure how the shape of a pass rounds
 
 
-def find_difference(
+def classify_difference(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
 ) -> str | None:
-    """Return what the first difference between a text's new tokens and plain decoding's is, "tie"
-    or "defect"; None if there is none.
+    """Compare an output with baseline decoding's and return the cause of the first difference:
+    "tie" or "defect", or None if they are equal.
 
-    It is a tie if moving the target's logits there by no more than their rounding lets either token
-    be chosen. The rounding is taken to be two steps of the dtype at the largest logit, plus twice
-    the change that comes from running the last tokens one by one."""
+    It is a tie if changing the target's logits at that position by no more than their rounding
+    error lets either token be chosen. The rounding error is taken to be two steps of the dtype at
+    the largest logit, plus twice the change that results from running the last tokens one by one.
+
+    ids, expected: new tokens of the output and of baseline decoding
+    """
     if ids == expected:
         return None
-    place = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), None)
-    if place is None:  # one is longer
+    pairs = enumerate(zip(ids, expected, strict=False))
+    index = next((i for i, (token, other) in pairs if token != other), None)
+    if index is None:  # one output is longer
         return "defect"
-    prefix = prompt + ids[:place]
-    logits, again = (last_logits(target, prefix, single) for single in (0, SINGLE))
-    rounding = 2 * float(logits.abs().max()) * torch.finfo(target.dtype).eps + 2 * float(
-        (logits - again).abs().max()
-    )
-    if (grammar := follow(options, target)) is not None:
-        logits = grammar.mask(logits[0], ids[:place], [])[None]
+
+    prefix = prompt + ids[:index]
+    logits = compute_last_logits(target, prefix, 0)
+    single_logits = compute_last_logits(target, prefix, SINGLE_POSITIONS)
+    dtype_rounding = float(logits.abs().max()) * torch.finfo(target.dtype).eps
+    shape_rounding = float((logits - single_logits).abs().max())
+    rounding = 2 * dtype_rounding + 2 * shape_rounding
+
+    grammar = make_grammar_state(options, target)
+    if grammar is not None:
+        logits = grammar.mask_scores(logits[0], ids[:index], [])[None]
     choice = TargetChoice(logits, len(prefix) - 1, prefix, options)
-    return (
-        "tie"
-        if all(choice.possible(some[place], rounding) for some in (ids, expected))
-        else "defect"
-    )
+    if choice.is_possible(ids[index], rounding) and choice.is_possible(expected[index], rounding):
+        return "tie"
+    return "defect"
 
 
 class TargetChoice:
-    """The target's choice at one position from logits (1, 1, V), and its choice if they were a
-    little different."""
+    """The target's choice at one position, for its logits (1, 1, V) and for perturbed ones."""
 
     def __init__(
         self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions
     ) -> None:
-        vocabulary = logits.shape[-1]
+        vocabulary_size = logits.shape[-1]
         device = logits.device
         self.logits = logits
-        self.asked = Sampling.of([options], vocabulary, device)
-        self.noise = round_noise(self.asked, torch.tensor([position], device=device), 1, vocabulary)
+        self.sampling = SamplingTensors.from_options([options], vocabulary_size, device)
+        positions = torch.tensor([position], device=device)
+        self.noise = make_round_noise(self.sampling, positions, 1, vocabulary_size)
         self.seen = None
-        if self.asked.kind.penalised:
-            self.seen = lambda nodes: seen_tokens([prefix], vocabulary, device)[None]  # (1, 1, V)
+        if self.sampling.kind.uses_penalty:
+            # (1, 1, V)
+            self.seen = lambda nodes: mark_seen_tokens([prefix], vocabulary_size, device)[None]
 
-    def token(self, shift: torch.Tensor | float = 0.0) -> int:
-        """Return the chosen token with `shift` added to the logits."""
+    def choose_token(self, shift: torch.Tensor | float = 0.0) -> int:
+        """Return the chosen token when `shift` is added to the logits."""
         depth = torch.zeros(1, 1, dtype=torch.long, device=self.logits.device)
-        return int(choose(self.logits + shift, depth, self.asked, self.noise, self.seen))
+        return int(sample_tokens(self.logits + shift, depth, self.sampling, self.noise, self.seen))
 
-    def possible(self, token: int, rounding: float) -> bool:
-        """Return whether the token could be chosen if no logit moved by more than `rounding`. Tried
-        are this token up and all others down and, for the edge of top-p, likelier tokens down and
-        the others up."""
-        alone = torch.full_like(self.logits, -rounding)
-        alone[..., token] = rounding
-        edge = torch.where(self.logits > self.logits[..., token, None], -rounding, rounding)
-        edge[..., self.token()] = -rounding
-        edge[..., token] = rounding
-        return token in (self.token(alone), self.token(edge))
+    def is_possible(self, token: int, rounding: float) -> bool:
+        """Return whether `token` can be chosen if no logit changes by more than `rounding`.
+
+        Two perturbations are tried: this token up and all others down; and, for the boundary of
+        top-p, more likely tokens down and the others up.
+        """
+        token_up = torch.full_like(self.logits, -rounding)
+        token_up[..., token] = rounding
+        likelier_down = torch.where(
+            self.logits > self.logits[..., token, None], -rounding, rounding
+        )
+        likelier_down[..., self.choose_token()] = -rounding
+        likelier_down[..., token] = rounding
+        return token in (self.choose_token(token_up), self.choose_token(likelier_down))
 
 
 @torch.no_grad()
-def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
-    """Run the target alone over a text, CHUNK positions at a time and the last `single` ones one by
-    one; return the logits behind it, (1, 1, V) float32."""
-    many = max(0, len(ids) - single)
-    with target.cache(1, len(ids)).add(1) as cache:
-        for start in (*range(0, many, CHUNK), *range(many, len(ids))):
-            end = min(start + CHUNK, many) if start < many else start + 1
-            last = target.extend([ids[start:end]], cache, ()).last
-    return target.head(last)[:, -1:].float()
+def compute_last_logits(target: Target, ids: list[int], single_positions: int) -> torch.Tensor:
+    """Run the target alone over token ids and return the logits after the last one, (1, 1, V)
+    float32. The last `single_positions` positions are run one by one, the others in chunks."""
+    chunked = max(0, len(ids) - single_positions)
+    starts = [*range(0, chunked, CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]
+    with target.allocate_cache(1, len(ids)).add_rows(1) as cache:
+        for start in starts:
+            end = start + 1
+            if start < chunked:
+                end = min(start + CHECK_CHUNK_POSITIONS, chunked)
+            last = target.extend_cache([ids[start:end]], cache, ()).last_hidden_states
+    return target.compute_logits(last)[:, -1:].float()

@@ -1,20 +1,22 @@
-"""The figures of papers beside ours, number for number: Table 1 of DDTree's, which published.csv
-holds, and a finished suite in its layout."""
+"""Compare a finished suite with the published results: Table 1 of the DDTree paper, which
+published.csv holds, in the layout of that table."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.evaluation.results import GENERATE, SetResult, SuiteResult
-from infer.evaluation.tables import DASH, markdown
+from infer.evaluation.results import TRANSFORMERS_BASELINE, MethodResult, SetResult, SuiteResult
+from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-CITATION = (
-    "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table 1: 8 H200 GPUs, "
-    "bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best budget of 16 to 1,024 nodes"
+PAPER_CITATION = (
+    "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table "
+    "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
+    "budget of 16 to 1,024 nodes"
 )
-TABLE = Path(__file__).with_suffix(".csv")  # of three models, each with its public DFlash drafter
-HEADS = (
+PUBLISHED_RESULTS_FILE = Path(__file__).with_suffix(".csv")  # three models with DFlash drafters
+# a "paper" column holds the published value of the column before it
+SUITE_COLUMNS = (
     "set",
     "answers",
     "plain tokens/s",
@@ -23,9 +25,14 @@ HEADS = (
     "chain τ",
     "paper",
     "DDTree nodes",
+    "DDTree speedup",
+    "paper",
+    "DDTree τ",
+    "paper",
+    "same",
 )
-HEADS += ("DDTree speedup", "paper", "DDTree τ", "paper", "same")
-FORMATS = (
+# of the numbers in SUITE_COLUMNS: all columns but the first two and the last
+SUITE_NUMBER_FORMATS = (
     "{:.1f}",
     "{:.2f}x",
     "{:.2f}x",
@@ -39,8 +46,8 @@ FORMATS = (
 )
 
 
-class Published(NamedTuple):
-    """One row of the paper's table for one model."""
+class PublishedResult(NamedTuple):
+    """The paper's results for one model and one question set."""
 
     chain_speedup: float | None = None
     chain_tau: float | None = None
@@ -48,106 +55,137 @@ class Published(NamedTuple):
     ddtree_tau: float | None = None
 
 
-def published(target: str, temperature: float, name: str) -> Published | None:
-    """Return the paper's figures for a target (its hub id or folder ends in the model's name), a
-    temperature and a set; None where the paper has none."""
-    keys = [target.rstrip("/").rpartition("/")[2].lower(), f"{temperature:g}", name]
-    for row in csv.reader(TABLE.read_text().splitlines()):
-        if row[:3] == keys:
-            return Published(*map(float, row[3:]))
+def find_published_result(target: str, temperature: float, set_name: str) -> PublishedResult | None:
+    """Return the paper's results for a target, a temperature and a question set; None if the paper
+    has none. The target's hub name or folder must end in the model's name."""
+    model = target.rstrip("/").rpartition("/")[2].lower()
+    for row in csv.reader(PUBLISHED_RESULTS_FILE.read_text().splitlines()):
+        if row[:3] == [model, f"{temperature:g}", set_name]:
+            return PublishedResult(*map(float, row[3:]))
     return None
 
 
-def means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Return the mean of every column; None where a figure is missing."""
-    columns = zip(*rows, strict=True)
-    return [None if None in column else sum(column) / len(column) for column in columns]
+def compute_column_means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Return the mean of every column; None for a column with a missing number."""
+    means = []
+    for column in zip(*rows, strict=True):
+        numbers = [number for number in column if number is not None]
+        means.append(sum(numbers) / len(numbers) if len(numbers) == len(column) else None)
+    return means
 
 
-def suite_table(suite: SuiteResult) -> str:
-    """Return for each temperature a table in the layout of DDTree's Table 1, the published figures
-    beside ours, and one of all methods, each with a row of means."""
-    parts = [f"# {suite.suite}: {suite.target}"]
-    known = False
-    for temperature in dict.fromkeys(one.temperature for one in suite.sets):
-        sets = [one for one in suite.sets if one.temperature == temperature]
-        theirs = [published(suite.target, temperature, one.set) for one in sets]
-        known = known or any(theirs)
-        parts += [f"## Temperature {temperature:g}", best_budgets(sets, theirs), every_method(sets)]
-    asked = sum(one.answers for one in suite.sets)
-    left_out = sum(one.left_out for one in suite.sets)
+def format_suite(suite: SuiteResult) -> str:
+    """Return the suite's results in Markdown. For each temperature there is a table in the layout
+    of the DDTree paper's Table 1, with the published results, and a table of all methods."""
+    paragraphs = [f"# {suite.suite}: {suite.target}"]
+    has_published = False
+    for temperature in dict.fromkeys(each.temperature for each in suite.sets):
+        sets = [each for each in suite.sets if each.temperature == temperature]
+        published = [find_published_result(suite.target, temperature, each.set) for each in sets]
+        has_published = has_published or any(published)
+        paragraphs += [
+            f"## Temperature {temperature:g}",
+            format_best_budgets(sets, published),
+            format_all_methods(sets),
+        ]
+
+    answers = sum(each.answers for each in suite.sets)
+    left_out = sum(each.left_out for each in suite.sets)
     first = suite.sets[0].result
-    notes = f"{first.device}, {first.dtype}, {asked} answers of at most {first.max_new_tokens} new tokens"
+    notes = (
+        f"{first.device}, {first.dtype}, {answers} answers of at most {first.max_new_tokens} new "
+        "tokens"
+    )
     if left_out:
         notes += f"; {left_out} questions were left out: too long for the target"
-    notes += "".join(f"; {one.title}: {one.result.cut}" for one in suite.sets if one.result.cut)
-    parts.append(
-        f"{notes}. τ: tokens a round, bonus token included; like speedups, averaged over answers, without the prefill. "
-        "Same: answers that are plain decoding's, token by token, of the method that has the fewest."
-        + f" Paper: {CITATION}."
-        * known
+    for each in suite.sets:
+        if each.result.time_limit_note:
+            notes += f"; {each.title}: {each.result.time_limit_note}"
+    notes += (
+        ". τ: tokens a round, bonus token included; like speedups, averaged over answers, without "
+        "the prefill. Same: answers that are plain decoding's, token by token, of the method that "
+        "has the fewest."
     )
-    return "\n\n".join(parts)
+    if has_published:
+        notes += f" Paper: {PAPER_CITATION}."
+    return "\n\n".join([*paragraphs, notes])
 
 
-def best_budgets(sets: list[SetResult], theirs: list[Published | None]) -> str:
-    """Return the paper's methods set by set, each with the budget of the highest speedup, and its
-    figures beside ours, where it has any of these sets."""
+def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
+    """Return a Markdown table of the paper's methods with the budget of the highest speedup, one
+    row for each set and one of means. The columns of published results are left out if there are
+    none."""
     rows = []
-    numbers = []
-    for one, paper in zip(sets, theirs, strict=True):
-        paper = paper or Published()
-        methods = one.result.methods
-        chain, tree = (
-            max(
-                (method for method in methods if method.name == name),
-                key=lambda method: method.decoding_speedup,
-            )
-            for name in ("chain", "ddtree")
-        )
-        of_chain = (
+    number_rows = []
+    for result, paper in zip(sets, published, strict=True):
+        paper = paper or PublishedResult()
+        methods = result.result.methods
+        chain = find_fastest_budget(methods, "chain")
+        tree = find_fastest_budget(methods, "ddtree")
+        numbers = [
+            methods[0].tokens_per_second,
             chain.decoding_speedup,
             paper.chain_speedup,
             chain.tau_prompt_mean,
             paper.chain_tau,
-        )
-        of_tree = (
+            tree.budget,
             tree.decoding_speedup,
             paper.ddtree_speedup,
             tree.tau_prompt_mean,
             paper.ddtree_tau,
-        )
-        numbers.append([methods[0].tokens_per_second, *of_chain, tree.budget, *of_tree])
-        same = f"{min(method.same for method in methods if method.name != GENERATE.name)}/{one.answers}"
-        rows.append([one.title, str(one.answers), *cells(numbers[-1]), same])
-    rows.append(["**mean**", "", *cells(means(numbers)), ""])
-    rows[-1][HEADS.index("DDTree nodes")] = ""
-    shown = [column for column, head in enumerate(HEADS) if head != "paper" or any(theirs)]
-    return markdown(
-        [HEADS[column] for column in shown], [[row[column] for column in shown] for row in rows]
-    )
-
-
-def cells(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers of a row of `best_budgets` as text."""
-    return [DASH if x is None else form.format(x) for form, x in zip(FORMATS, numbers, strict=True)]
-
-
-def every_method(sets: list[SetResult]) -> str:
-    """Return τ and speedup of every method on every set, in Markdown."""
-    shown = [one.result.drafting for one in sets]
-    numbers = [
-        [x for m in methods for x in (m.tau_prompt_mean, m.decoding_speedup)] for methods in shown
-    ]
-    names = [one.title for one in sets] + ["**mean**"]
-    rows = [
-        [
-            name,
-            *(
-                f"{tau:.2f}, {speedup:.2f}x"
-                for tau, speedup in zip(row[::2], row[1::2], strict=True)
-            ),
         ]
-        for name, row in zip(names, [*numbers, means(numbers)], strict=True)
+        number_rows.append(numbers)
+        identical_outputs = min(
+            method.identical_outputs or 0
+            for method in methods
+            if method.name != TRANSFORMERS_BASELINE.name
+        )
+        same = f"{identical_outputs}/{result.answers}"
+        rows.append([result.title, str(result.answers), *format_numbers(numbers), same])
+
+    mean_row = ["**mean**", "", *format_numbers(compute_column_means(number_rows)), ""]
+    mean_row[SUITE_COLUMNS.index("DDTree nodes")] = ""
+    rows.append(mean_row)
+
+    columns = range(len(SUITE_COLUMNS))
+    if not any(published):
+        columns = [i for i in columns if SUITE_COLUMNS[i] != "paper"]
+    head = [SUITE_COLUMNS[i] for i in columns]
+    shown_rows = []
+    for row in rows:
+        shown_rows.append([row[i] for i in columns])
+    return format_markdown_table(head, shown_rows)
+
+
+def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodResult:
+    """Return the method of this name, of all budgets, with the highest decoding speedup."""
+    candidates = [method for method in methods if method.name == name]
+    return max(candidates, key=lambda method: method.decoding_speedup or 0.0)
+
+
+def format_numbers(numbers: Sequence[float | None]) -> list[str]:
+    """Return the numbers of a row of `format_best_budgets` as text."""
+    return [
+        MISSING_CELL if number is None else number_format.format(number)
+        for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)
     ]
-    return markdown(["τ, speedup", *(method.label for method in shown[0])], rows)
+
+
+def format_all_methods(sets: list[SetResult]) -> str:
+    """Return a Markdown table with τ and speedup of every method on every set, and means."""
+    methods = sets[0].result.drafting_methods
+    titles = [result.title for result in sets]
+    number_rows = []
+    for result in sets:
+        numbers = []
+        for method in result.result.drafting_methods:
+            numbers += [method.tau_prompt_mean, method.decoding_speedup]
+        number_rows.append(numbers)
+    titles.append("**mean**")
+    number_rows.append(compute_column_means(number_rows))
+
+    rows = []
+    for title, numbers in zip(titles, number_rows, strict=True):
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        rows.append([title, *(f"{tau:.2f}, {speedup:.2f}x" for tau, speedup in pairs)])
+    return format_markdown_table(["τ, speedup", *(method.label for method in methods)], rows)

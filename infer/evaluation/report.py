@@ -1,41 +1,41 @@
-"""One page about an evaluation, for a reader who has never heard of drafting; it needs no network.
+"""Write an evaluation's report: one HTML page for readers who do not know speculative decoding,
+which needs no network.
 
-report.html.j2 holds what every page says. Colours follow the reader's light or dark setting, and
-every difference that is coloured is marked without colour too.
-"""
+report.html.j2 holds the text of the page. Its colours follow the reader's light or dark setting,
+and everything that is marked by colour is marked in another way too."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from infer.evaluation.charts import (
-    budget_charts,
-    choices_chart,
-    drawn_tree,
-    loss_chart,
-    steps_chart,
+    build_budget_charts,
+    build_first_choice_chart,
+    build_loss_chart,
+    build_tau_chart,
+    draw_tree,
 )
-from infer.evaluation.pages import render
+from infer.evaluation.metrics import select_best_checkpoint
 from infer.evaluation.results import Evaluation
-from infer.evaluation.ruler import best_of
 from infer.evaluation.tables import (
-    COLUMNS,
-    beside,
-    findings,
-    kinds_of,
-    legend,
-    method_cells,
-    notes_of,
-    study_table,
+    METHOD_COLUMNS,
+    build_group_rows,
+    build_study_table,
+    explain_marks,
+    format_method_row,
+    group_by_prompt_kind,
+    list_findings,
+    list_notes,
 )
+from infer.evaluation.templates import render_template
 from infer.utils.files import atomic_write
-from infer.utils.progress import duration
+from infer.utils.progress import format_duration
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What a report tells of the run behind an evaluation."""
+class RunDescription:
+    """What a report says about the run that an evaluation belongs to."""
 
     command: str | None = None
     config: dict[str, object] = field(default_factory=dict)  # without secrets
@@ -48,94 +48,99 @@ def write_report(
     folder: Path,
     evaluations: list[Evaluation],
     notes: Sequence[str] = (),
-    run: RunFacts | None = None,
+    run: RunDescription | None = None,
 ) -> Path:
-    """Write report.html into `folder`, with `notes` at the top of the page; return its path.
+    """Write report.html into `folder` and return its path. `notes` are sentences for the top of the
+    page.
 
     The best evaluation is shown in detail. If there are several, τ by training step is drawn too.
     """
     evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
-    run = run or RunFacts()
-    shown = best_of(evaluations)
-    sentences = findings(shown)
-    charts = budget_charts({"": shown})
-    charts += [choices_chart(shown.trees)] if shown.trees and shown.trees.choices else []
-    charts += [steps_chart(evaluations)] if len(evaluations) > 1 else []
-    charts += [loss_chart(run.losses)] if run.losses else []
-    groups = kinds_of(shown)
-    others = beside(shown, groups)
-    lines = [
+    best = select_best_checkpoint(evaluations)
+    run = run or RunDescription()
+
+    charts = build_budget_charts({"": best})
+    if best.tree_study and best.tree_study.first_choices:
+        charts.append(build_first_choice_chart(best.tree_study))
+    if len(evaluations) > 1:
+        charts.append(build_tau_chart(evaluations))
+    if run.losses:
+        charts.append(build_loss_chart(run.losses))
+
+    *findings, outputs_sentence = list_findings(best)
+    groups = group_by_prompt_kind(best)
+    group_rows = build_group_rows(best, groups)
+    legend = [
         "Bold: the drafter's fastest method, by the lower end of its interval.",
-        *legend(shown.methods),
+        *explain_marks(best.methods),
+        *(f"{note[0].upper()}{note[1:]}." for note in list_notes(best)),
     ]
-    page = render(
+    page = render_template(
         "report.html.j2",
-        title=title_of(shown),
-        findings=sentences[:-1],
-        outputs=sentences[-1],
+        title=build_title(best),
+        findings=findings,
+        outputs=outputs_sentence,
         notes=notes,
-        evaluation=shown,
-        example=shown.example,
-        tree=shown.example and drawn_tree(shown.example),
-        columns=COLUMNS,
-        methods=list(map(method_cells, shown.methods)),
-        best=shown.methods.index(shown.fastest),
-        legend=lines + [f"{line[0].upper()}{line[1:]}." for line in notes_of(shown)],
+        evaluation=best,
+        example=best.example,
+        tree=best.example and draw_tree(best.example),
+        columns=METHOD_COLUMNS,
+        methods=[format_method_row(method) for method in best.methods],
+        best=best.methods.index(best.best_drafter_method),
+        legend=legend,
         groups=list(groups),
-        others=others,
-        study=study_table(shown),
-        marks=legend((), [cell for row in others for cell in row[1:]]),
+        group_rows=group_rows,
+        study=build_study_table(best),
+        marks=explain_marks((), [cell for row in group_rows for cell in row[1:]]),
         charts=charts,
-        settings=settings_of_run(shown, run),
-        configuration=flat(run.config),
+        settings=list_settings(best, run),
+        configuration=flatten_config(run.config),
     )
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "report.html", page)
     return folder / "report.html"
 
 
-def title_of(evaluation: Evaluation) -> str:
-    """Return what the page is about: drafter, target and day, as far as they are known."""
+def build_title(evaluation: Evaluation) -> str:
+    """Return the title of the page: drafter, target, step and date, as far as they are known."""
     drafter = f"Drafter {evaluation.drafter}" if evaluation.drafter else "A drafter"
     step = f", step {evaluation.step}" if evaluation.step else ""
-    day = f", {evaluation.date}" if evaluation.date else ""
-    return f"{drafter} for {evaluation.target}{step}{day}"
+    date = f", {evaluation.date}" if evaluation.date else ""
+    return f"{drafter} for {evaluation.target}{step}{date}"
 
 
-def settings_of_run(evaluation: Evaluation, run: RunFacts) -> list[tuple[str, object]]:
-    """Return what the page says of checkpoint, data, command, time and machine."""
-    every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.methods]
+def list_settings(evaluation: Evaluation, run: RunDescription) -> list[tuple[str, object]]:
+    """Return name and value of the settings that the page shows: command, data, times and
+    machine."""
+    methods = [method for each in evaluation.with_others for method in each.methods]
+    prompts = f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each"
+    temperature = f"{evaluation.temperature:g}"
+    if evaluation.temperature == 0:
+        temperature += " (greedy)"
+    machine = f"{evaluation.device}; {platform.system()}, Python {platform.python_version()}"
     rows = [
         ("Command", run.command),
         ("Measured on", evaluation.date),
         ("Checkpoint", evaluation.checkpoint),
         ("Target", evaluation.target),
         ("Data", run.data),
-        (
-            "Prompts",
-            f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each",
-        ),
-        (
-            "Temperature",
-            f"{evaluation.temperature:g}" + ("" if evaluation.temperature else " (greedy)"),
-        ),
+        ("Prompts", prompts),
+        ("Temperature", temperature),
         ("Block size", evaluation.block_size),
-        ("Training took", None if run.seconds is None else duration(run.seconds)),
-        ("Decoding took", duration(sum(method.seconds for method in every))),
-        (
-            "Machine",
-            f"{evaluation.device}; {platform.system()}, Python {platform.python_version()}",
-        ),
+        ("Training took", None if run.seconds is None else format_duration(run.seconds)),
+        ("Decoding took", format_duration(sum(method.seconds for method in methods))),
+        ("Machine", machine),
         ("Number format", evaluation.dtype),
     ]
     return [(name, value) for name, value in rows if value is not None]
 
 
-def flat(config: dict, prefix: str = "") -> list[tuple[str, object]]:
-    """Return a configuration's options, one row each, by their whole names."""
+def flatten_config(config: Mapping, prefix: str = "") -> list[tuple[str, object]]:
+    """Return the options of a nested configuration with their dotted names."""
     rows = []
     for key, value in config.items():
-        rows += (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-        )
+        if isinstance(value, dict):
+            rows += flatten_config(value, f"{prefix}{key}.")
+        else:
+            rows.append((prefix + key, value))
     return rows

@@ -1,229 +1,249 @@
-"""What an evaluation found, as frozen dataclasses, and the one reader and writer of their JSON.
+"""The results of evaluations as frozen dataclasses, and the reader and writer of their JSON files.
 
-A field that is None is left out of the JSON, and a key that no field has is ignored when reading.
+A field that is None is left out of the JSON. Keys without a field are ignored when reading. Some
+fields have another name in the file than here: `metadata["key"]` is the name in the file.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from infer.trees.methods import ALONE, TREES, TreeMethod
+from infer.trees.methods import NGRAMS_ALONE, TREE_METHODS, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/measuring.py
-    "generate", "transformers", "", "#e69f00", drafts=False, most_nodes=lambda block_size: 0
+# baseline decoding by transformers, measured in infer/evaluation/measurement.py
+TRANSFORMERS_BASELINE = TreeMethod(
+    "generate",
+    "transformers",
+    "",
+    "#e69f00",
+    needs_drafter=False,
+    max_nodes_for_block=lambda block_size: 0,
 )
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """One decoded text, cut into what each round committed."""
+    """One decoded output, cut into what each round committed."""
 
     prompt: str
     completion: str
-    accepted: list[int]  # tokens committed round by round, the prefill's one first
-    pieces: list[
-        list[str]
-    ]  # [text, kind]; accepted, rejected (no part of the completion), corrected or bonus
+    # tokens committed by each round; the first entry is the prefill's token
+    accepted: list[int]
+    # [text, kind]; kind is accepted, rejected (not in the completion), corrected or bonus
+    pieces: list[list[str]]
 
 
 @dataclass(frozen=True)
-class RoundNode:
-    """A token of a round's tree."""
+class ExampleNode:
+    """One node of an example round's draft tree."""
 
     word: str  # the token as text
-    parent: int  # number of the node; the root's is itself
-    probability: float  # the drafter's, behind the token before
+    parent: int  # index of the parent node; the root's parent is the root
+    probability: float  # the drafter's probability, given the parent token
     accepted: bool
 
 
 @dataclass(frozen=True)
 class ExampleRound:
-    """One round as an example: its tree, the root first, and the token that the target added."""
+    """One round as an example: its draft tree, root first, and the token that the target added."""
 
     before: str  # the end of the text before the root
-    nodes: list[RoundNode]
+    nodes: list[ExampleNode]
     added: str
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """What one method took on one prompt."""
+    """Tokens, rounds and time that one method took on one prompt."""
 
-    number: int  # among all prompts of the evaluation
+    number: int  # index among all prompts of the evaluation
     kind: str
     tokens: int
     rounds: int
-    seconds: list[float]  # one; earlier versions measured repeatedly
-    looped: int  # tokens of the repetition that ended the text, 0 for one that ended otherwise
+    seconds: list[float]  # one value; earlier versions measured repeatedly
+    # tokens of the repetition that ended the output; 0 for an output that ended otherwise
+    loop_tokens: int = field(metadata={"key": "looped"})
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """How many drafts of chains were accepted."""
+class AcceptanceCounts:
+    """Counts of accepted drafts by position, from rounds that drafted chains."""
 
     rounds: int
-    accepted: list[int]  # [k]: rounds whose first k + 1 drafts were all accepted
+    accepted: list[int]  # [k]: number of rounds whose first k + 1 drafts were all accepted
 
     @property
-    def shares(self) -> list[float]:
-        """The share of rounds whose first k + 1 drafts were all accepted."""
+    def acceptance_rates(self) -> list[float]:
+        """Shares of the rounds whose first k + 1 drafts were all accepted."""
         return [count / max(1, self.rounds) for count in self.accepted]
 
     @property
-    def mean(self) -> float:
-        """Drafts accepted a round; one more is the acceptance length."""
+    def mean_accepted(self) -> float:
+        """Mean number of accepted drafts per round; the acceptance length is one more."""
         return sum(self.accepted) / max(1, self.rounds)
 
     @property
     def standard_error(self) -> float:
-        """The standard error of the mean, were the rounds drawn at random."""
-        squares = sum(
-            (2 * k + 1) * count for k, count in enumerate(self.accepted)
-        )  # of the drafts accepted a round
-        variance = squares / max(1, self.rounds) - self.mean**2
+        """Standard error of `mean_accepted`, as if rounds were independent."""
+        # sum over rounds of the squared number of accepted drafts
+        squares = sum((2 * k + 1) * count for k, count in enumerate(self.accepted))
+        variance = squares / max(1, self.rounds) - self.mean_accepted**2
         return math.sqrt(max(0.0, variance) / max(1, self.rounds))
 
     @classmethod
-    def of_all(cls, parts: Sequence["Acceptance"]) -> "Acceptance":
-        """Return the acceptance of all rounds of several texts together."""
-        columns = zip_longest(*(part.accepted for part in parts), fillvalue=0)
-        return cls(sum(part.rounds for part in parts), [sum(column) for column in columns])
+    def pool(cls, counts: Sequence["AcceptanceCounts"]) -> "AcceptanceCounts":
+        """Add up the counts of several outputs."""
+        columns = zip_longest(*(each.accepted for each in counts), fillvalue=0)
+        return cls(sum(each.rounds for each in counts), [sum(column) for column in columns])
 
 
 @dataclass(frozen=True)
-class KnownText:
-    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and
-    what of the chains on it was accepted."""
+class ReferenceAnswer:
+    """A prompt, the target's greedy answer to it, and the acceptance of chains on that answer."""
 
-    said: str
-    chat: bool  # sent as a chat's question, not as the beginning of a text
-    prompt: list[int]
-    ids: list[int]
-    acceptance: Acceptance | None = None  # None: it was written down of all texts together
+    prompt_text: str = field(metadata={"key": "said"})  # as a client sends it
+    chat: bool  # sent as a user message of a chat, not as text to complete
+    prompt_ids: list[int] = field(metadata={"key": "prompt"})
+    answer_ids: list[int] = field(metadata={"key": "ids"})
+    # None: the file holds the acceptance of all answers together only
+    acceptance: AcceptanceCounts | None = None
 
 
 @dataclass(frozen=True)
-class Reference:
-    """What a drafter's chains were measured to be worth, in a form that can be measured again
-    elsewhere. A round counts if it begins before the last block_size - 1 tokens of its text, so
-    that the text's end cuts none. It is published with the drafter: no names, no paths, and texts
-    that anybody may see."""
+class AcceptanceReference:
+    """A drafter's acceptance with chains, with all that is needed to measure it again elsewhere.
+
+    A round counts if it begins before the last block_size - 1 tokens of its answer, so that the end
+    of the answer cuts no draft. The reference is published with the drafter: it holds no names or
+    paths, and only prompts that may be public.
+    """
 
     dtype: str  # of the target
     block_size: int
-    acceptance: Acceptance  # of all texts together
-    texts: list[KnownText]
+    acceptance: AcceptanceCounts  # of all answers together
+    answers: list[ReferenceAnswer] = field(metadata={"key": "texts"})
 
     @property
-    def by_text(self) -> list[Acceptance]:
-        """The acceptance text by text; where that is not known, one for all."""
-        known = [text.acceptance for text in self.texts if text.acceptance is not None]
-        return known if len(known) == len(self.texts) else [self.acceptance]
+    def acceptance_by_answer(self) -> list[AcceptanceCounts]:
+        """The acceptance of each answer; one entry for all together if they were not stored."""
+        counts = [answer.acceptance for answer in self.answers if answer.acceptance is not None]
+        return counts if len(counts) == len(self.answers) else [self.acceptance]
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one method took on all prompts: a row of every table."""
+    """The measurements of one decoding method over all prompts: one row of every table."""
 
-    name: str  # of the table of tree methods; for a masked model, order and length of its drafts
-    budget: int  # drafted nodes a round; for a masked model, states
-    tau: float  # tokens committed a round, pooled over rounds
+    name: str  # of the tree methods' table; for a masked model, drafting method and draft length
+    budget: int  # drafted nodes per round; for a masked model, states
+    tau: float  # tokens committed per round, pooled over rounds
     tau_prompt_mean: float  # the same, averaged over prompts
     rounds: int
     tokens: int
-    seconds: float  # wall-clock, prefill included
+    seconds: float  # wall-clock time, prefill included
     tokens_per_second: float
-    speedup: float  # over the fastest plain decoder: infer/evaluation/ruler.py
-    histogram: list[int]  # [i]: rounds that committed i + 1 tokens
-    identical: bool | None = (
-        None  # whether every text equals plain decoding's; None: drawn with other noise
-    )
-    ties: int | None = None  # prompts that differ from plain decoding at a tie of rounded logits
+    speedup: float  # over the fastest baseline decoder: infer/evaluation/metrics.py
+    histogram: list[int]  # [i]: number of rounds that committed i + 1 tokens
+    # whether every output equals baseline decoding's; None: sampled with other noise
+    identical: bool | None = None
+    ties: int | None = None  # prompts that differ from the baseline at a tie of rounded logits
     defects: int | None = None  # prompts that differ for any other reason
-    same: int | None = None  # texts that equal plain decoding's
-    decoding_speedup: float | None = (
-        None  # ratio of seconds a token without the prefill, averaged over texts
-    )
+    identical_outputs: int | None = field(
+        default=None, metadata={"key": "same"}
+    )  # number of prompts
+    # ratio of seconds per token without the prefill, averaged over outputs
+    decoding_speedup: float | None = None
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
-    again: int | None = None  # prompts that something disturbed, which were measured again
+    # prompts measured again because another process slowed the first measurement
+    remeasured_prompts: int | None = field(default=None, metadata={"key": "again"})
 
     @property
-    def finding(self) -> str:
-        """What the speedup shows: faster, slower or undecided (not significant); nothing for
-        figures of earlier versions, which have no intervals."""
+    def significance(self) -> str:
+        """What the speedup's interval shows: "faster", "slower" or "undecided"; "" for results of
+        earlier versions, which have no intervals."""
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
         low, high = self.speedup_interval
-        return "undecided" if low <= 1 <= high else "faster" if low > 1 else "slower"
+        if low > 1:
+            return "faster"
+        if high < 1:
+            return "slower"
+        return "undecided"
 
     @property
-    def tree(self) -> TreeMethod:
-        """The method's row, see `tree_of`."""
-        return tree_of(self.name)
+    def tree_method(self) -> TreeMethod:
+        """The method's row in the table of tree methods, see `find_tree_method`."""
+        return find_tree_method(self.name)
 
     @property
     def label(self) -> str:
-        """What reports call the method: plain, chain, DDTree 64."""
-        return f"{self.tree.label} {self.budget}" if self.tree.by_budget else self.tree.label
+        """The method's name in reports: plain, chain, DDTree 64."""
+        row = self.tree_method
+        return f"{row.label} {self.budget}" if row.scales_with_budget else row.label
 
 
-def tree_of(name: str) -> TreeMethod:
-    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one
-    for other names."""
-    rows = TREES | {row.name: row for row in (ALONE, GENERATE)}
-    return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
+def find_tree_method(name: str) -> TreeMethod:
+    """Return a method's row in the table of tree methods, or of the methods that only evaluations
+    have. Return a row of default values for other names."""
+    rows = TREE_METHODS | {row.name: row for row in (NGRAMS_ALONE, TRANSFORMERS_BASELINE)}
+    if name in rows:
+        return rows[name]
+    return TreeMethod(name, name, builder="", max_nodes_for_block=lambda block_size: 0)
 
 
 @dataclass(frozen=True)
-class FirstChoices:
-    """How often the drafter's first choice is the target's token, at the places that a tree's
-    rounds reach."""
+class FirstChoiceAccuracy:
+    """How often the drafter's most likely token is the target's token, at the positions that the
+    rounds of a tree reach."""
 
-    by: str  # "marginals", or "head" where the drafter has a conditional one
-    behind: str  # what was accepted before in the round: "first choices" alone, or also "a sibling" of one
-    asked: list[int]  # by depth, from 1
-    right: list[int]
-    intervals: list[list[float] | None]  # of the share at each depth
-    interval: list[float] | None = None  # of the share at all depths
+    source: str = field(
+        metadata={"key": "by"}
+    )  # "marginals", or "head" for the conditional head's distributions
+    # accepted before in the round: "first choices" only, or also "a sibling" of a first choice
+    prefix: str = field(metadata={"key": "behind"})
+    attempts: list[int] = field(metadata={"key": "asked"})  # by depth, from 1
+    correct: list[int] = field(metadata={"key": "right"})  # by depth, from 1
+    intervals: list[list[float] | None]  # of the accuracy at each depth
+    interval: list[float] | None = None  # of the accuracy over all depths
 
     @property
-    def share(self) -> float:
-        """Of all depths."""
-        return sum(self.right) / max(1, sum(self.asked))
+    def accuracy(self) -> float:
+        """The accuracy over all depths."""
+        return sum(self.correct) / max(1, sum(self.attempts))
 
 
 @dataclass(frozen=True)
-class ReplayedOrder:
-    """What rounds would commit by one order of the drafter's candidates."""
+class ReplayResult:
+    """The acceptance length that replaying one variant of drafting gave."""
 
     method: str
     nodes: int
-    by: str  # of `infer.evaluation.replay.Order`
+    ranking: str = field(metadata={"key": "by"})  # see `infer.evaluation.replay.ReplayVariant`
     tau: float
     tau_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class TreeStudy:
-    """What trees gain and why, replayed on an evaluation's greedy texts."""
+    """What trees gain over chains and why, replayed on the greedy outputs of an evaluation."""
 
-    nodes: int  # of the trees whose rounds `choices` are of
-    choices: list[FirstChoices]
-    orders: list[ReplayedOrder]
+    nodes: int  # size of the trees whose rounds `first_choices` counts
+    first_choices: list[FirstChoiceAccuracy] = field(metadata={"key": "choices"})
+    results: list[ReplayResult] = field(metadata={"key": "orders"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What every method took on the same prompts. The first method is plain decoding by our engine;
-    for a masked model, step by step."""
+    """The measurements of every method on the same prompts. The first method is baseline decoding
+    by our engine; for a masked model, decoding step by step."""
 
     target: str
     device: str
@@ -237,76 +257,86 @@ class Evaluation:
     step: int | None = None  # of the training run
     checkpoint: str | None = None
     drafter: str | None = None
-    baseline: str | None = None  # the fastest plain decoder, whose speed is 1; None: plain
-    beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
+    baseline: str | None = None  # name of the fastest baseline decoder; None: plain
+    # the same methods on other prompts, or sampled
+    other_evaluations: "list[Evaluation] | None" = field(default=None, metadata={"key": "beside"})
     example: ExampleRound | None = None
-    what: str | None = None  # of an evaluation beside another: what is different
-    reference: Reference | None = None  # of the prompts from outside the data
-    trees: TreeStudy | None = (
-        None  # None for sampled texts, and for drafters that cannot be replayed
-    )
-    cut: str | None = None  # what was left out for want of time
+    # of one of `other_evaluations`: how its prompts or options differ
+    prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
+    reference: AcceptanceReference | None = None  # on the prompts from outside the data
+    # None for sampled outputs, and for drafters that cannot be replayed
+    tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})
+    # what was left out when evaluation.max_minutes were over
+    time_limit_note: str | None = field(default=None, metadata={"key": "cut"})
     date: str | None = None  # of the measurement, as 2026-11-28; None in files of earlier versions
 
     @property
-    def ours(self) -> list[MethodResult]:
-        """The methods of our engine."""
-        return [method for method in self.methods if method.name != GENERATE.name]
+    def engine_methods(self) -> list[MethodResult]:
+        """The methods of our engine, without transformers' baseline."""
+        return [method for method in self.methods if method.name != TRANSFORMERS_BASELINE.name]
 
     @property
-    def drafting(self) -> list[MethodResult]:
-        """Our methods that draft, all but plain decoding."""
-        return self.ours[1:]
+    def drafting_methods(self) -> list[MethodResult]:
+        """The methods of our engine without baseline decoding."""
+        return self.engine_methods[1:]
 
     @property
-    def of_drafter(self) -> list[MethodResult]:
-        """The methods that use the drafter, with n-grams or without."""
-        return [method for method in self.drafting if method.tree is not ALONE]
+    def drafter_methods(self) -> list[MethodResult]:
+        """The methods that use the drafter, with or without n-grams."""
+        return [
+            method for method in self.drafting_methods if method.tree_method is not NGRAMS_ALONE
+        ]
 
     @property
-    def fastest(self) -> MethodResult:
-        """The method of the drafter whose speedup is surely the highest, see `surest`."""
-        return surest(self.of_drafter)
+    def best_drafter_method(self) -> MethodResult:
+        """The drafter's method with the highest lower bound of its speedup."""
+        return select_best_method(self.drafter_methods)
 
     @property
-    def plain(self) -> MethodResult:
-        """The fastest plain decoder, over which speedups are."""
-        return next(
-            (method for method in self.methods if method.name == self.baseline), self.methods[0]
-        )
+    def fastest_baseline(self) -> MethodResult:
+        """The fastest baseline decoder, to which speedups refer."""
+        for method in self.methods:
+            if method.name == self.baseline:
+                return method
+        return self.methods[0]
 
     @property
     def same_output(self) -> bool:
-        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on
-        those beside them."""
-        return all(method.identical for method in self.ours) and all(
-            one.same_output for one in self.beside or ()
-        )
+        """Whether every method of our engine gave baseline decoding's outputs, here and in
+        `other_evaluations`."""
+        if not all(method.identical for method in self.engine_methods):
+            return False
+        return all(evaluation.same_output for evaluation in self.other_evaluations or ())
+
+    @property
+    def with_others(self) -> "list[Evaluation]":
+        """This evaluation, followed by `other_evaluations`."""
+        return [self, *(self.other_evaluations or ())]
 
 
-def surest(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method with the highest lower end of its speedup's interval; where there is none,
-    of the speedup."""
+def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
+    """Return the method with the highest lower bound of its speedup's interval, or with the highest
+    speedup if there are no intervals."""
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """One question set at one temperature."""
+    """The results of one question set at one temperature."""
 
-    settings: dict[str, object]  # everything that the figures depend on
+    settings: dict[str, object]  # everything that the results depend on
     set: str
     title: str
     temperature: float
     questions: int
-    answers: int  # turns that were answered
-    left_out: int  # turns that do not fit into the target's positions
+    answers: int  # number of turns that were answered
+    left_out: int  # number of turns that do not fit into the target's positions
     result: Evaluation
 
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """A suite's sets, temperature by temperature."""
+    """The results of all sets of a suite, temperature by temperature."""
 
     suite: str
     checkpoint: str
@@ -319,44 +349,59 @@ def write_result(path: Path, result: object) -> None:
     write_json(path, to_json(result))
 
 
-def read_result(path: Path, kind: type[Result]) -> Result:
-    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds
-    something else."""
+def read_result(path: Path, result_class: type[Result]) -> Result:
+    """Read what `write_result` wrote. Raises OSError, and ValueError for a file with other
+    content."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")), kind)
+        return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
-        raise ValueError(f"{path} holds no {kind.__name__}: {error}") from error
+        raise ValueError(f"{path} holds no {result_class.__name__}: {error}") from error
 
 
-def to_json(result: object) -> dict[str, object]:
-    """Return dictionaries and lists for dataclasses, at any depth."""
-    return asdict(
-        result,
-        dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None or key == "step"},
-    )
+def json_key(dataclass_field: Field) -> str:
+    """Return the key of a field in JSON files."""
+    return dataclass_field.metadata.get("key", dataclass_field.name)
 
 
-def from_json(data: dict, kind: type[Result]) -> Result:
-    """Return the dataclass that `to_json` made these dictionaries of."""
-    return kind(
-        **{
-            name: with_parts(data[name], hint)
-            for name, hint in get_type_hints(kind).items()
-            if name in data
+def to_json(value: Any) -> Any:
+    """Convert dataclasses to dictionaries, at any depth. Fields that are None are left out, except
+    `step`."""
+    if is_dataclass(value):
+        pairs = {each.name: (json_key(each), getattr(value, each.name)) for each in fields(value)}
+        return {
+            key: to_json(content)
+            for name, (key, content) in pairs.items()
+            if content is not None or name == "step"
         }
-    )
+    if isinstance(value, dict):
+        return {key: to_json(content) for key, content in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return value
 
 
-def with_parts(value: object, hint: object) -> object:
-    """Return a field's value with the dataclasses in it, by its annotation: list[TextSample],
-    ExampleRound | None."""
-    parts = [part for part in get_args(hint) if is_dataclass(part) or get_args(part)]
-    if value is not None and is_dataclass(hint):
-        return from_json(value, hint)
-    if value is None or not parts:
+def from_json(data: dict, result_class: type[Result]) -> Result:
+    """Return the dataclass from which `to_json` made `data`."""
+    hints = get_type_hints(result_class)
+    values = {}
+    for each in fields(result_class):  # ty: ignore[invalid-argument-type]
+        key = json_key(each)
+        if key in data:
+            values[each.name] = decode_field_value(data[key], hints[each.name])
+    return result_class(**values)
+
+
+def decode_field_value(value: Any, annotation: Any) -> Any:
+    """Convert a field's JSON value to the dataclasses that its annotation names, such as
+    list[TextSample] or ExampleRound | None."""
+    if value is None:
+        return None
+    if is_dataclass(annotation):
+        return from_json(value, annotation)
+
+    inner = [each for each in get_args(annotation) if is_dataclass(each) or get_args(each)]
+    if not inner:
         return value
-    return (
-        [with_parts(item, parts[0]) for item in value]
-        if get_origin(hint) is list
-        else with_parts(value, parts[0])
-    )
+    if get_origin(annotation) is list:
+        return [decode_field_value(item, inner[0]) for item in value]
+    return decode_field_value(value, inner[0])

@@ -1,10 +1,9 @@
-"""Question sets decoded with every method, set by set: a finished set is a file, and is not decoded
-again.
+"""Evaluate a drafter on a suite of question sets. Each finished set is written to a file, and is
+not decoded again when the command is repeated.
 
-Chats of several turns are asked turn by turn, with the model's own answers in between (those of
-plain
-decoding: greedy, every method's; sampled, every method's with the same seed).
-"""
+Chats of several turns are answered turn by turn. The history holds the model's own answers, those
+of baseline decoding: greedy answers are the same for every method, and so are sampled ones with the
+same seed."""
 
 import hashlib
 import math
@@ -12,219 +11,272 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Protocol
 
-from infer.api import answer_text, positions_of
+from infer.api import decode_output, max_positions
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.drafters.families import LOOKUP
-from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import (
-    Measured,
-    Progress,
+from infer.drafters.families import PROMPT_LOOKUP_FAMILY
+from infer.evaluation.evaluate import describe_device, summarise_prompt_set
+from infer.evaluation.measurement import (
+    DecodingVariant,
+    ProgressCallback,
     PromptSet,
-    Variant,
-    cut_at,
-    join,
-    measure,
-    variants,
+    VariantMeasurement,
+    describe_time_limit,
+    list_variants,
+    measure_variants,
+    merge_measurements,
 )
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
-from infer.formats.folders import find_folder
-from infer.targets.target import Target, number_format
-from infer.utils.files import file_digest, json_digest, refuse_other_settings
+from infer.formats.folders import find_drafter_folder
+from infer.targets.target import Target, number_format_name
+from infer.utils.files import file_digest, json_digest, refuse_changed_settings
 from infer.utils.renamed_options import translate_section
+
+MIN_SECONDS_PER_TOKEN = 1e-9
+
+
+class LoadedQuestionSet(Protocol):
+    """A question set that is ready to be answered, see data/suites.py."""
+
+    name: str
+    title: str
+    chats: Sequence[Sequence[list[dict[str, str]]]]  # for each chat and turn, the new messages
+
+
+class SuiteOptions(Protocol):
+    """The options of a suite, as data/suites.py has them."""
+
+    name: str | None
+    temperatures: Sequence[float]
+    thinking: bool
 
 
 def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: Sequence,
-    options,
+    question_sets: Sequence[LoadedQuestionSet],
+    options: SuiteOptions,
     evaluation: EvaluationConfig,
     out: Path,
-    say: Callable[[str], None] = lambda line: None,
-    progress: Progress = lambda done, total: None,
+    log: Callable[[str], None] = lambda line: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> SuiteResult:
-    """Ask every set at every temperature. Each has its share of what is left of
-    `evaluation.max_minutes`, and is asked no further then. Writes each set to out/sets as soon as it is
-    done, and the whole to out/suite.json. `checkpoint` is where the drafter was read from, `suite`
-    and `options` are as data/suites.py has them.
+    """Decode every question set at every temperature. Write each set to out/sets as soon as it is
+    finished, and all of them to out/suite.json.
 
-    Raises ValueError where `out` holds a set that was measured with other settings, and where no
-    question of a set fits into the target.
+    Each set may take an equal share of what is left of `evaluation.max_minutes`.
+
+    checkpoint: where the drafter was loaded from
+
+    Raises ValueError if `out` holds a set that was measured with other settings, and if no question
+    of a set fits into the target's positions.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
-    weights = drafter_digest(checkpoint) + "-int8" * drafter.quantised
-    sets = []
-    jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
+    weights_digest = drafter_digest(checkpoint)
+    if drafter.quantised:
+        weights_digest += "-int8"
+
+    results = []
+    jobs = [
+        (temperature, question_set)
+        for temperature in options.temperatures
+        for question_set in question_sets
+    ]
     end = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
-    for number, (temperature, questions) in enumerate(jobs, 1):
+    for i, (temperature, question_set) in enumerate(jobs):
         config = replace(evaluation, temperature=temperature)
-        settings = settings_of(target, weights, questions, options.thinking, config)
-        file = out / "sets" / f"{questions.name}-{temperature:g}.json"
-        known = read_finished(file, settings)
-        what = f"{questions.title}, temperature {temperature:g} ({number} of {len(jobs)}):"
-        say(what if known is None else f"{what} measured before, in {file}")
-        if known is None:
-            left = max(0.0, end - time.monotonic()) / (len(jobs) - number + 1)
-            known = evaluate_set(
-                target, drafter, questions, settings, config, progress, time.monotonic() + left
+        settings = collect_settings(target, weights_digest, question_set, options.thinking, config)
+        file = out / "sets" / f"{question_set.name}-{temperature:g}.json"
+        result = read_finished_set(file, settings)
+        label = f"{question_set.title}, temperature {temperature:g} ({i + 1} of {len(jobs)}):"
+        if result is None:
+            log(label)
+            seconds = max(0.0, end - time.monotonic()) / (len(jobs) - i)
+            deadline = time.monotonic() + seconds
+            result = evaluate_question_set(
+                target, drafter, question_set, settings, config, progress, deadline
             )
-            write_result(file, known)
-        sets.append(known)
-    result = SuiteResult(options.name, checkpoint, target.name, sets)
-    write_result(out / "suite.json", result)
-    return result
+            write_result(file, result)
+        else:
+            log(f"{label} measured before, in {file}")
+        results.append(result)
+
+    suite = SuiteResult(options.name or "", checkpoint, target.name, results)
+    write_result(out / "suite.json", suite)
+    return suite
 
 
-def evaluate_set(
+def evaluate_question_set(
     target: Target,
     drafter: Drafter,
-    questions,
+    question_set: LoadedQuestionSet,
     settings: dict[str, object],
     config: EvaluationConfig,
-    progress: Progress,
-    until: float,
+    progress: ProgressCallback,
+    deadline: float,
 ) -> SetResult:
-    """Ask one set at one temperature. For every method, also count the answers that are plain
-    decoding's, and take the published measure of speed (`seconds_per_token`)."""
-    every = variants(drafter, config)
-    thinking = settings["thinking"]
-    measured, left_out = ask(target, drafter, questions, thinking, every, progress, until)
-    plain = measured[0]
+    """Decode one question set at one temperature. For every method, also count the answers that
+    equal baseline decoding's, and compute the speedup as publications do (`seconds_per_token`).
+
+    deadline: value of time.monotonic() after which no more questions are begun
+    """
+    variants = list_variants(drafter, config)
+    thinking = bool(settings["thinking"])
+    measurements, left_out = answer_questions(
+        target, drafter, question_set, thinking, variants, progress, deadline
+    )
+    baseline = measurements[0]
+    fitting_turns = sum(map(len, question_set.chats)) - left_out
+    note = describe_time_limit(config.max_minutes, len(baseline.sequences), fitting_turns)
+    prompt_set = PromptSet(None, [], [], config, note)
+    evaluation = summarise_prompt_set(target, drafter, prompt_set, measurements)
+
     methods = []
-    fitting = sum(map(len, questions.chats)) - left_out
-    cut = cut_at(config.max_minutes, len(plain.texts), fitting)
-    result = summarise_part(target, drafter, PromptSet(None, [], [], config, cut), measured)
-    for method, one in zip(result.methods, measured, strict=True):
-        same = sum(
-            text.ids == other.ids for text, other in zip(one.texts, plain.texts, strict=True)
+    for method, measurement in zip(evaluation.methods, measurements, strict=True):
+        pairs = zip(measurement.sequences, baseline.sequences, strict=True)
+        identical_outputs = sum(sequence.ids == expected.ids for sequence, expected in pairs)
+        decoding_speedup = None
+        if measurement.sequences[0].stats.seconds:
+            decoding_speedup = seconds_per_token(baseline) / seconds_per_token(measurement)
+        method = replace(
+            method, identical_outputs=identical_outputs, decoding_speedup=decoding_speedup
         )
-        faster = (
-            seconds_per_token(plain) / seconds_per_token(one)
-            if one.texts[0].stats.seconds
-            else None
-        )
-        methods.append(replace(method, same=same, decoding_speedup=faster))
+        methods.append(method)
     return SetResult(
         settings=settings,
-        set=questions.name,
-        title=questions.title,
+        set=question_set.name,
+        title=question_set.title,
         temperature=config.temperature,
-        questions=len(questions.chats),
-        answers=result.prompts,
+        questions=len(question_set.chats),
+        answers=evaluation.prompts,
         left_out=left_out,
-        result=replace(result, methods=methods),
+        result=replace(evaluation, methods=methods),
     )
 
 
-def ask(
+def answer_questions(
     target: Target,
     drafter: Drafter,
-    questions,
+    question_set: LoadedQuestionSet,
     thinking: bool,
-    methods: Sequence[Variant],
-    progress: Progress,
-    until: float = math.inf,
-) -> tuple[list[Measured], int]:
-    """Return what every method answered to every turn of the chats, as many as begin before `until`
-    as of `measure`, and how many turns were left out because they do not fit into the target's
-    positions. Raises ValueError where none does."""
-    chats = questions.chats
-    tokens = methods[0].options.max_new_tokens
+    variants: Sequence[DecodingVariant],
+    progress: ProgressCallback,
+    deadline: float = math.inf,
+) -> tuple[list[VariantMeasurement], int]:
+    """Answer every turn of the chats with every variant, turn by turn.
+
+    Returns the measurements, and the number of turns that were left out because they do not fit
+    into the target's positions. No turn is begun after `deadline`, see `measure_variants`. Raises
+    ValueError if no turn fits.
+    """
+    chats = question_set.chats
+    max_new_tokens = variants[0].options.max_new_tokens
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
-    going = list(range(len(chats)))
+    open_chats = list(range(len(chats)))
     left_out = 0
-    shares = []
+    measurements_by_turn = []
     for turn in range(max(map(len, chats))):
         prompts = []
-        asked = []
-        for i in going:
+        prompt_chats = []
+        for i in open_chats:
             if turn == len(chats[i]):
                 continue
             histories[i] += chats[i][turn]
-            ids = prompt_ids(target, histories[i], thinking)
-            if len(ids) + tokens > positions_of(target):
+            ids = encode_chat(target, histories[i], thinking)
+            if len(ids) + max_new_tokens > max_positions(target):
                 left_out += len(chats[i]) - turn
             else:
-                asked.append(i)
+                prompt_chats.append(i)
                 prompts.append(ids)
-        if not prompts or (shares and time.monotonic() > until):
+        if not prompts or (measurements_by_turn and time.monotonic() > deadline):
             break
-        numbers = [turn * len(chats) + i for i in asked]
-        share = measure(target, drafter, methods, prompts, progress, numbers, until)
-        going = asked[: len(share[0].texts)]
-        for i, text in zip(going, share[0].texts, strict=True):
-            histories[i].append(
-                {"role": "assistant", "content": answer_text(target, text.ids, text.options)}
-            )
-        shares.append(share)
-    if not shares:
-        raise ValueError(
-            f"{questions.title}: no question and {tokens} new tokens fit into the target's {positions_of(target)} "
-            "positions: lower evaluation.max_new_tokens"
+
+        numbers = [turn * len(chats) + i for i in prompt_chats]
+        measurements = measure_variants(
+            target, drafter, variants, prompts, progress, numbers, deadline
         )
-    return join(shares), left_out
+        answers = measurements[0].sequences
+        open_chats = prompt_chats[: len(answers)]
+        for i, sequence in zip(open_chats, answers, strict=True):
+            content = decode_output(target, sequence.ids, sequence.options)
+            histories[i].append({"role": "assistant", "content": content})
+        measurements_by_turn.append(measurements)
+    if not measurements_by_turn:
+        raise ValueError(
+            f"{question_set.title}: no question and {max_new_tokens} new tokens fit into the "
+            f"target's {max_positions(target)} positions: lower evaluation.max_new_tokens"
+        )
+    return merge_measurements(measurements_by_turn), left_out
 
 
-def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
-    """Return a chat's token ids, up to where the model speaks; for a target without a template its
-    texts with an empty line between them."""
-    tokenizer = target.tokenizer
+def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
+    """Return the token ids of a chat up to the start of the model's answer. Without a chat template
+    the messages are joined by empty lines."""
+    tokenizer: Any = target.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer("\n\n".join(message["content"] for message in messages) + "\n\n")[
-            "input_ids"
-        ]
-    switches = {"add_generation_prompt": True, "enable_thinking": thinking}
-    return tokenizer.apply_chat_template(messages, return_dict=True, **switches)["input_ids"]
-
-
-def seconds_per_token(measured: Measured) -> float:
-    """Return the seconds a token without the prefill, averaged over answers: published speedups are
-    ratios of these."""
-    every = [text.stats for text in measured.texts]
-    seconds = sum(
-        (stats.seconds - stats.stage_seconds["prefill"]) / stats.tokens for stats in every
+        text = "\n\n".join(message["content"] for message in messages) + "\n\n"
+        return tokenizer(text)["input_ids"]
+    encoded = tokenizer.apply_chat_template(
+        messages, return_dict=True, add_generation_prompt=True, enable_thinking=thinking
     )
-    return max(seconds / len(every), 1e-9)  # answers of one token are all prefill
+    return encoded["input_ids"]
 
 
-def settings_of(
-    target: Target, weights: str, questions, thinking: bool, config: EvaluationConfig
+def seconds_per_token(measurement: VariantMeasurement) -> float:
+    """Return the seconds per token without the prefill, averaged over answers. Published speedups
+    are ratios of these."""
+    stats = measurement.stats
+    total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
+    return max(total / len(stats), MIN_SECONDS_PER_TOKEN)  # 0 if all answers have one token
+
+
+def collect_settings(
+    target: Target,
+    weights_digest: str,
+    question_set: LoadedQuestionSet,
+    thinking: bool,
+    config: EvaluationConfig,
 ) -> dict[str, object]:
-    """Return everything that a set's figures depend on."""
+    """Return everything that a set's results depend on."""
     unused = ("prompts", "external_prompts", "max_prompt_tokens", "sampling_temperature")
+    options = {name: value for name, value in asdict(config).items() if name not in unused}
     return {
         "target": target.name,
-        "dtype": number_format(target),
+        "dtype": number_format_name(target),
         "device": describe_device(target.device),
-        "drafter": weights,
-        "questions": json_digest(questions.chats),
+        "drafter": weights_digest,
+        "questions": json_digest(question_set.chats),
         "thinking": thinking,
-    } | {key: value for key, value in asdict(config).items() if key not in unused}
+    } | options
 
 
-def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings;
-    those that there are no more do not count, nor a limit of time that left nothing out."""
+def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | None:
+    """Return the result that an earlier run wrote, None if there is none.
+
+    Raises ValueError if it was measured with other settings. Settings that no longer exist are
+    ignored, and so is the time limit if it left nothing out.
+    """
     if not file.exists():
         return None
-    known = read_result(file, SetResult)
+    result = read_result(file, SetResult)
     message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
-    saved = translate_section(known.settings, "evaluation.")
-    theirs = {key: saved.get(key) for key in settings}
-    free = () if known.result.cut else ("max_minutes",)
-    refuse_other_settings(theirs, settings, message, free)
-    return known
+    saved = translate_section(result.settings, "evaluation.")
+    stored_settings = {key: saved.get(key) for key in settings}
+    ignored = () if result.result.time_limit_note else ("max_minutes",)
+    refuse_changed_settings(stored_settings, settings, message, ignored)
+    return result
 
 
 def drafter_digest(checkpoint: str) -> str:
-    """Return the SHA-256 of a drafter's weights; lookup's name, as it has none. Raises
-    FileNotFoundError."""
-    if checkpoint == LOOKUP.name:
+    """Return the SHA-256 of a drafter's weights; for prompt lookup, which has none, its name.
+    Raises FileNotFoundError if there are no weights."""
+    if checkpoint == PROMPT_LOOKUP_FAMILY.name:
         return checkpoint
-    files = sorted(find_folder(checkpoint).glob("*.safetensors"))
+    files = sorted(find_drafter_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
-    return hashlib.sha256(b"".join(bytes.fromhex(file_digest(file)) for file in files)).hexdigest()
+    digests = b"".join(bytes.fromhex(file_digest(file)) for file in files)
+    return hashlib.sha256(digests).hexdigest()

@@ -1,262 +1,319 @@
-"""Evaluations as text. A method is one row of cells under COLUMNS, in a terminal, in Markdown and
-in a page alike; the result is also said in a few sentences."""
+"""Format evaluations as text: tables with one row per method under METHOD_COLUMNS, for a terminal,
+Markdown and HTML alike, and the result in a few sentences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from infer.evaluation.results import GENERATE, Evaluation, MethodResult, surest
-from infer.evaluation.ruler import DISTURBED, FEWEST, figures
+from infer.evaluation.metrics import DISTURBED_TIME_RATIO, MIN_INTERVAL_PROMPTS, compute_metrics
+from infer.evaluation.results import (
+    TRANSFORMERS_BASELINE,
+    Evaluation,
+    MethodResult,
+    select_best_method,
+)
 
-DASH = "-"
-COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
-STUDY = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
-ENGINES = "vLLM, SGLang, llama.cpp and transformers"
-MARK = "~"
-MEANING = f"{MARK}  not significant: the interval holds 1, or there are fewer than {FEWEST} prompts"
+MISSING_CELL = "-"
+METHOD_COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
+STUDY_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
+CHAIN_ENGINES = "vLLM, SGLang, llama.cpp and transformers"
+INSIGNIFICANT_MARK = "~"
+INSIGNIFICANT_LEGEND = (
+    f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than "
+    f"{MIN_INTERVAL_PROMPTS} prompts"
+)
 
 
-def method_cells(method: MethodResult) -> list[str]:
-    """Return a method's row under COLUMNS."""
-    same = {True: "yes", False: "no" if method.name == GENERATE.name else "NO", None: DASH}[
-        method.identical
-    ]
+def format_method_row(method: MethodResult) -> list[str]:
+    """Return a method's cells under METHOD_COLUMNS."""
+    if method.identical is None:
+        same_output = MISSING_CELL
+    elif method.identical:
+        same_output = "yes"
+    elif method.name == TRANSFORMERS_BASELINE.name:
+        same_output = "no"
+    else:
+        same_output = "NO"
     if method.ties is not None:
-        same += f" ({method.ties} prompts at ties, {method.defects} by defects)"
+        same_output += f" ({method.ties} prompts at ties, {method.defects} by defects)"
+
+    speedup = f"{method.speedup:.2f}x{format_interval(method.speedup_interval)}"
     return [
         method.label,
-        f"{method.tau:.2f}{span(method.tau_interval)}",
+        f"{method.tau:.2f}{format_interval(method.tau_interval)}",
         f"{method.tokens_per_second:.1f}",
-        f"{method.speedup:.2f}x{span(method.speedup_interval)}{mark(method)}",
-        same,
+        speedup + significance_mark(method),
+        same_output,
     ]
 
 
-def span(interval: list[float] | None) -> str:
-    """Return an interval in brackets, with a space before; nothing where there is none."""
-    return (
-        ""
-        if interval is None or interval[0] == interval[1]
-        else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-    )
+def format_interval(interval: Sequence[float] | None) -> str:
+    """Return an interval in brackets with a space before it, "" if there is none."""
+    if interval is None or interval[0] == interval[1]:
+        return ""
+    return f" [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def mark(method: MethodResult) -> str:
-    """Return the mark of a speedup that is no finding."""
-    return MARK if method.tree.drafts and method.finding == "undecided" else ""
+def significance_mark(method: MethodResult) -> str:
+    """Return INSIGNIFICANT_MARK for a speedup that is not significant, else ""."""
+    is_undecided = method.tree_method.needs_drafter and method.significance == "undecided"
+    return INSIGNIFICANT_MARK if is_undecided else ""
 
 
-def legend(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
-    """Return what the mark of these methods, or in cells of speedups, means; nothing where none has
-    it."""
-    return [MEANING] if MARK in "".join([*map(mark, methods), *cells]) else []
+def explain_marks(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
+    """Return the explanation of INSIGNIFICANT_MARK if a method or a cell has it, else nothing."""
+    texts = [*map(significance_mark, methods), *cells]
+    return [INSIGNIFICANT_LEGEND] if any(INSIGNIFICANT_MARK in text for text in texts) else []
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, as wide as it needs in a terminal: the first column to the left, the
-    others to the right."""
+def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with padded columns: the first one aligned left, the others right."""
     columns = []
     for i, (name, *cells) in enumerate(zip(head, *rows, strict=True)):
         width = max(4, len(name), *map(len, cells))
-        rule = f"{'-' * (width - 1)}{':' if i else '-'}"
-        columns.append(
-            [cell.rjust(width) if i else cell.ljust(width) for cell in (name, rule, *cells)]
-        )
+        if i == 0:
+            column = [name, "-" * width, *cells]
+            columns.append([cell.ljust(width) for cell in column])
+        else:
+            column = [name, "-" * (width - 1) + ":", *cells]
+            columns.append([cell.rjust(width) for cell in column])
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
-def method_table(evaluation: Evaluation) -> str:
-    """Return the evaluation in Markdown, one row a method, and what the mark in it means."""
-    return "\n\n".join(
-        [
-            markdown(COLUMNS, list(map(method_cells, evaluation.methods))),
-            *legend(evaluation.methods),
-        ]
-    )
+def format_method_table(evaluation: Evaluation) -> str:
+    """Return the methods of an evaluation as a Markdown table, and the meaning of its marks."""
+    rows = [format_method_row(method) for method in evaluation.methods]
+    table = format_markdown_table(METHOD_COLUMNS, rows)
+    return "\n\n".join([table, *explain_marks(evaluation.methods)])
 
 
-def table(evaluation: Evaluation) -> str:
-    """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts
-    beside."""
-    groups = kinds_of(evaluation)
-    parts = [method_table(evaluation)]
+def format_evaluation(evaluation: Evaluation) -> str:
+    """Return an evaluation for a terminal: the methods, then other prompts and sampled outputs, the
+    replayed trees, and notes."""
+    paragraphs = [format_method_table(evaluation)]
+
+    groups = group_by_prompt_kind(evaluation)
     if len(groups) > 1:
-        rows = beside(evaluation, groups)
-        parts += [
-            markdown(["τ, speedup", *groups], rows),
-            *legend((), [cell for row in rows for cell in row[1:]]),
-        ]
-    if study := study_table(evaluation):
-        parts += [markdown(study[0][0], study[0][1:]), study[1]]
-    return "\n\n".join([*parts, "\n".join(notes_of(evaluation))]).rstrip()
+        rows = build_group_rows(evaluation, groups)
+        paragraphs.append(format_markdown_table(["τ, speedup", *groups], rows))
+        paragraphs += explain_marks((), [cell for row in rows for cell in row[1:]])
+
+    study = build_study_table(evaluation)
+    if study is not None:
+        (head, *rows), sentence = study
+        paragraphs += [format_markdown_table(head, rows), sentence]
+
+    paragraphs.append("\n".join(list_notes(evaluation)))
+    return "\n\n".join(paragraphs).rstrip()
 
 
-def study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return what was replayed of the chain and DDTrees, STUDY and a row each, and what it says of
-    trees, in words; None where nothing was."""
-    trees = evaluation.trees
-    rows = [STUDY]
-    own = [one for one in evaluation.methods if one.name in ("chain", "ddtree")]
-    if trees is None:
+def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
+    """Return the replayed chain and DDTrees: the rows of a table, STUDY_COLUMNS first, and a
+    sentence on what trees gain. Return None if nothing was replayed."""
+    study = evaluation.tree_study
+    if study is None:
         return None
-    found = {
-        (one.method, one.nodes, one.by): f"{one.tau:.2f}{span(one.tau_interval)}"
-        for one in trees.orders
+    methods = [method for method in evaluation.methods if method.name in ("chain", "ddtree")]
+    taus = {
+        (result.method, result.nodes, result.ranking): (
+            f"{result.tau:.2f}{format_interval(result.tau_interval)}"
+        )
+        for result in study.results
     }
-    for method in own:
+    rows: list[Sequence[str]] = [STUDY_COLUMNS]
+    for method in methods:
         cells = [
-            found.get((method.name, method.budget, by), DASH)
-            for by in ("marginals", "drafter", "ideal")
+            taus.get((method.name, method.budget, ranking), MISSING_CELL)
+            for ranking in ("marginals", "drafter", "ideal")
         ]
         rows.append([method.label, *cells, f"{method.tokens_per_second:.1f}"])
-    asked = [one for one in trees.choices if any(one.asked)]
-    shares = ", ".join(
-        f"{one.share:.2f}{span(one.interval)} behind {one.behind} by the {one.by}" for one in asked
+
+    accuracies = ", ".join(
+        f"{each.accuracy:.2f}{format_interval(each.interval)} behind {each.prefix} "
+        f"by the {each.source}"
+        for each in study.first_choices
+        if any(each.attempts)
     )
-    chain, *larger = own
-    best = surest([replace(one, **asdict(figures(one.prompts, chain.prompts))) for one in larger])
-    said = f"How often the drafter's first choice is the target's token, in rounds of {trees.nodes} nodes: {shares}."
-    return (
-        rows,
-        f"{said} Of the trees, {best.label} is {speedup_in_words(best)}, compared with the chain.",
+    chain, *trees = methods
+    trees_over_chain = [
+        replace(tree, **asdict(compute_metrics(tree.prompts or (), chain.prompts or ())))
+        for tree in trees
+    ]
+    best = select_best_method(trees_over_chain)
+    sentence = (
+        "How often the drafter's first choice is the target's token, in rounds of "
+        f"{study.nodes} nodes: {accuracies}. Of the trees, {best.label} is "
+        f"{describe_speedup(best)}, compared with the chain."
     )
+    return rows, sentence
 
 
-def comparison(evaluations: dict[str, Evaluation]) -> str:
-    """Return several drafters' evaluations side by side, in Markdown: for each τ, tokens a second
-    and speedup."""
+def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
+    """Return the evaluations of several drafters, by name, as one Markdown table: τ, tokens per
+    second and speedup of each."""
     rows: dict[str, list[str]] = {}
     for i, evaluation in enumerate(evaluations.values()):
         for method in evaluation.methods:
-            label, tau, rate, speedup, _ = method_cells(method)
-            other = " (other output)" * (method.identical is False)
-            rows.setdefault(label, [DASH] * 3 * len(evaluations))[3 * i : 3 * i + 3] = [
-                tau,
-                rate,
-                speedup + other,
-            ]
-    heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
-    text = markdown(["method", *heads], [[label, *cells] for label, cells in rows.items()])
-    return "\n\n".join(
-        [text, *legend(method for one in evaluations.values() for method in one.methods)]
-    )
+            label, tau, tokens_per_second, speedup, _ = format_method_row(method)
+            if method.identical is False:
+                speedup += " (other output)"
+            row = rows.setdefault(label, [MISSING_CELL] * 3 * len(evaluations))
+            row[3 * i : 3 * i + 3] = [tau, tokens_per_second, speedup]
+
+    head = ["method"]
+    for name in evaluations:
+        head += [f"{name} τ", "tokens/s", "speedup"]
+    table = format_markdown_table(head, [[label, *cells] for label, cells in rows.items()])
+    methods = [method for evaluation in evaluations.values() for method in evaluation.methods]
+    return "\n\n".join([table, *explain_marks(methods)])
 
 
-def headline(evaluation: Evaluation) -> str:
-    """Return the result in a few plain sentences, good or bad, see `findings`."""
-    return " ".join(findings(evaluation))
+def format_headline(evaluation: Evaluation) -> str:
+    """Return the result in a few sentences, see `list_findings`."""
+    return " ".join(list_findings(evaluation))
 
 
-def findings(evaluation: Evaluation) -> list[str]:
-    """Return the result, one sentence each: τ of the chain, which engines verify; what that means
-    for them; what was measured on this machine; whether the outputs are right."""
-    chains = [method for method in evaluation.of_drafter if method.name == "chain"]
+def list_findings(evaluation: Evaluation) -> list[str]:
+    """Return the result as sentences: τ of the chain, which other engines verify; what that means
+    for them; the speedups on this machine; whether the outputs are lossless (always the last)."""
     sentences = []
-    for chain in chains:
+    for chain in evaluation.drafter_methods:
+        if chain.name != "chain":
+            continue
         sentences += [
-            f"A chain of {chain.budget} drafts, which is what {ENGINES} verify, commits τ = {chain.tau:.2f} tokens per "
-            "pass of the target.",
-            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as fast with this "
-            f"drafter, nearly that where a pass over {chain.budget + 1} tokens costs about as much as a pass over "
-            "one (on a GPU with few requests), and less where it costs more (on a CPU).",
+            f"A chain of {chain.budget} drafts, which is what {CHAIN_ENGINES} verify, commits "
+            f"τ = {chain.tau:.2f} tokens per pass of the target.",
+            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as "
+            f"fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
+            "costs about as much as a pass over one (on a GPU with few requests), and less where "
+            "it costs more (on a CPU).",
         ]
-    sentences += [
-        sentence
-        for sentence in (describe_speedups(evaluation), describe_outputs(evaluation))
-        if sentence
-    ]
-    return sentences
+    speedups = describe_speedups(evaluation)
+    if speedups is not None:
+        sentences.append(speedups)
+    return [*sentences, describe_outputs(evaluation)]
 
 
 def describe_speedups(evaluation: Evaluation) -> str | None:
-    """Return a sentence with the speedups of the chain, the best trees and n-grams alone on this
-    machine, None where nothing drafted."""
-    own = evaluation.of_drafter
-    chains = [method for method in own if method.name == "chain"]
-    trees = [method for method in own if method.name != "chain" and not method.tree.ngrams]
-    joined = [method for method in own if method.tree.ngrams]
-    others = [method for method in evaluation.drafting if method not in own]
-    shown = [*chains, *(surest(methods) for methods in (trees, joined) if methods), *others]
-    if not shown:
+    """Return a sentence with the speedups of the chain, of the best trees with and without n-grams,
+    and of n-grams alone on this machine. Return None if no method drafted."""
+    drafter_methods = evaluation.drafter_methods
+    chains = [method for method in drafter_methods if method.name == "chain"]
+    trees = [
+        method
+        for method in drafter_methods
+        if method.name != "chain" and not method.tree_method.needs_ngrams
+    ]
+    trees_with_ngrams = [method for method in drafter_methods if method.tree_method.needs_ngrams]
+    without_drafter = [
+        method for method in evaluation.drafting_methods if method not in drafter_methods
+    ]
+    best_trees = [select_best_method(group) for group in (trees, trees_with_ngrams) if group]
+    methods = [*chains, *best_trees, *without_drafter]
+    if not methods:
         return None
-    baseline = f"plain decoding{' by transformers' * (evaluation.plain.name != 'plain')}"
-    labels = ["the chain" if method in chains else method.label for method in shown]
-    first, *rest = (
-        f"{label} is {speedup_in_words(method)}"
-        for label, method in zip(labels, shown, strict=True)
-    )
-    first = first.replace(" times as fast", f" times as fast as {baseline}", 1)
-    return f"On this machine ({evaluation.device}) {', '.join([first, *rest])}."
+
+    clauses = []
+    for method in methods:
+        label = "the chain" if method in chains else method.label
+        clauses.append(f"{label} is {describe_speedup(method)}")
+    baseline = "plain decoding"
+    if evaluation.fastest_baseline.name != "plain":
+        baseline += " by transformers"
+    clauses[0] = clauses[0].replace(" times as fast", f" times as fast as {baseline}", 1)
+    return f"On this machine ({evaluation.device}) {', '.join(clauses)}."
 
 
 def describe_outputs(evaluation: Evaluation) -> str:
-    """Return a sentence that says whether every method wrote what plain decoding wrote."""
-    every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.ours]
-    wrong = ", ".join(dict.fromkeys(method.label for method in every if not method.identical))
+    """Return a sentence on whether every method gave baseline decoding's outputs."""
+    methods = [method for each in evaluation.with_others for method in each.engine_methods]
+    labels = dict.fromkeys(method.label for method in methods if not method.identical)
     count = evaluation.prompts
-    prompts = "the one prompt" if count == 1 else f"{'some of' if wrong else 'all'} {count} prompts"
-    if wrong:
-        return f"Outputs of {wrong} differ from plain decoding's on {prompts}."
+    if count == 1:
+        prompts = "the one prompt"
+    elif labels:
+        prompts = f"some of {count} prompts"
+    else:
+        prompts = f"all {count} prompts"
+    if labels:
+        return f"Outputs of {', '.join(labels)} differ from plain decoding's on {prompts}."
     return f"On {prompts} every method wrote exactly what plain decoding wrote."
 
 
-def speedup_in_words(method: MethodResult) -> str:
-    """Return a speedup in words, good or bad."""
-    if method.finding == "undecided":
-        return f"{method.speedup:.2f} times as fast (not significant)"
-    return f"{method.speedup:.2f} times as fast{' (slower)' * (method.speedup < 1)}"
+def describe_speedup(method: MethodResult) -> str:
+    """Return a method's speedup in words."""
+    text = f"{method.speedup:.2f} times as fast"
+    if method.significance == "undecided":
+        return f"{text} (not significant)"
+    return f"{text} (slower)" if method.speedup < 1 else text
 
 
-def notes_of(evaluation: Evaluation) -> list[str]:
-    """Return what belongs below the tables: what there was no time for, what was measured again,
-    and how much of the texts is repetition."""
-    every = evaluation, *(evaluation.beside or ())
-    lines = [f"{one.what}: {one.cut}" if one.what else one.cut for one in every if one.cut]
-    if again := sum(method.again or 0 for one in every for method in one.methods):
-        lines.append(
-            f"measured again, as it took over {DISTURBED} times the method's median time a token: {again}"
+def list_notes(evaluation: Evaluation) -> list[str]:
+    """Return notes for below the tables: what there was no time for, how many prompts were measured
+    again, and how many outputs ended in a repetition."""
+    notes = []
+    for each in evaluation.with_others:
+        if each.time_limit_note:
+            prefix = f"{each.prompt_set_name}: " if each.prompt_set_name else ""
+            notes.append(prefix + each.time_limit_note)
+
+    methods = [method for each in evaluation.with_others for method in each.methods]
+    remeasured = sum(method.remeasured_prompts or 0 for method in methods)
+    if remeasured:
+        notes.append(
+            f"measured again, as it took over {DISTURBED_TIME_RATIO} times the method's median "
+            f"time per token: {remeasured}"
         )
-    for one in every:
-        if prompts := one.methods[0].prompts:
-            looped = [p.looped for p in prompts if p.looped]
-            tokens = sum(p.tokens for p in prompts)
-            lines.append(
-                f"{one.what or 'held-out prompts'}: {len(looped)} of {len(prompts)} texts "
-                f"({len(looped) / len(prompts):.0%}) ended in loops, which are {sum(looped) / tokens:.0%} of {tokens} "
-                "tokens"
-            )
-    return lines
+
+    for each in evaluation.with_others:
+        prompts = each.methods[0].prompts
+        if not prompts:
+            continue
+        loop_tokens = [result.loop_tokens for result in prompts if result.loop_tokens]
+        tokens = sum(result.tokens for result in prompts)
+        notes.append(
+            f"{each.prompt_set_name or 'held-out prompts'}: {len(loop_tokens)} of {len(prompts)} "
+            f"texts ({len(loop_tokens) / len(prompts):.0%}) ended in loops, which are "
+            f"{sum(loop_tokens) / tokens:.0%} of {tokens} tokens"
+        )
+    return notes
 
 
-def kinds_of(evaluation: Evaluation) -> dict[str, Evaluation]:
-    """Return the columns of the second table: the methods on the prompts of each kind, and on those
-    beside."""
-    kinds = list(dict.fromkeys(one.kind for one in evaluation.methods[0].prompts or ()))
+def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
+    """Return the columns of the second table: the evaluation restricted to the prompts of each
+    kind, if there are several, then the evaluations of other prompt sets."""
     groups = {}
-    for kind in kinds if len(kinds) > 1 else ():
-        methods = [of_kind(method, evaluation.plain, kind) for method in evaluation.methods]
-        groups[kind] = replace(evaluation, methods=methods)
-    return groups | {one.what: one for one in evaluation.beside or ()}
+    kinds = dict.fromkeys(result.kind for result in evaluation.methods[0].prompts or ())
+    if len(kinds) > 1:
+        baseline = evaluation.fastest_baseline
+        for kind in kinds:
+            methods = [restrict_to_kind(method, baseline, kind) for method in evaluation.methods]
+            groups[kind] = replace(evaluation, methods=methods)
+    for other in evaluation.other_evaluations or ():
+        groups[other.prompt_set_name or ""] = other
+    return groups
 
 
-def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResult:
-    """Return the method with its figures over the prompts of one kind."""
-    prompts, theirs = (
-        [one for one in each.prompts if one.kind == kind] for each in (method, plain)
-    )
-    return replace(method, prompts=prompts, **asdict(figures(prompts, theirs)))
+def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) -> MethodResult:
+    """Return the method with its metrics over the prompts of one kind."""
+    prompts = [result for result in method.prompts or () if result.kind == kind]
+    baseline_prompts = [result for result in baseline.prompts or () if result.kind == kind]
+    metrics = compute_metrics(prompts, baseline_prompts)
+    return replace(method, prompts=prompts, **asdict(metrics))
 
 
-def beside(evaluation: Evaluation, groups: dict[str, Evaluation]) -> list[list[str]]:
-    """Return a row for every method of the evaluation: its label, and for each group τ and the
-    speedup with its mark."""
+def build_group_rows(evaluation: Evaluation, groups: Mapping[str, Evaluation]) -> list[list[str]]:
+    """Return a row for each method of the evaluation: its label, then for each group its τ and its
+    speedup with the mark."""
     rows = []
     for method in evaluation.methods:
-        found = [
-            next((one for one in group.methods if one.label == method.label), None)
-            for group in groups.values()
-        ]
-        cells = [
-            DASH if one is None else f"{one.tau:.2f} {one.speedup:.2f}x{mark(one)}" for one in found
-        ]
-        rows.append([method.label, *cells])
+        row = [method.label]
+        for group in groups.values():
+            matches = [each for each in group.methods if each.label == method.label]
+            if matches:
+                result = matches[0]
+                mark = significance_mark(result)
+                row.append(f"{result.tau:.2f} {result.speedup:.2f}x{mark}")
+            else:
+                row.append(MISSING_CELL)
+        rows.append(row)
     return rows

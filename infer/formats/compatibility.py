@@ -1,47 +1,61 @@
-"""Which engine would load a drafter's folder, and what is at fault where it would not: config.json
+"""Find out which engines would load a drafter's folder, and why others would not. Only config.json
 and the headers of the weight files are read, never a tensor.
 
-What vLLM, SGLang and speculators ask for is taken from their sources of autumn 2026
-(docs/formats.md). A drafter of another architecture than ours (biases, attention sinks, quantised
-weights) is at fault for all, though some have it.
+What vLLM, SGLang and speculators require is taken from their sources of autumn 2026
+(docs/formats.md). A drafter with another architecture than ours (biases, attention sinks, quantised
+weights) is reported as a problem for every engine, though some support it.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.drafters.config_keys import ConfigReading
-from infer.drafters.heads.table import head_of
-from infer.formats.folders import Folder, open_folder
-from infer.formats.layouts import as_read, find_problems, read, shapes, tensor_problems
+from infer.drafters.config_keys import ParsedConfig
+from infer.drafters.heads.table import find_head_spec
+from infer.formats.folders import DrafterFolder, open_drafter_folder
+from infer.formats.layouts import (
+    expected_shapes,
+    find_folder_problems,
+    find_tensor_problems,
+    normalise_tensors,
+    read_layout,
+)
 
-ENDS = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-BLOCKS = ("dflash", "dflash2")
-FLAT = ("DeepSpec", "SpecForge")  # layouts of DSpark, where the first slot drafts
-VLLM = "vLLM (method dflash)"
-SGLANG = "SGLang (DFLASH)"
-SPECULATORS = "speculators, and vLLM through it"
-AUTHORS = "the DFlash authors' code"
-NATIVE = "transformers (speculation_type=dflash)"
-ANGELSLIM = "AngelSlim (dflash_benchmark.py)"
-EVERY = (VLLM, SGLANG, SPECULATORS, AUTHORS, ANGELSLIM)
-READS = {  # by engine: its layouts
-    VLLM: (*BLOCKS, *FLAT),
-    SGLANG: (*BLOCKS, *FLAT),
-    SPECULATORS: ("speculators",),
-    AUTHORS: BLOCKS,
-    NATIVE: ("transformers",),
-    ANGELSLIM: ("AngelSlim",),
+EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+# names of layouts: see `infer.drafters.dflash.layouts`
+DFLASH_LAYOUTS = ("dflash", "dflash2")
+DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")  # DSpark's: the first slot of a block drafts
+VLLM_ENGINE = "vLLM (method dflash)"
+SGLANG_ENGINE = "SGLang (DFLASH)"
+SPECULATORS_ENGINE = "speculators, and vLLM through it"
+AUTHORS_ENGINE = "the DFlash authors' code"
+TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
+ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
+# the engines whose readers are checked key by key; transformers reads its own layout only
+CHECKED_ENGINES = (
+    VLLM_ENGINE,
+    SGLANG_ENGINE,
+    SPECULATORS_ENGINE,
+    AUTHORS_ENGINE,
+    ANGELSLIM_ENGINE,
+)
+ENGINE_LAYOUTS = {
+    VLLM_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
+    SGLANG_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
+    SPECULATORS_ENGINE: ("speculators",),
+    AUTHORS_ENGINE: DFLASH_LAYOUTS,
+    TRANSFORMERS_ENGINE: ("transformers",),
+    ANGELSLIM_ENGINE: ("AngelSlim",),
 }
-CLASSES = {
+LAYOUT_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "DeepSpec": "Qwen3DSparkModel",
 }
-# by layout: keys of what it has words for, beside a plain drafter whose second slot is the first to
-# draft
-WORDS = {
+# by layout: the config keys of features that the layout can express, beyond a DFlash drafter whose
+# first slot does not draft
+LAYOUT_FEATURE_KEYS = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),
     "SpecForge": ("markov_rank", "gru_hidden_dim", "sample_from_anchor"),
@@ -50,53 +64,54 @@ WORDS = {
     "speculators xpress": ("xpress_rank", "sample_from_anchor"),
     "AngelSlim": ("layer_fusion",),
 }
+# pairs of the engines that a problem concerns, and a sentence
+EngineProblems = Iterator[tuple[tuple[str, ...], str]]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """An engine's verdict on a folder."""
+class EngineVerdict:
+    """Whether an engine would load a folder."""
 
     engine: str
-    problems: list[str]  # none: it would load it
-    reads_layout: bool = True  # whether it reads folders of this layout at all
+    problems: list[str]  # empty if the engine would load the folder
+    reads_layout: bool = True  # whether the engine reads folders of this layout at all
 
     def __str__(self) -> str:
         if not self.problems:
             return f"{self.engine}: would load it"
-        return "\n".join(
-            [
-                f"{self.engine}: would not, or would read it wrongly",
-                *(f"  - {p}" for p in self.problems),
-            ]
-        )
+        lines = [f"  - {problem}" for problem in self.problems]
+        return "\n".join([f"{self.engine}: would not, or would read it wrongly", *lines])
 
 
-def check_folder(path: str | Path, target_layers: int | None = None) -> list[Verdict]:
-    """Return the engines' verdicts on a folder or hub id. Raises FileNotFoundError where there is
-    no folder at all."""
-    folder = open_folder(path)
-    reading = read(folder, target_layers)
-    for doubt in reading.doubts:
+def check_engines(path: str | Path, target_layers: int | None = None) -> list[EngineVerdict]:
+    """Return the verdict of each engine on a folder or hub id, and of this project last.
+
+    target_layers: the target's number of layers, for layouts that do not store the feature layers
+
+    Raises FileNotFoundError if there is no folder.
+    """
+    folder = open_drafter_folder(path)
+    reading = read_layout(folder, target_layers)
+    for doubt in reading.warnings:
         warnings.warn(f"{path}: {doubt}", stacklevel=2)
-    verdicts = [
-        Verdict(
-            engine, engine_problems(folder, reading, engine), reading.layout in (*layouts, "none")
-        )
-        for engine, layouts in READS.items()
-    ]
-    return [*verdicts, Verdict("blockdraft", find_problems(folder, reading))]
+    verdicts = []
+    for engine, layouts in ENGINE_LAYOUTS.items():
+        problems = find_engine_problems(folder, reading, engine)
+        reads_layout = reading.layout in (*layouts, "none")
+        verdicts.append(EngineVerdict(engine, problems, reads_layout))
+    return [*verdicts, EngineVerdict("blockdraft", find_folder_problems(folder, reading))]
 
 
-def describe_export(verdicts: list[Verdict]) -> str:
-    """Return the engines' verdicts on an exported folder: those that load it, those that read its
-    layout and would refuse it, with their reasons, and last, in a line, those of other layouts."""
+def describe_export(verdicts: list[EngineVerdict]) -> str:
+    """Return the verdicts on an exported folder as text: the engines that load it; those that read
+    its layout but refuse it, with reasons; and in one line those that read other layouts."""
     loading = [verdict.engine for verdict in verdicts if not verdict.problems]
     refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
-    # AngelSlim's layout is read but no format= writes it
+    # AngelSlim's layout can be read, but not exported.
     others = [
         verdict.engine
         for verdict in verdicts
-        if not verdict.reads_layout and verdict.engine != ANGELSLIM
+        if not verdict.reads_layout and verdict.engine != ANGELSLIM_ENGINE
     ]
     lines = [f"loads in    {'; '.join(loading) or 'no engine'}", *map(str, refusing)]
     if others:
@@ -104,166 +119,228 @@ def describe_export(verdicts: list[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def engine_problems(folder: Folder, reading: ConfigReading, engine: str) -> list[str]:
-    """Return what is at fault for an engine."""
+def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: str) -> list[str]:
+    """Return the reasons why an engine would not load a folder, or would compute something else."""
     problems = [*folder.problems]
-    layouts = READS[engine]
+    layouts = ENGINE_LAYOUTS[engine]
     if reading.layout not in (*layouts, "none"):
-        named = folder.config.get("architectures")
-        wrong = f"the layout is {reading.layout}'s (architectures {named}), expected that of {layouts[0]}"
-        return [*problems, f"config.json: {wrong}"]
+        architectures = folder.config.get("architectures")
+        problems.append(
+            f"config.json: the layout is {reading.layout}'s (architectures {architectures}), "
+            f"expected that of {layouts[0]}"
+        )
+        return problems
     problems += reading.problems
-    if reading.options and not reading.problems:
-        faults = (*misplaced(folder.config, reading), *misread(folder.config, reading))
-        problems += [f"config.json: {said}" for engines, said in faults if engine in engines]
-        problems += stored_problems(folder, reading, engine)
-    return problems
+    if not reading.options or reading.problems:
+        return problems
+
+    config_problems = [
+        *find_misplaced_keys(folder.config, reading),
+        *find_unsupported_features(folder.config, reading),
+        *find_last_layer_differences(reading),
+        *find_causality_differences(folder.config, reading),
+    ]
+    problems += [
+        f"config.json: {sentence}" for engines, sentence in config_problems if engine in engines
+    ]
+    return problems + find_engine_tensor_problems(folder, reading, engine)
 
 
-Faults = Iterator[tuple[tuple[str, ...], str]]  # the engines that a fault is for, and a sentence
+def get_nested_object(config: Mapping, key: str) -> dict:
+    """Return the object under a key of a config, empty if there is none."""
+    value = config.get(key)
+    return value if type(value) is dict else {}
 
 
-def inside(raw: dict, key: str) -> dict:
-    """Return the object under a key, empty where there is none."""
-    found = raw.get(key)
-    return found if type(found) is dict else {}
-
-
-def misplaced(raw: dict, reading: ConfigReading) -> Faults:
-    """Yield what stands in config.json where an engine does not look for it."""
-    part = inside(raw, "dflash_config")
-    told = inside(raw, "speculators_config")
-    expected = CLASSES.get(
-        reading.layout, "DSparkDraftModel" if reading.own.get("markov_rank") else "DFlashDraftModel"
+def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
+    """Yield what an engine looks for in config.json and does not find, or finds with another
+    value."""
+    dflash_config = get_nested_object(config, "dflash_config")
+    speculators_config = get_nested_object(config, "speculators_config")
+    architecture = (
+        "DSparkDraftModel" if reading.family_config.get("markov_rank") else "DFlashDraftModel"
     )
-    if raw.get("architectures") != [expected]:
+    architecture = LAYOUT_ARCHITECTURES.get(reading.layout, architecture)
+    if config.get("architectures") != [architecture]:
         yield (
-            (VLLM, SGLANG),
-            f"architectures is {raw.get('architectures')}, expected exactly {[expected]}",
+            (VLLM_ENGINE, SGLANG_ENGINE),
+            f"architectures is {config.get('architectures')}, expected exactly {[architecture]}",
         )
-    if reading.layout == "SpecForge" and head_of(reading.own) != head_of(raw):
-        yield (
-            (VLLM,),
-            "markov_rank is missing beside dflash_config, where vLLM looks for it; it has no Domino",
-        )
-    if raw.get("model_type") != "qwen3":
-        yield (VLLM,), f"model_type is {raw.get('model_type')!r}, expected 'qwen3'"
-    if raw.get("num_target_layers", part.get("num_target_layers")) is None:
-        yield (
-            (SGLANG,),
-            "num_target_layers is missing: SGLang would take the drafter's own number of layers for it",
-        )
-    level = inside(raw, "transformer_layer_config") or raw
-    if (
-        "sliding_window" in reading.options
-        and level.get("sliding_window")
-        and not level.get("use_sliding_window")
+    if reading.layout == "SpecForge" and find_head_spec(reading.family_config) != find_head_spec(
+        config
     ):
-        yield EVERY, "use_sliding_window is not true: the engine would find no sliding_window"
-    if not told:
-        yield (SPECULATORS,), "speculators_config is missing"
-    elif not inside(told, "verifier").get("name_or_path"):
-        yield (SPECULATORS,), "speculators_config.verifier.name_or_path is missing"
+        yield (
+            (VLLM_ENGINE,),
+            "markov_rank is missing beside dflash_config, where vLLM looks for it; it has no "
+            "Domino",
+        )
+    if config.get("model_type") != "qwen3":
+        yield (VLLM_ENGINE,), f"model_type is {config.get('model_type')!r}, expected 'qwen3'"
+
+    target_layers = config.get("num_target_layers", dflash_config.get("num_target_layers"))
+    if target_layers is None:
+        yield (
+            (SGLANG_ENGINE,),
+            "num_target_layers is missing: SGLang would take the drafter's own number of layers "
+            "for it",
+        )
+
+    layer_config = get_nested_object(config, "transformer_layer_config") or config
+    has_window = "sliding_window" in reading.options and layer_config.get("sliding_window")
+    if has_window and not layer_config.get("use_sliding_window"):
+        yield (
+            CHECKED_ENGINES,
+            "use_sliding_window is not true: the engine would find no sliding_window",
+        )
+
+    if not speculators_config:
+        yield (SPECULATORS_ENGINE,), "speculators_config is missing"
+    elif not get_nested_object(speculators_config, "verifier").get("name_or_path"):
+        yield (SPECULATORS_ENGINE,), "speculators_config.verifier.name_or_path is missing"
 
 
-def misread(raw: dict, reading: ConfigReading) -> Faults:
-    """Yield what an engine would compute otherwise, or has no words for."""
-    own, row, kind = reading.own, head_of(reading.own), raw.get("speculators_model_type")
-    words = WORDS.get(f"speculators {kind}" if kind else reading.layout, ())
-    if row is not None and row.key not in words:
+def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProblems:
+    """Yield the features of a drafter that its layout cannot express, or that an engine computes in
+    another way."""
+    family_config = reading.family_config
+    head = find_head_spec(family_config)
+    layout = reading.layout
+    if config.get("speculators_model_type"):
+        layout = f"speculators {config['speculators_model_type']}"
+    supported_keys = LAYOUT_FEATURE_KEYS.get(layout, ())
+
+    if head is not None and head.config_key not in supported_keys:
         yield (
-            EVERY,
-            f"{row.key} is {own[row.key]!r}: the engine would draft without the conditional head",
+            CHECKED_ENGINES,
+            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft without the "
+            "conditional head",
         )
-    if own.get("conv_kernel_size") and "conv_kernel_size" not in words:
+    kernel_size = family_config.get("conv_kernel_size")
+    if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
-            EVERY,
-            f"conv_kernel_size is {own['conv_kernel_size']}: the engine has no convolutions there",
+            CHECKED_ENGINES,
+            f"conv_kernel_size is {kernel_size}: the engine has no convolutions there",
         )
-    if own.get("layer_fusion") and "layer_fusion" not in words:
+    if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
-            EVERY,
-            "layer_fusion is true: the engine has one mix of the tapped layers for all of its own",
+            CHECKED_ENGINES,
+            "layer_fusion is true: the engine has one mix of the feature layers for all its layers",
         )
-    if own.get("sample_from_anchor") and "sample_from_anchor" not in words:
-        yield EVERY, "sample_from_anchor is true: the engine drafts from the second slot on"
-    if reading.layout in FLAT and row is None:
+    if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
-            EVERY,
+            CHECKED_ENGINES,
+            "sample_from_anchor is true: the engine drafts from the second slot on",
+        )
+    if reading.layout in DSPARK_LAYOUTS and head is None:
+        yield (
+            CHECKED_ENGINES,
             "markov_rank is 0 or missing: the engine reads this layout for DSpark's drafters alone",
         )
-    if reading.layout in FLAT and not own.get("sample_from_anchor"):
-        yield EVERY, "sample_from_anchor is false: the engine drafts from the first slot on"
-    tap = own.get("last_tap") if reading.options["num_target_layers"] is not None else None
-    if tap == "normed":
+    if reading.layout in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
         yield (
-            (VLLM, SPECULATORS),
-            "last_tap is normed: vLLM taps the target's last layer before the last norm",
+            CHECKED_ENGINES,
+            "sample_from_anchor is false: the engine drafts from the first slot on",
         )
-    if tap == "raw":
-        yield (
-            (AUTHORS,),
-            "last_tap is raw: the authors' code taps the target's last layer behind the last norm",
-        )
-    if tap is not None:
-        yield (
-            (SGLANG,),
-            "target_layer_ids has the target's last layer: SGLang taps before the layer behind",
-        )
-    yield from miscaused(raw, reading)
 
 
-def miscaused(raw: dict, reading: ConfigReading) -> Faults:
-    """Yield the engines that read another causality inside the block than we do: the first of their
-    flags that is set counts for all layers, otherwise a sliding layer is causal and a full one is
-    not."""
-    ours = reading.own.get("causal")
-    part = inside(raw, "dflash_config")
-    flags = {
-        VLLM: (raw.get("is_causal"), part.get("causal")),
-        SGLANG: (),
-        SPECULATORS: (raw.get("is_causal"), raw.get("sliding_window_non_causal") is False),
-        AUTHORS: (raw.get("is_causal"),),
+def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
+    """Yield the engines that read other features than ours of the target's last layer: before or
+    after the final norm."""
+    if reading.options["num_target_layers"] is None:
+        return
+    last_layer_features = reading.family_config.get("last_tap")
+    if last_layer_features == "normed":
+        yield (
+            (VLLM_ENGINE, SPECULATORS_ENGINE),
+            "last_tap is normed: vLLM reads the target's last layer before the final norm",
+        )
+    if last_layer_features == "raw":
+        yield (
+            (AUTHORS_ENGINE,),
+            "last_tap is raw: the authors' code reads the target's last layer after the final norm",
+        )
+    if last_layer_features is not None:
+        yield (
+            (SGLANG_ENGINE,),
+            "target_layer_ids has the target's last layer: SGLang reads each layer at the input of "
+            "the next one",
+        )
+
+
+def find_causality_differences(config: dict, reading: ParsedConfig) -> EngineProblems:
+    """Yield the engines whose attention inside the block has another causality than ours.
+
+    An engine takes the first of its flags that is set for all layers. Without one, sliding layers
+    are causal and full ones are not.
+    """
+    our_flag = reading.family_config.get("causal")
+    dflash_config = get_nested_object(config, "dflash_config")
+    flags_by_engine = {
+        VLLM_ENGINE: (config.get("is_causal"), dflash_config.get("causal")),
+        SGLANG_ENGINE: (),
+        SPECULATORS_ENGINE: (
+            config.get("is_causal"),
+            config.get("sliding_window_non_causal") is False,
+        ),
+        AUTHORS_ENGINE: (config.get("is_causal"),),
     }
-    slides = {kind == "sliding_attention" for kind in reading.options["layer_types"]}
-    for engine, said in flags.items():
-        flag = next((flag for flag in said if flag is not None), None)
-        if any(
-            (one if flag is None else flag) != (one if ours is None else ours) for one in slides
-        ):
-            theirs = (
-                "goes by layer_types alone"
-                if flag is None
-                else f"would run every layer with causal {flag}"
-            )
-            said = "layers of two kinds" if ours is None else f"is {ours}"
-            yield (engine,), f"causal {said}: {engine.split(',')[0]} {theirs}"
+    is_sliding_values = {kind == "sliding_attention" for kind in reading.options["layer_types"]}
+    for engine, flags in flags_by_engine.items():
+        engine_flag = next((flag for flag in flags if flag is not None), None)
+        is_different = False
+        for is_sliding in is_sliding_values:
+            engine_causal = is_sliding if engine_flag is None else engine_flag
+            our_causal = is_sliding if our_flag is None else our_flag
+            if engine_causal != our_causal:
+                is_different = True
+        if not is_different:
+            continue
+
+        our_layers = "layers of two kinds" if our_flag is None else f"is {our_flag}"
+        behaviour = f"would run every layer with causal {engine_flag}"
+        if engine_flag is None:
+            behaviour = "goes by layer_types alone"
+        yield (engine,), f"causal {our_layers}: {engine.split(',')[0]} {behaviour}"
 
 
-def stored_problems(folder: Folder, reading: ConfigReading, engine: str) -> list[str]:
-    """Return what is wrong with the tensors. vLLM takes the embedding and head that are stored;
-    SGLang and the authors the target's, but for DeepSpec's drafters, which carry copies."""
-    part = "draft_vocab_size" in reading.options
+def find_engine_tensor_problems(
+    folder: DrafterFolder, reading: ParsedConfig, engine: str
+) -> list[str]:
+    """Return the problems that an engine has with the stored tensors.
+
+    vLLM takes a stored embedding and head. SGLang and the authors' code take the target's, except
+    for DeepSpec's drafters, which store copies.
+    """
+    has_reduced_vocabulary = "draft_vocab_size" in reading.options
+    stored_names = EMBEDDING_AND_HEAD_NAMES & folder.tensors.keys()
     problems = []
-    ends = ENDS & folder.tensors.keys() if not part else ENDS
-    if engine == VLLM and "d2t" in folder.tensors and not part:
+    if engine == VLLM_ENGINE and "d2t" in folder.tensors and not has_reduced_vocabulary:
         problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
-    if engine in (VLLM, SPECULATORS) and part and "lm_head.weight" not in folder.tensors:
+    takes_stored = engine in (VLLM_ENGINE, SPECULATORS_ENGINE)
+    if takes_stored and has_reduced_vocabulary and "lm_head.weight" not in folder.tensors:
         problems.append(
-            "lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other rows"
+            "lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other "
+            "rows"
         )
-    if (
-        engine in (SGLANG, AUTHORS)
-        and reading.layout != "DeepSpec"
-        and ENDS & folder.tensors.keys()
-    ):
-        unused = ", ".join(sorted(ENDS & folder.tensors.keys()))
-        problems.append(f"the engine takes the target's embedding and head and ignores {unused}")
-    ends = ends if engine in (VLLM, SPECULATORS) else set()
-    unused = {VLLM: {"t2d", "d2t"}, SGLANG: ENDS, AUTHORS: ENDS}.get(engine, reading.unused)
-    wanted = {
-        name: shape for name, shape in shapes(reading).items() if name not in ENDS or name in ends
+    takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout != "DeepSpec"
+    if takes_targets and stored_names:
+        names = ", ".join(sorted(stored_names))
+        problems.append(f"the engine takes the target's embedding and head and ignores {names}")
+    if not folder.tensors:
+        return problems
+
+    required_names = set()
+    if takes_stored:
+        required_names = EMBEDDING_AND_HEAD_NAMES if has_reduced_vocabulary else stored_names
+    expected = {
+        name: shape
+        for name, shape in expected_shapes(reading).items()
+        if name not in EMBEDDING_AND_HEAD_NAMES or name in required_names
     }
-    return problems + (
-        tensor_problems(as_read(folder, reading), wanted, unused) if folder.tensors else []
-    )
+    unused_by_engine = {
+        VLLM_ENGINE: {"t2d", "d2t"},
+        SGLANG_ENGINE: EMBEDDING_AND_HEAD_NAMES,
+        AUTHORS_ENGINE: EMBEDDING_AND_HEAD_NAMES,
+    }
+    unused = unused_by_engine.get(engine, reading.unused_tensors)
+    return problems + find_tensor_problems(normalise_tensors(folder, reading), expected, unused)

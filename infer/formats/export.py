@@ -1,159 +1,198 @@
-"""Drafters for other engines: written in the layouts of the drafter's family.
+"""Export drafters in the layouts that other engines read.
 
-A drafter that an engine would read in another way than it was trained is refused.
-"""
+A drafter is refused if the readers of a layout would compute something else than it was trained
+for."""
 
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from infer.drafters.base import Drafter, drop_copies, rows_of, target_embeddings
-from infer.drafters.config_keys import config_dict
-from infer.drafters.families import check_format
-from infer.formats.checkpoint import write_folder
+from infer.drafters.base import Drafter, get_target_head_weight
+from infer.drafters.build import drop_target_copies, get_target_embeddings
+from infer.drafters.config_keys import build_public_config
+from infer.drafters.families import check_export_format
+from infer.formats.checkpoint import write_drafter_folder
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
-LARGEST_CHOICE = 1024  # engines hold a table of selector_top_k squared for every slot
+MAX_SELECTOR_TOP_K = 1024  # engines hold a table of top_k x top_k scores for every slot
 
 
-def faults(drafter: Drafter) -> dict[str, str]:
-    """Return what readers of some formats (`ExportFormat.refuses`) would run in another way, in
-    words by name."""
-    own = drafter.own
+def find_export_limits(drafter: Drafter) -> dict[str, str]:
+    """Return the properties of a drafter that readers of some formats do not support: names that
+    `ExportFormat.refuses` lists, with a sentence for each."""
+    return find_attention_limits(drafter) | find_head_limits(drafter)
+
+
+def find_attention_limits(drafter: Drafter) -> dict[str, str]:
+    """Return the properties of a drafter's slots, attention and feature layers, as
+    `find_export_limits` does."""
+    family_config = drafter.family_config
     patterns = drafter.attention_patterns
-    size = drafter.config.hidden_size
-    selects = drafter.head_row is not None and drafter.head_row.name == "selector"
-    choice = (drafter.conditional_head.top_k or drafter.config.vocab_size) if selects else 0
-    anchor = own.get("sample_from_anchor")
-    tap = own.get("last_tap")
-    table = {
-        "from anchor": (anchor, "its first slot drafts already (sample_from_anchor)"),
-        "not from anchor": (
-            not anchor,
-            "its first slot does not draft (drafter.sample_from_anchor=true)",
-        ),
-        "causal": (
-            any(causal for causal, _ in patterns),
-            "it has layers that are causal inside the block",
-        ),
-        "full and causal": (
-            (True, None) in patterns,
-            "it has layers that see all and are causal inside the block (dflash_config.causal)",
-        ),
-        "sliding": (any(window for _, window in patterns), "it has sliding layers"),
-        "window of 1": (
-            any(window == 1 for _, window in patterns),
-            "its window of 1 position has no word there",
-        ),
-        "llama3": (
-            drafter.config.rope_parameters["rope_type"] == "llama3",
-            "its rotary positions are scaled as Llama 3's, which llama.cpp has no word for in a drafter",
-        ),
-        "fusion": (
-            own.get("layer_fusion"),
-            "each of its layers reads its own mix of the tapped ones (layer_fusion)",
-        ),
-        "raw": (
-            tap == "raw",
-            "it taps the last layer before the target's last norm (last_tap=raw)",
-        ),
-        "normed": (
-            tap == "normed",
-            "it taps the last layer behind the target's last norm (last_tap=normed)",
-        ),
-        "recurrent": (
-            own.get("markov_head_type") == "rnn" and not anchor,
-            "its recurrent head reads the bonus token's slot there (sample_from_anchor)",
-        ),
-        "part": (
-            drafter.d2t is not None and drafter.head_row is not None,
-            "its conditional head knows a part of the vocabulary only, theirs the whole one (drafter.draft_vocab_size=0)",
-        ),
-        "part of the choice": (
-            selects and drafter.d2t is not None,
-            "its selector knows a part of the vocabulary only",
-        ),
-        "choice from anchor": (
-            selects and anchor,
-            "its selector chooses in the first slot too (sample_from_anchor)",
-        ),
-        "choice": (
-            choice > LARGEST_CHOICE,
-            f"its selector chooses among {choice} tokens, and they hold a table of all pairs (drafter.head.top_k=16)",
-        ),
-        "room": (
-            choice * (choice + 1) > size,  # it keeps the pairs of a slot in one hidden state
-            f"its selector chooses among {choice} tokens, and llama.cpp has room for "
-            f"{int((size + 0.25) ** 0.5 - 0.5)} with {size} hidden entries (drafter.head.top_k)",
-        ),
-    }
-    return {name: sentence for name, (holds, sentence) in table.items() if holds}
+    starts_at_anchor = family_config.get("sample_from_anchor")
+    last_layer_features = family_config.get("last_tap")
+    rope_type = drafter.config.rope_parameters["rope_type"]  # ty: ignore[not-subscriptable]
+
+    limits = {}
+    if starts_at_anchor:
+        limits["from anchor"] = "its first slot drafts already (sample_from_anchor)"
+    else:
+        limits["not from anchor"] = (
+            "its first slot does not draft (drafter.sample_from_anchor=true)"
+        )
+    if any(causal for causal, _ in patterns):
+        limits["causal"] = "it has layers that are causal inside the block"
+    if (True, None) in patterns:
+        limits["full and causal"] = (
+            "it has layers that see all and are causal inside the block (dflash_config.causal)"
+        )
+    if any(window for _, window in patterns):
+        limits["sliding"] = "it has sliding layers"
+    if any(window == 1 for _, window in patterns):
+        limits["window of 1"] = "its window of 1 position cannot be expressed there"
+    if rope_type == "llama3":
+        limits["llama3"] = (
+            "its rotary positions are scaled as Llama 3's, which llama.cpp does not support in a "
+            "drafter"
+        )
+    if family_config.get("layer_fusion"):
+        limits["layer fusion"] = (
+            "each of its layers reads its own mix of the feature layers (layer_fusion)"
+        )
+    if last_layer_features == "raw":
+        limits["raw"] = "it reads the last layer before the target's last norm (last_tap=raw)"
+    if last_layer_features == "normed":
+        limits["normed"] = "it reads the last layer after the target's last norm (last_tap=normed)"
+    return limits
+
+
+def find_head_limits(drafter: Drafter) -> dict[str, str]:
+    """Return the properties of a drafter's conditional head, as `find_export_limits` does."""
+    family_config = drafter.family_config
+    starts_at_anchor = family_config.get("sample_from_anchor")
+    limits = {}
+    if family_config.get("markov_head_type") == "rnn" and not starts_at_anchor:
+        limits["recurrent"] = (
+            "its recurrent head reads the bonus token's slot there (sample_from_anchor)"
+        )
+    if drafter.head_spec is not None and drafter.d2t is not None:
+        limits["reduced vocabulary"] = (
+            "its conditional head has a reduced vocabulary, theirs the whole one "
+            "(drafter.draft_vocab_size=0)"
+        )
+    if drafter.head_spec is None or drafter.head_spec.name != "selector":
+        return limits
+
+    head = drafter.conditional_head
+    assert head is not None
+    top_k = head.top_k or drafter.config.vocab_size
+    hidden_size = drafter.config.hidden_size
+    if drafter.d2t is not None:
+        limits["reduced selector vocabulary"] = "its selector has a reduced vocabulary"
+    if starts_at_anchor:
+        limits["selector from anchor"] = (
+            "its selector chooses in the first slot too (sample_from_anchor)"
+        )
+    if top_k > MAX_SELECTOR_TOP_K:
+        limits["selector size"] = (
+            f"its selector chooses among {top_k} tokens, and they hold a table of all pairs "
+            "(drafter.head.top_k=16)"
+        )
+    # llama.cpp stores the pairs of a slot, and the tokens, in one hidden state.
+    if top_k * (top_k + 1) > hidden_size:
+        max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
+        limits["selector pairs"] = (
+            f"its selector chooses among {top_k} tokens, and llama.cpp supports at most "
+            f"{max_top_k} with hidden_size={hidden_size} (drafter.head.top_k)"
+        )
+    return limits
 
 
 def check_export(drafter: Drafter, format: str) -> None:
-    """Raise ValueError for a drafter that a layout has no words for, or that its readers would run
-    in another way."""
-    check_format(
-        drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size"))
-    )
-    refused = drafter.family.formats[format].refuses
-    if wrong := [sentence for name, sentence in faults(drafter).items() if name in refused]:
+    """Raise ValueError if a layout cannot express a drafter, or if its readers would compute
+    something else."""
+    has_convolutions = bool(drafter.family_config.get("conv_kernel_size"))
+    check_export_format(drafter.family, format, drafter.head_spec, has_convolutions)
+    refused = drafter.family.formats[format].refused_features
+    limits = find_export_limits(drafter)
+    sentences = [sentence for name, sentence in limits.items() if name in refused]
+    if sentences:
         raise ValueError(
-            f"format={format}: its readers would run another drafter: {'; '.join(wrong)}"
+            f"format={format}: its readers would run another drafter: {'; '.join(sentences)}"
         )
 
 
 def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout that its family has (`infer.drafters.families.FORMATS`). `target`
-    is needed where the layout stores its embedding and head, and for a drafter that has copies of
-    them. Raises ValueError as `check_export` does."""
+    """Write a drafter in a layout of its family (`infer.drafters.families.FORMATS`).
+
+    target: needed if the layout stores the embedding and the head, and if the drafter has copies of
+        them
+
+    Raises ValueError as `check_export` does, and if the target is missing.
+    """
     check_export(drafter, format)
-    row = drafter.family.formats[format]
-    if format == "gguf":  # in a layout that llama.cpp's converter reads
-        as_dspark = drafter.own.get("sample_from_anchor") or drafter.own.get("markov_rank")
-        plain = "dflash" if drafter.head_row is None else "dflash2"
-        return export_drafter(drafter, "dspark" if as_dspark else plain, target, out)
-    weights = (
-        with_ends(drafter, target, format) if row.target else without_ends(drafter, target, format)
-    )
-    config = config_dict(drafter.config)
-    causal = drafter.own.get("causal")
-    if "part" in row.refuses:  # they read the target's whole head, of whose rows its own are some
+    family_config = drafter.family_config
+    if format == "gguf":  # written in a layout that llama.cpp's converter reads
+        if family_config.get("sample_from_anchor") or family_config.get("markov_rank"):
+            source_format = "dspark"
+        elif drafter.head_spec is None:
+            source_format = "dflash"
+        else:
+            source_format = "dflash2"
+        return export_drafter(drafter, source_format, target, out)
+
+    export_format = drafter.family.formats[format]
+    if export_format.stores_embedding_and_head:
+        weights = add_embedding_and_head(drafter, target, format)
+    else:
+        weights = drop_embedding_and_head(drafter, target, format)
+    config = build_public_config(drafter.config)
+    # Readers of formats without reduced vocabularies use the target's whole head instead.
+    if "reduced vocabulary" in export_format.refused_features:
         config.pop("draft_vocab_size", None)
         weights.pop("d2t", None)
-    if causal is not None and not row.target:  # in the words of every reader
+    causal = family_config.get("causal")
+    if causal is not None and not export_format.stores_embedding_and_head:
+        # Readers of these formats look for different keys.
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}
-    write_folder(*drafter.writers[format](drafter, target, config, weights), out)
+    write = drafter.export_writers[format]
+    write_drafter_folder(*write(drafter, target, config, weights), out)
 
 
-def with_ends(drafter: Drafter, target: Target | None, format: str) -> dict[str, torch.Tensor]:
-    """Return the tensors with the embedding and the head that the drafter uses."""
+def add_embedding_and_head(
+    drafter: Drafter, target: Target | None, format: str
+) -> dict[str, torch.Tensor]:
+    """Return the drafter's tensors with the embedding and the head that it uses. Raises ValueError
+    if the target is missing."""
     if target is None:
         raise ValueError(
             f"format={format} stores the target's embedding and head: give target.path"
         )
     weights = drafter.state_dict()
-    for name, weight in (
-        ("embed_tokens", target_embeddings(target)),
-        ("lm_head", rows_of(drafter, target)),
-    ):
-        weights.setdefault(f"{name}.weight", weight.detach().to("cpu", drafter.dtype))
+    target_weights = {
+        "embed_tokens.weight": get_target_embeddings(target),
+        "lm_head.weight": get_target_head_weight(drafter, target),
+    }
+    for name, weight in target_weights.items():
+        weights.setdefault(name, weight.detach().to("cpu", drafter.dtype))
     return weights
 
 
-def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[str, torch.Tensor]:
-    """Return the tensors without embedding and head. Raises ValueError where the drafter's own
-    differ from the target's, or there is no target to compare with."""
+def drop_embedding_and_head(
+    drafter: Drafter, target: Target | None, format: str
+) -> dict[str, torch.Tensor]:
+    """Return the drafter's tensors without embedding and head. Raises ValueError if the drafter's
+    differ from the target's, or if the target is missing and they cannot be compared."""
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
-                f"format={format}: it has its own embedding or head: give target.path to compare them"
+                f"format={format}: it has its own embedding or head: give target.path to compare "
+                "them"
             )
         try:
-            drop_copies(drafter, target)
+            drop_target_copies(drafter, target)
         except ValueError as error:
             raise ValueError(
                 f"format={format} stores neither embedding nor head, and {error}"
@@ -162,18 +201,26 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[s
 
 
 def check_base_model(name: str, drafter: Drafter) -> str | None:
-    """Raise ValueError unless the model `name`, as whose drafter the card presents this one, has
-    the sizes of the drafter's target. Return a sentence where its config.json cannot be read from
-    here."""
+    """Check that the model which the card names as the target has the sizes of the drafter's
+    target.
+
+    name: a path or hub id
+
+    Returns a sentence if its config.json cannot be read, else None. Raises ValueError if a size
+    differs.
+    """
     try:
-        sizes = target_sizes(drafter.config)
-        found = target_sizes(load_config(name).get_text_config())
+        expected = get_target_sizes(drafter.config)
+        sizes = get_target_sizes(load_config(name).get_text_config())
     except FileNotFoundError:
-        return f"base_model={name}: its config.json could not be read from here, and was not compared with the drafter"
+        return (
+            f"base_model={name}: its config.json could not be read from here, and was not compared "
+            "with the drafter"
+        )
     wrong = [
-        f"{key} {found[key]}, expected {size}"
-        for key, size in sizes.items()
-        if size not in (None, found[key])
+        f"{key} {sizes[key]}, expected {size}"
+        for key, size in expected.items()
+        if size not in (None, sizes[key])
     ]
     if wrong:
         raise ValueError(
@@ -182,7 +229,7 @@ def check_base_model(name: str, drafter: Drafter) -> str | None:
     return None
 
 
-def target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return a target's sizes, from its own config or from a drafter's."""
+def get_target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
+    """Return the sizes of a target, from its config or from that of a drafter for it."""
     layers = vars(config).get("num_target_layers", config.num_hidden_layers)
     return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}

@@ -1,115 +1,123 @@
-"""A drafter's folder: where it is, its config.json, and what tensors it holds, without loading
-any."""
+"""A drafter's folder: find it, and read its config.json and the headers of its weight files,
+without loading tensors."""
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infer.formats.integrity import tensor_digest
-from infer.targets.loading import EMBEDDED
-from infer.utils.files import json_digest, read_text
+from infer.formats.integrity import digest_tensors
+from infer.targets.loading import EMBEDDED_TARGET_FOLDER
+from infer.utils.files import json_digest, read_limited_text
 
-LARGEST_JSON = 64 << 20  # bytes
-INNER = (
-    "drafter",
-    "checkpoints/best/drafter",
-)  # where a drafter lies in a checkpoint's folder, in a run's
-# targets whose drafters lie in the repository
-SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# of an `Int8Linear`; they are read as the weight they stand for
-CODED = "codes"
-PARTS = ("codes", "scales", "smooth")
+MAX_JSON_BYTES = 64 << 20
+# where the drafter is in a checkpoint's folder, and in a run's
+DRAFTER_SUBFOLDERS = ("drafter", "checkpoints/best/drafter")
+# targets whose drafters are in the repository
+BUNDLED_DRAFTERS = {
+    "embedded": EMBEDDED_TARGET_FOLDER,
+    "smollm2": EMBEDDED_TARGET_FOLDER.parent / "smollm2",
+}
+WEIGHTS_FILE_NAME = "model.safetensors"
+WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+# An `Int8Linear` is stored as three tensors, which are read as one weight. Its dtype is INT8_DTYPE,
+# and its name is that of the first tensor.
+INT8_DTYPE = "codes"
+INT8_TENSOR_NAMES = ("codes", "scales", "smooth")
+INT8_STORED_DTYPES = ["I8", "F32", "F32"]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as its file's header describes it."""
+class StoredTensor:
+    """A tensor as the header of its file describes it."""
 
     file: Path
     name: str  # in the file
-    dtype: str  # F32, BF16, I64, BOOL, ...; CODED: its parts are in the file
+    dtype: str  # F32, BF16, I64, BOOL, ...; INT8_DTYPE for the weight of an `Int8Linear`
     shape: tuple[int, ...]
-    rows: int | None = None  # of the stored tensor, these first ones alone are read; None: all
+    rows: int | None = None  # only these first rows are read; None: all
 
-    def load(self, opened: safe_open) -> torch.Tensor:
-        """Return the tensor from its opened file."""
+    def load(self, opened: Any) -> torch.Tensor:
+        """Return the tensor. `opened`: its file, opened by `safe_open`."""
         if self.rows is not None:
             return opened.get_slice(self.name)[: self.rows]
-        if self.dtype != CODED:
+        if self.dtype != INT8_DTYPE:
             return opened.get_tensor(self.name)
-        codes, scales, smooth = (
-            opened.get_tensor(self.name.removesuffix(CODED) + part) for part in PARTS
-        )
+        layer = self.name.removesuffix(INT8_TENSOR_NAMES[0])
+        codes, scales, smooth = (opened.get_tensor(layer + name) for name in INT8_TENSOR_NAMES)
         return codes * scales[:, None] * smooth
 
 
 @dataclass(frozen=True)
-class Folder:
-    """The content of a folder. `problems`: sentences on what could not be read; `edited`:
-    config.json is not the one that the weights were saved with."""
+class DrafterFolder:
+    """The content of a drafter's folder."""
 
     path: Path
     config: dict
-    tensors: dict[str, Stored]
-    problems: list[str]
-    edited: bool = False
+    tensors: dict[str, StoredTensor]
+    problems: list[str]  # sentences on what could not be read
+    config_changed: bool = False  # config.json is not the one that the weights were saved with
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Load the tensors of these names, on the host. Raises ValueError for a file that is not
-        what was saved."""
+        """Load the tensors of these names, on the host. Raises ValueError for a file whose weights
+        changed after they were saved."""
         weights: dict[str, torch.Tensor] = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
                 saved = (opened.metadata() or {}).get("sha256")
-                if saved is not None and saved != tensor_digest(opened.keys(), opened.get_tensor):
+                if saved is not None and saved != digest_tensors(opened.keys(), opened.get_tensor):
                     raise ValueError(
-                        f"{file} is altered: its weights are not those that were saved; copy it again"
+                        f"{file} is altered: its weights are not those that were saved; copy it "
+                        "again"
                     )
-                there = {
-                    name: self.tensors[name] for name in names if self.tensors[name].file == file
-                }
-                weights |= {name: stored.load(opened) for name, stored in there.items()}
+                for name in names:
+                    tensor = self.tensors[name]
+                    if tensor.file == file:
+                        weights[name] = tensor.load(opened)
         return weights
 
-    def renamed(self, names: dict[str, str]) -> "Folder":
-        """Return the folder with tensors under other names, from those stored to ours."""
-        tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
+    def rename_tensors(self, new_names: Mapping[str, str]) -> "DrafterFolder":
+        """Return the folder with tensors under other names. `new_names`: by the name in the
+        file."""
+        tensors = {new_names.get(name, name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
 
-    def without_padding(self, padded_rows: int | None, rows: int) -> "Folder":
-        """Return the folder with the first `rows` rows alone of the tensors that have
-        `padded_rows`; as it is where `padded_rows` is None."""
-        tensors = {
-            name: replace(stored, shape=(rows, *stored.shape[1:]), rows=rows)
-            if padded_rows is not None
-            and stored.shape[:1] == (padded_rows,)
-            and stored.dtype != CODED
-            else stored
-            for name, stored in self.tensors.items()
-        }
+    def remove_padding(self, padded_rows: int | None, vocabulary_size: int) -> "DrafterFolder":
+        """Return the folder with only the first `vocabulary_size` rows of the tensors that have
+        `padded_rows` rows; unchanged if `padded_rows` is None."""
+        if padded_rows is None:
+            return self
+        tensors = dict(self.tensors)
+        for name, tensor in self.tensors.items():
+            if tensor.shape[:1] == (padded_rows,) and tensor.dtype != INT8_DTYPE:
+                shape = (vocabulary_size, *tensor.shape[1:])
+                tensors[name] = replace(tensor, shape=shape, rows=vocabulary_size)
         return replace(self, tensors=tensors)
 
 
-def find_folder(path: str | Path) -> Path:
-    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the
-    best checkpoint of a run's, that of a target in SHIPPED by its name, or a hub id's, of which
-    JSON and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
-    folder = SHIPPED.get(str(path)) or Path(path)
-    for inner in INNER:
-        if (folder / inner).is_dir():
-            return folder / inner
+def find_drafter_folder(path: str | Path) -> Path:
+    """Return a drafter's folder.
+
+    path: the folder itself, a training checkpoint, a run (its best checkpoint is taken), a name in
+        BUNDLED_DRAFTERS, or an id on the model hub (its JSON and safetensors files are downloaded)
+
+    Raises FileNotFoundError if there is none.
+    """
+    folder = BUNDLED_DRAFTERS.get(str(path)) or Path(path)
+    for subfolder in DRAFTER_SUBFOLDERS:
+        if (folder / subfolder).is_dir():
+            return folder / subfolder
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise FileNotFoundError(
-            f"{path} is no folder, and no name on the model hub either: checkpoint=<a drafter's folder>, "
-            "or checkpoint=lookup, which needs none"
+            f"{path} is no folder, and no name on the model hub either: checkpoint=<a drafter's "
+            "folder>, or checkpoint=lookup, which needs none"
         )
     from huggingface_hub import snapshot_download
 
@@ -122,34 +130,40 @@ def find_folder(path: str | Path) -> Path:
         ) from error
 
 
-def open_folder(path: str | Path) -> Folder:
-    """Read config.json and the headers of the weight files. Raises FileNotFoundError where there is
-    no folder; faults inside one are among its problems."""
-    folder = find_folder(path)
+def open_drafter_folder(path: str | Path) -> DrafterFolder:
+    """Read config.json and the headers of the weight files. `path`: as in `find_drafter_folder`.
+    Raises FileNotFoundError if there is no folder; other problems are collected in the result."""
+    folder = find_drafter_folder(path)
     problems: list[str] = []
-    config = _json(folder / "config.json", problems)
-    tensors: dict[str, Stored] = {}
-    edited = False
-    files = _files(folder, problems)
-    if files and (others := other_weights(folder, files)):
-        named = ", ".join(others)
-        problems.append(
-            f"{named}: tensors that would be left out; move the file elsewhere if it is not the drafter's"
-        )
-    for name in files:
-        found, saved = _header(folder / name, problems)
-        edited = edited or saved not in (None, json_digest(config))
-        tensors |= found
+    config = _read_json_object(folder / "config.json", problems)
+    file_names = _list_weight_files(folder, problems)
+    if file_names:
+        other_names = find_other_weights(folder, file_names)
+        if other_names:
+            problems.append(
+                f"{', '.join(other_names)}: tensors that would be left out; move the file "
+                "elsewhere if it is not the drafter's"
+            )
+
+    tensors: dict[str, StoredTensor] = {}
+    config_changed = False
+    for file_name in file_names:
+        file_tensors, config_digest = _read_header(folder / file_name, problems)
+        tensors |= file_tensors
+        if config_digest is not None and config_digest != json_digest(config):
+            config_changed = True
     if (folder / "mask_embedding.pt").exists():
         problems.append(
-            "mask_embedding.pt holds a mask embedding of its own, which this project's drafters lack"
+            "mask_embedding.pt holds a separate mask embedding, which this project's drafters "
+            "do not have"
         )
-    return Folder(folder, config, tensors, problems, edited)
+    return DrafterFolder(folder, config, tensors, problems, config_changed)
 
 
-def _json(file: Path, problems: list[str]) -> dict:
+def _read_json_object(file: Path, problems: list[str]) -> dict:
+    """Return the object in a JSON file; an empty one, and a problem, if it cannot be read."""
     try:
-        content = json.loads(read_text(file, LARGEST_JSON))
+        content = json.loads(read_limited_text(file, MAX_JSON_BYTES))
         if type(content) is dict:
             return content
         problems.append(f"{file.name} is no JSON object")
@@ -160,63 +174,76 @@ def _json(file: Path, problems: list[str]) -> dict:
     return {}
 
 
-def _files(folder: Path, problems: list[str]) -> list[str]:
-    """Return the names of the weight files: one, or those of an index."""
-    if (folder / WEIGHTS).is_file():
-        return [WEIGHTS]
-    if not (folder / INDEX).is_file():
-        problems.append(f"{WEIGHTS} is missing, and so is {INDEX}")
+def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
+    """Return the names of the weight files: the only one, or those in the index."""
+    if (folder / WEIGHTS_FILE_NAME).is_file():
+        return [WEIGHTS_FILE_NAME]
+    if not (folder / WEIGHTS_INDEX_NAME).is_file():
+        problems.append(f"{WEIGHTS_FILE_NAME} is missing, and so is {WEIGHTS_INDEX_NAME}")
         return []
-    places = _json(folder / INDEX, problems).get("weight_map")
-    if type(places) is not dict:
-        problems.append(f"{INDEX} has no weight_map")
+    weight_map = _read_json_object(folder / WEIGHTS_INDEX_NAME, problems).get("weight_map")
+    if type(weight_map) is not dict:
+        problems.append(f"{WEIGHTS_INDEX_NAME} has no weight_map")
         return []
-    found = []
-    for file in sorted({str(file) for file in places.values()}):
-        if (
-            re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) and (folder / file).is_file()
-        ):  # nothing outside this folder
-            found.append(file)
+
+    file_names = []
+    for file_name in sorted({str(file_name) for file_name in weight_map.values()}):
+        # The pattern keeps paths inside this folder.
+        is_safe = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file_name)
+        if is_safe and (folder / file_name).is_file():
+            file_names.append(file_name)
         else:
-            problems.append(f"{INDEX} names {file!r}, which is no safetensors file of this folder")
-    return found
+            problems.append(
+                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, which is no safetensors file of this "
+                "folder"
+            )
+    return file_names
 
 
-def other_weights(folder: Path, files: list[str]) -> list[str]:
-    """Return the names of safetensors files in the folder and one level below it that are not among
-    `files`. A folder below that has a config.json of its own is another model's."""
-    found = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
-    models = [
-        path for path in found if path.parent != folder and (path.parent / "config.json").exists()
-    ]
-    names = {path.relative_to(folder).as_posix() for path in found if path not in models}
-    return sorted(names - {*files})
+def find_other_weights(folder: Path, file_names: list[str]) -> list[str]:
+    """Return the safetensors files in the folder, and in its direct subfolders, that are not among
+    `file_names`. Subfolders with a config.json are other models and are skipped."""
+    other_names = []
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
+        is_other_model = path.parent != folder and (path.parent / "config.json").exists()
+        name = path.relative_to(folder).as_posix()
+        if not is_other_model and name not in file_names:
+            other_names.append(name)
+    return sorted(other_names)
 
 
-def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:
-    """Return a weight file's tensors, and the digest of the config.json that it was saved with."""
+def _read_header(file: Path, problems: list[str]) -> tuple[dict[str, StoredTensor], str | None]:
+    """Return the tensors of a weight file, and the digest of the config.json that it was saved
+    with, None if it has no digest."""
     try:
         with safe_open(file, "pt") as opened:
-            saved = (opened.metadata() or {}).get("config_sha256")
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            found = {
-                name: Stored(file, name, s.get_dtype(), tuple(s.get_shape()))
-                for name, s in slices.items()
-            }
-            return _join_parts(found), saved
+            config_digest = (opened.metadata() or {}).get("config_sha256")
+            tensors = {}
+            for name in opened.keys():  # noqa: SIM118
+                header = opened.get_slice(name)
+                shape = tuple(header.get_shape())
+                tensors[name] = StoredTensor(file, name, header.get_dtype(), shape)
     except (SafetensorError, OSError) as error:
         problems.append(f"{file.name} is truncated or altered ({error})")
         return {}, None
+    return _merge_int8_tensors(tensors), config_digest
 
 
-def _join_parts(found: dict[str, Stored]) -> dict[str, Stored]:
-    """Return a file's tensors with weights in the place of codes that have their scales and
-    factors."""
-    for layer in [name.removesuffix(CODED) for name in found if name.endswith(f".{CODED}")]:
-        parts = [found[layer + part] for part in PARTS if layer + part in found]
-        codes = parts[0]
-        shapes = [size for part in parts[1:] for size in part.shape]
-        if [part.dtype for part in parts] == ["I8", "F32", "F32"] and shapes == list(codes.shape):
-            found = {name: stored for name, stored in found.items() if stored not in parts}
-            found[f"{layer}weight"] = replace(codes, dtype=CODED)
-    return found
+def _merge_int8_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Replace each group of codes, scales and factors by the weight that they represent. Incomplete
+    groups stay as they are."""
+    merged = dict(tensors)
+    codes_name, *_ = INT8_TENSOR_NAMES
+    for name, codes in tensors.items():
+        if not name.endswith(f".{codes_name}"):
+            continue
+        layer = name.removesuffix(codes_name)
+        group_names = [layer + each for each in INT8_TENSOR_NAMES if layer + each in tensors]
+        group = [tensors[each] for each in group_names]
+        vector_sizes = [size for tensor in group[1:] for size in tensor.shape]
+        has_dtypes = [tensor.dtype for tensor in group] == INT8_STORED_DTYPES
+        if has_dtypes and vector_sizes == list(codes.shape):
+            for group_name in group_names:
+                del merged[group_name]
+            merged[f"{layer}weight"] = replace(codes, dtype=INT8_DTYPE)
+    return merged

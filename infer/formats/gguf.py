@@ -1,5 +1,5 @@
-"""Drafters as GGUF, for llama.cpp: a folder in a layout that its own converter reads is converted
-by it."""
+"""Convert drafters to GGUF for llama.cpp, with llama.cpp's own converter, from a layout that it
+reads."""
 
 import shutil
 import subprocess
@@ -10,45 +10,50 @@ from huggingface_hub import snapshot_download
 
 from infer.targets.loading import resolve_path
 
-CONVERTER = "convert_hf_to_gguf.py"
-FILE = "drafter.gguf"
+CONVERTER_FILE_NAME = "convert_hf_to_gguf.py"
+GGUF_FILE_NAME = "drafter.gguf"
+MAX_ERROR_CHARACTERS = 400
 
 
-def find_converter(named: str | None) -> Path:
-    """Return llama.cpp's converter: the named file, or the one on PATH. Raises ValueError where
-    there is none."""
-    found = named or shutil.which(CONVERTER)
-    if found is None or not Path(found).is_file():
-        where = f"converter={named}: no such file" if named else f"{CONVERTER} is not on PATH"
+def find_converter(converter: str | None) -> Path:
+    """Return llama.cpp's converter: the given file, or the one on PATH if None. Raises ValueError
+    if there is none."""
+    file = converter or shutil.which(CONVERTER_FILE_NAME)
+    if file is None or not Path(file).is_file():
+        reason = f"{CONVERTER_FILE_NAME} is not on PATH"
+        if converter:
+            reason = f"converter={converter}: no such file"
         raise ValueError(
-            f"format=gguf is written by llama.cpp's own converter, and {where}: give converter=<folder of "
-            f"llama.cpp>/{CONVERTER}"
+            f"format=gguf is written by llama.cpp's own converter, and {reason}: give "
+            f"converter=<folder of llama.cpp>/{CONVERTER_FILE_NAME}"
         )
-    return Path(found)
+    return Path(file)
 
 
-def convert(folder: Path, target: str, converter: Path) -> Path:
-    """Convert the drafter in `folder`, whose target's tokenizer goes into the file; return the
-    file. Raises ValueError with the converter's last words where it fails."""
-    place = Path(resolve_path(target))
-    if not place.is_dir():  # the converter reads config and tokenizer
-        place = Path(
-            snapshot_download(target, allow_patterns=["*.json", "*.jinja", "*.txt", "*.model"])
-        )
-    out = folder / FILE
+def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
+    """Convert the drafter in `folder` and return the GGUF file. The file also gets the tokenizer of
+    `target`, a path or hub id. Raises ValueError with the converter's last line if it fails."""
+    target_folder = Path(resolve_path(target))
+    if not target_folder.is_dir():
+        # The converter reads the target's config and tokenizer only.
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model"]
+        target_folder = Path(snapshot_download(target, allow_patterns=patterns))
+
+    out = folder / GGUF_FILE_NAME
     command = [
         sys.executable,
         str(converter),
         str(folder),
         "--target-model-dir",
-        str(place),
+        str(target_folder),
         "--outfile",
         str(out),
+        "--outtype",
+        "auto",
     ]
-    done = subprocess.run(
-        [*command, "--outtype", "auto"], capture_output=True, text=True, check=False
-    )
-    if done.returncode or not out.is_file():
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["it said nothing"]
-        raise ValueError(f"format=gguf: {converter.name} failed: {said[0][:400]}")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode or not out.is_file():
+        lines = (process.stderr.strip() or process.stdout.strip()).splitlines()
+        reason = lines[-1] if lines else "it printed nothing"
+        raise ValueError(f"format=gguf: {converter.name} failed: {reason[:MAX_ERROR_CHARACTERS]}")
     return out

@@ -1,9 +1,9 @@
-"""Digests inside a drafter's own weight file, where every reader of safetensors leaves them alone.
+"""Digests in the metadata of a drafter's weight file, which other readers of safetensors ignore.
 
-A bit that flips on a disk or on the way gives other weights and no error. The file's metadata
-therefore holds the SHA-256 of its tensors and of the config.json beside it, both compared when the
-folder is read. A file that others wrote has none and is believed, as before. This is against
-damage; whoever writes files on purpose writes digests too.
+A bit that flips on a disk or in transfer changes weights without an error. The metadata therefore
+holds the SHA-256 of the tensors and of the config.json beside them; both are compared when the
+folder is read. Files without digests, written by other programs, are accepted. The digests protect
+against damage, not against forgery.
 """
 
 import hashlib
@@ -13,33 +13,38 @@ from pathlib import Path
 
 import torch
 
-from infer.utils.files import json_digest, save_readable
+from infer.utils.files import json_digest, save_shared_safetensors
 
 
-def tensor_digest(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> str:
-    """SHA-256 of tensors by name, dtype, shape and content; one at a time in memory."""
+def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tensor]) -> str:
+    """Return the SHA-256 of tensors: name, dtype, shape and content. One tensor is in memory at a
+    time."""
     digest = hashlib.sha256()
     for name in sorted(names):
-        tensor = tensor_of(name).detach().cpu().contiguous()
+        tensor = load_tensor(name).detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def save_weights(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
-    """Writes a weight file with the digests of its tensors and of the config.json beside it. The
-    same tensors give the same bytes: safetensors writes metadata in any order, which is put right
-    here."""
-    digests = {
-        "sha256": tensor_digest(weights, weights.__getitem__),
+def save_weights_with_digests(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
+    """Write a weight file with the digests of its tensors and of config.json.
+
+    Equal tensors give equal bytes: safetensors writes metadata in any order, so the header is
+    rewritten with sorted keys.
+    """
+    metadata = {
+        "format": "pt",
+        "sha256": digest_tensors(weights, weights.__getitem__),
         "config_sha256": json_digest(config),
     }
-    save_readable(weights, file, {"format": "pt"} | digests)
+    save_shared_safetensors(weights, file, metadata)
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        assert len(text) == size, "a header that is written otherwise"
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        encoded = text.encode().ljust(size)
+        assert len(encoded) == size, "the header's size changed when it was rewritten"
         opened.seek(8)
-        opened.write(text)
+        opened.write(encoded)

@@ -1,74 +1,93 @@
-"""The operations of int8 layers, for the table of `infer.kernels`: those of the CPU in float32,
-attention whose sums have one order, and matmuls of codes."""
+"""The operations of int8 layers for the table of `infer.kernels`.
+
+They are those of the CPU in float32, attention with a fixed summation order, and matmuls of int8
+codes.
+
+N positions, D inputs, O outputs of a linear layer.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import nn
 
 from infer.int8_cpu.attention import attend
-from infer.int8_cpu.matmul import matmul, padded_rows
-from infer.int8_cpu.rows import argmax_of_sums, dequantise_sums, quantise
+from infer.int8_cpu.matmul import count_padded_rows, matmul
+from infer.int8_cpu.quantisation import argmax_outputs, dequantise_outputs, quantise_activations
 from infer.int8_cpu.weights import Int8Weights
 from infer.kernels import cpu, reference
-from infer.kernels.operands import Linear
-from infer.kernels.validation import difference, normal
+from infer.kernels.operands import LinearWeights
+from infer.kernels.table import FastKernels
+from infer.kernels.validation import WRONG_TOKENS, describe_difference, make_normal_tensor
 
 
-def code_sums(states: torch.Tensor, weights: Int8Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums (digits N, O) int32 of states (N, D), as codes, times the weights' codes; and
-    the steps (N,) of the states' codes."""
-    rows = weights.digits * len(states)
-    codes, steps = quantise(
-        states, weights.smooth, weights.digits, padded_rows(rows, weights.codes)
+def compute_accumulators(
+    states: torch.Tensor, weights: Int8Weights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise states (N, D) and multiply their codes by the weights' codes.
+
+    Returns int32 accumulators (codes_per_activation * N, O) and the scales (N,) of the states'
+    codes.
+    """
+    rows = weights.codes_per_activation * len(states)
+    padded_rows = count_padded_rows(rows, weights.codes)
+    codes, scales = quantise_activations(
+        states, weights.smoothing, weights.codes_per_activation, padded_rows
     )
-    return matmul(codes, weights.codes, rows), steps
+    return matmul(codes, weights.codes, rows), scales
 
 
-def linear(states: torch.Tensor, weights: Int8Weights | Linear) -> torch.Tensor:
-    """See `infer.kernels.reference.linear`."""
+def linear(states: torch.Tensor, weights: Int8Weights | LinearWeights) -> torch.Tensor:
+    """Implement `infer.kernels.reference.linear`."""
     if not isinstance(weights, Int8Weights):
         return reference.linear(states, weights)
-    return dequantise_sums(*code_sums(states, weights), weights)
+    accumulators, scales = compute_accumulators(states, weights)
+    return dequantise_outputs(accumulators, scales, weights)
 
 
 def argmax_head(states: torch.Tensor, head: nn.Module) -> torch.Tensor:
-    """See `infer.kernels.reference.argmax_head`; head: an `Int8Linear`."""
-    weights = head.operand
-    flat = states.flatten(0, -2)
-    return argmax_of_sums(*code_sums(flat, weights), weights).view(states.shape[:-1])
+    """Implement `infer.kernels.reference.argmax_head` for a head that is an `Int8Linear`."""
+    weights = cast(Int8Weights, head.int8_weights)
+    accumulators, scales = compute_accumulators(states.flatten(0, -2), weights)
+    return argmax_outputs(accumulators, scales, weights).view(states.shape[:-1])
 
 
-def example_weights(outputs: int) -> Int8Weights:
-    """Return the operand of a linear layer of random codes."""
+def make_random_weights(outputs: int) -> Int8Weights:
+    """Return random weights of a linear layer with 48 inputs, for validation."""
     generator = torch.Generator().manual_seed(outputs)
     codes = torch.randint(-127, 128, (outputs, 48), dtype=torch.int8, generator=generator)
     scales = torch.rand(outputs, generator=generator) / 127
-    smooth = torch.rand(48, generator=generator) + 0.5
+    smoothing = torch.rand(48, generator=generator) + 0.5
     bias = torch.randn(outputs, generator=generator)
-    return Int8Weights(codes, scales, smooth, 2, bias)
+    return Int8Weights(codes, scales, smoothing, codes_per_activation=2, bias=bias)
 
 
-def check_linear(operation: Callable, device: torch.device) -> str:
-    """Compare with the matmul of the floats that the codes stand for."""
-    weights = example_weights(20)
-    states = normal(device, 5, 48)
-    return difference(operation(states, weights), reference.linear(states, weights))
+def check_int8_linear(operation: Callable, device: torch.device) -> str:
+    """Compare a `linear` for int8 weights with the matmul of the dequantised weights."""
+    weights = make_random_weights(20)
+    states = make_normal_tensor(device, 5, 48)
+    dequantised = LinearWeights(weights.weight, weights.bias)
+    return describe_difference(operation(states, weights), reference.linear(states, dequantised))
 
 
-def check_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Compare with the largest of the floats that `linear` returns."""
-    weights = example_weights(2500)
-    states = normal(device, 2, 5, 48)
+def check_int8_argmax_head(operation: Callable, device: torch.device) -> str:
+    """Compare an `argmax_head` for int8 weights with the argmax of the outputs of `linear`."""
+    weights = make_random_weights(2500)
+    states = make_normal_tensor(device, 2, 5, 48)
     expected = linear(states.flatten(0, 1), weights).argmax(-1).view(2, 5)
-    same = torch.equal(operation(states, SimpleNamespace(operand=weights)), expected)
-    return "" if same else "it finds other tokens than the reference"
+    if torch.equal(operation(states, SimpleNamespace(int8_weights=weights)), expected):
+        return ""
+    return WRONG_TOKENS
 
 
-OPERATIONS = cpu.OPERATIONS | {"linear": linear, "argmax_head": argmax_head, "attend": attend}
-FEATURES = {"ragged": True, "recording_decoder": "infer.int8_cpu.recording:RecordedDecoder"}
-CHECKS = {
-    "linear": check_linear,
-    "argmax_head": check_argmax_head,
-}  # instead of those for float32 weights
+INT8_KERNELS = FastKernels(
+    operations=cpu.CPU_OPERATIONS
+    | {"linear": linear, "argmax_head": argmax_head, "attend": attend},
+    checks={"linear": check_int8_linear, "argmax_head": check_int8_argmax_head},
+    features={
+        "supports_ragged": True,
+        "recording_decoder": "infer.int8_cpu.recording:RecordedDecoder",
+    },
+)

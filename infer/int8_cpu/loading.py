@@ -1,7 +1,7 @@
-"""Loading: targets in int8, which are written once into the cache; and drafters, whose weights are
-rounded to nearest.
+"""Loading targets in int8, whose quantised weights are written once to a cache folder, and
+quantising drafters, whose weights are rounded to nearest.
 
-The rest of `infer` comes here through `infer.targets.loading.int8_package`.
+The rest of `infer` imports this module through `infer.targets.loading.int8_package`.
 """
 
 import ctypes
@@ -9,51 +9,67 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infer.int8_cpu import calibration
-from infer.int8_cpu.modules import Int8Embedding, Int8Linear, round_linear
-from infer.targets.loading import INT8_METHOD, load_target, model_folder, weight_files
-from infer.targets.model_cache import cache_folder, make_once, save_model
+from infer.int8_cpu.modules import Int8Embedding, Int8Linear, quantise_linear
+from infer.targets.loading import (
+    INT8_QUANT_METHOD,
+    download_model_folder,
+    list_weight_files,
+    load_target,
+)
+from infer.targets.model_cache import cache_folder, create_cached_folder, save_model
 from infer.targets.target import Target
 
-__all__ = ["load_int8_target", "quantise_drafter", "round_linear"]
+__all__ = ["load_int8_target", "quantise_drafter", "quantise_linear"]
 
 
 def quantise_drafter(drafter: nn.Module) -> None:
-    """Put codes in the place of a float32 drafter's linear layers, in place, for decoding.
+    """Replace the linear layers of a float32 drafter by int8 layers, in place, for decoding.
 
-    A drafter need not be exact: what rounding changes is acceptance, never a text. Conditional
-    heads stay."""
-    head = drafter.conditional_head, drafter.confidence_head
-    kept = {part for module in head if module is not None for part in module.modules()}
+    A drafter need not be exact: rounding changes the acceptance length but never the output. The
+    conditional head and the confidence head stay in float32.
+    """
+    float_modules: set[nn.Module] = set()
+    heads = cast(list[nn.Module | None], [drafter.conditional_head, drafter.confidence_head])
+    for head in heads:
+        if head is not None:
+            float_modules.update(head.modules())
     for name, module in list(drafter.named_modules()):
-        if type(module) is nn.Linear and module not in kept:
-            drafter.set_submodule(name, round_linear(module, 2 if name == "fc" else 1))
-    drafter.quantised = True
-    with suppress(
-        OSError, AttributeError
-    ):  # loading leaves ten times what the codes take with the C library
+        if type(module) is nn.Linear and module not in float_modules:
+            codes_per_activation = 2 if name == "fc" else 1
+            drafter.set_submodule(name, quantise_linear(module, codes_per_activation))
+    drafter.quantised = True  # ty: ignore[invalid-assignment]
+
+    # Loading leaves ten times the memory of the codes unused in the C library's heap: return it to
+    # the system. Only glibc has this function.
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Int8Config(QuantizationConfigMixin):
-    """What a config.json says of the codes: the `digits` of every linear layer, 0 of an
-    embedding."""
+    """The `quantization_config` in the config.json of a target in int8.
 
-    def __init__(self, digits: dict[str, int], quant_method: str = INT8_METHOD) -> None:
+    digits: by module name, the codes per activation of a linear layer, 0 for an embedding. The name
+    is that of the key in config.json.
+    """
+
+    def __init__(self, digits: dict[str, int], quant_method: str = INT8_QUANT_METHOD) -> None:
         self.digits = digits
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # ty: ignore[invalid-assignment]
 
 
 class Int8Quantizer(HfQuantizer):
-    """Has transformers load and store such models as any other."""
+    """Lets transformers load and save models with int8 layers."""
 
     is_trainable = False
 
@@ -61,85 +77,112 @@ class Int8Quantizer(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: object) -> None:
-        for name, digits in self.quantization_config.digits.items():
-            old = model.get_submodule(name)
-            if digits:
-                new = Int8Linear(old.in_features, old.out_features, old.bias is not None, digits)
+        config = cast(Int8Config, self.quantization_config)
+        for name, codes_per_activation in config.digits.items():
+            module = model.get_submodule(name)
+            if codes_per_activation:
+                layer = cast(nn.Linear, module)
+                has_bias = layer.bias is not None
+                int8_module = Int8Linear(
+                    layer.in_features, layer.out_features, has_bias, codes_per_activation
+                )
             else:
-                new = Int8Embedding(*old.weight.shape)
-            model.set_submodule(name, new)
+                int8_module = Int8Embedding(*cast(nn.Embedding, module).weight.shape)
+            model.set_submodule(name, int8_module)
 
 
-AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_METHOD], AUTO_QUANTIZER_MAPPING[INT8_METHOD] = (
-    Int8Config,
-    Int8Quantizer,
-)
+# The stubs of transformers only allow its own classes.
+AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_QUANT_METHOD] = Int8Config  # ty: ignore[invalid-assignment]
+AUTO_QUANTIZER_MAPPING[INT8_QUANT_METHOD] = Int8Quantizer  # ty: ignore[invalid-assignment]
 
 
-def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
-    """Return the folder, in the cache, of a target in int8, made once from the model and tokenizer
-    that `load` gives in float32. Raises what `load` raises, and OSError as `make_once`."""
+def make_int8_folder(
+    path: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
+) -> str:
+    """Return the cache folder of a target in int8. It is written on the first call.
+
+    path: folder of the float32 model. load: returns the float32 model and its tokenizer; it is
+    called only if the folder must be written. Raises what `load` raises, and OSError as
+    `make_once` does.
+    """
     source = Path(path)
-    parts = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in sorted(source.glob("*"))
+    source_files = []
+    for file in sorted(source.glob("*")):
+        status = file.stat()
+        source_files.append((file.name, status.st_size, status.st_mtime_ns))
+    calibration_settings = [
+        INT8_QUANT_METHOD,
+        calibration.CALIBRATION_SEQUENCES,
+        calibration.CALIBRATION_SEQUENCE_TOKENS,
+        calibration.SMOOTHQUANT_ALPHAS,
+        calibration.MAX_SINGLE_CODE_ERROR,
     ]
-    how = [
-        INT8_METHOD,
-        calibration.TEXTS,
-        calibration.LENGTH,
-        calibration.ALPHAS,
-        calibration.LOSES,
-    ]
-    folder = cache_folder(f"{source.name}-int8", repr([*how, str(source.resolve()), parts]))
+    cache_key = repr([*calibration_settings, str(source.resolve()), source_files])
+    folder = cache_folder(f"{source.name}-int8", cache_key)
 
-    def make(loaded: tuple[nn.Module, object], folder: Path) -> None:
+    def write_folder(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], folder: Path) -> None:
         model, tokenizer = loaded
-        digits = calibration.quantise(model, calibration.own_texts(model, tokenizer))
+        samples = calibration.run_calibration_samples(model, tokenizer)
+        codes_per_activation = calibration.quantise_model(model, samples)
+        config = Int8Config(codes_per_activation)
         model.config.tie_word_embeddings = False
-        model.config.quantization_config = config = Int8Config(digits)
-        model.hf_quantizer = Int8Quantizer(config)
+        model.config.quantization_config = config
+        model.hf_quantizer = Int8Quantizer(config)  # ty: ignore[invalid-assignment]
         save_model(model, tokenizer, folder)
 
-    return str(make_once(folder, f"writing {path} in integers, once, into {folder}", load, make))
+    message = f"writing {path} in int8, once, into {folder}"
+    return str(create_cached_folder(folder, message, load, write_folder))
 
 
 def load_int8_target(
-    path: str, trust_remote_code: bool, told: Mapping[str, object] | None
+    path: str, trust_remote_code: bool, chat_template_kwargs: Mapping[str, object] | None
 ) -> Target:
-    """Load a target in int8 codes, which are written the first time."""
+    """Load a target in int8. The first call quantises it and writes its weights to a cache
+    folder."""
 
-    def whole() -> tuple[nn.Module, object]:
+    def load_float_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         target = load_target(path, "float32", "cpu", trust_remote_code)
-        return target.model, target.tokenizer
+        model = cast(PreTrainedModel, target.model)
+        return model, cast(PreTrainedTokenizerBase, target.tokenizer)
 
-    folder = int8_folder(model_folder(path), whole)
-    target = load_target(folder, "float32", "cpu", trust_remote_code, None, told)
+    folder = make_int8_folder(download_model_folder(path), load_float_model)
+    target = load_target(folder, "float32", "cpu", trust_remote_code, None, chat_template_kwargs)
     target.name = path
-    settle(target, weight_files(folder))
+    consolidate_memory(target, list_weight_files(folder))
     return target
 
 
-def settle(target: Target, files: list[Path]) -> None:
-    """Give the decoder layers of an int8 target just loaded memory of their own, a block for each
-    kind of parameter, so that a recording looks at few storages and layers that read the same
-    states lie one behind the other. Embedding and head are mapped from the files anew: no page that
-    this reads stays."""
-    kinds = defaultdict(list)
-    for name, parameter in target.body.layers.named_parameters():
-        kinds[name.rpartition(".")[2], parameter.dtype].append(parameter)
-    for parameters in kinds.values():
+def consolidate_memory(target: Target, files: list[Path]) -> None:
+    """Rearrange the memory of an int8 target that was just loaded.
+
+    The parameters of the decoder layers are copied to one block per kind of parameter, so that a
+    recording holds few storages and layers that read the same states are adjacent. The int8 codes
+    of embedding and head are mapped from the files again, so that pages read by loading are freed.
+    """
+    layers = cast(nn.ModuleList, target.decoder.layers)
+    parameters_by_kind = defaultdict(list)
+    for name, parameter in layers.named_parameters():
+        parameters_by_kind[name.rpartition(".")[2], parameter.dtype].append(parameter)
+    for parameters in parameters_by_kind.values():
         block = torch.cat([parameter.flatten() for parameter in parameters])
         sizes = [parameter.numel() for parameter in parameters]
-        for parameter, part in zip(parameters, block.split(sizes), strict=True):
-            parameter.data = part.view_as(parameter)
-    inside = {id(parameter) for parameter in target.body.layers.parameters()}
-    outside = {name: p for name, p in target.model.named_parameters() if id(p) not in inside}
-    for parameter in filter(torch.is_floating_point, outside.values()):
-        parameter.data = parameter.clone()
-    target.lean, target.shapes  # noqa: B018
+        for parameter, block_slice in zip(parameters, block.split(sizes), strict=True):
+            parameter.data = block_slice.view_as(parameter)
+
+    layer_parameter_ids = {id(parameter) for parameter in layers.parameters()}
+    other_parameters = {
+        name: parameter
+        for name, parameter in target.model.named_parameters()
+        if id(parameter) not in layer_parameter_ids
+    }
+    for parameter in other_parameters.values():
+        if parameter.is_floating_point():
+            parameter.data = parameter.clone()
+
+    # Compute these cached properties before the codes are mapped.
+    target.kernel_decoder, target.cache_shapes  # noqa: B018
     for file in files:
-        for name, tensor in load_file(file).items():  # mapped, not read
-            if tensor.dtype == torch.int8 and name in outside:
-                outside[name].data = tensor
-    target.watch.note()
+        for name, tensor in load_file(file).items():  # maps the file without reading it
+            if tensor.dtype == torch.int8 and name in other_parameters:
+                other_parameters[name].data = tensor
+    target.weight_watcher.take_snapshot()

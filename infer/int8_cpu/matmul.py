@@ -1,7 +1,7 @@
-"""Matmuls of int8 codes with int32 sums: oneDNN's where it has fast ones; our loop on an x86 with
-AVX2 and no VNNI.
+"""Matmuls of int8 codes with int32 accumulators: oneDNN's where they are fast, an AVX2 kernel on an
+x86 CPU with AVX2 and without VNNI.
 
-N rows of codes of activations, D inputs, O outputs.
+N rows of activation codes, D inputs, O outputs.
 """
 
 from functools import cache, partial
@@ -11,210 +11,274 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from infer.int8_cpu.attention import VECTOR_WIDTH, int64_constant, load, transpose
-from infer.int8_cpu.rows import int32_pointer
+from infer.int8_cpu.float_matmul import VECTOR_WIDTH, int64_constant, load_value, transpose
+from infer.int8_cpu.quantisation import int32_pointer
 from infer.kernels.launch import (
-    ADDRESS,
-    INTEGER,
-    Arguments,
-    claim_part,
-    empty,
-    launch,
-    reader,
+    ADDRESS_FIELD,
+    INTEGER_FIELD,
+    KernelArguments,
+    allocate_tensor,
+    claim_work_item,
+    launch_kernel,
+    llvm_intrinsic,
+    make_argument_reader,
     run_and_record,
 )
 from infer.utils.jit import njit
 
-MAX_SWAPPED_ROWS = 64  # more rows are as fast the ordinary way round
-MAX_SWAPPED_SUMS = 2**20  # more sums leave the cache before they are transposed
-MAX_LOOSE_ROWS = 4  # rows behind whole blocks of VECTOR_WIDTH that are transposed one by one
+# Bounds of the transposed matmul, weights (O, D) times codes (D, N). With more rows it is not
+# faster; more accumulators leave the cache before they are transposed back.
+MAX_TRANSPOSED_ROWS = 64
+MAX_TRANSPOSED_ACCUMULATORS = 2**20
+MAX_REMAINDER_ROWS = 4  # rows after the last full vector that are transposed one by one
+
 CODES_PER_REGISTER = 16  # of AVX2, widened to 16 bits
 MACS_PER_CYCLE = 24
-OUTPUT_TILE = 4  # outputs, and rows, whose sums stay in registers
-ROW_TILE = 2
-PART_OUTPUTS = 32  # outputs that a thread claims
-TRANSPOSE_OUTPUTS = 1024  # outputs that a thread transposes
+TILE_OUTPUTS = 4  # a tile's accumulators stay in registers
+TILE_ROWS = 2
+MATMUL_OUTPUTS_PER_WORK_ITEM = 32
+TRANSPOSE_OUTPUTS_PER_WORK_ITEM = 1024
 
 
 @cache
-def uses_avx2_loop(inputs: int) -> bool:
-    """Return whether matmuls over so many inputs run in `multiply_codes`: oneDNN has fast ones with
-    VNNI only."""
-    able = torch.cpu.get_capabilities()
-    has_vnni = able["avx512_vnni"] or able["avx_vnni"]
-    return able.get("avx2", False) and not has_vnni and inputs % CODES_PER_REGISTER == 0
+def uses_avx2_kernel(inputs: int) -> bool:
+    """Return whether matmuls over that many inputs run in `avx2_matmul_kernel`. oneDNN has fast
+    int8 matmuls only with VNNI."""
+    capabilities = torch.cpu.get_capabilities()
+    has_vnni = capabilities["avx512_vnni"] or capabilities["avx_vnni"]
+    has_avx2 = capabilities.get("avx2", False)
+    return has_avx2 and not has_vnni and inputs % CODES_PER_REGISTER == 0
 
 
 @cache
-def swapped_rows(rows: int, outputs: int) -> int:
-    """Return as how many rows so many are multiplied the other way round, weights (O, D) by rows
-    transposed (D, N), 0 for not: with AMX, whose kernels pack the right side before they begin,
-    which should be the smaller one. More than MAX_LOOSE_ROWS behind whole blocks are filled up to
-    one more block, which is transposed back at once."""
+def count_transposed_rows(rows: int, outputs: int) -> int:
+    """Return the number of rows, with padding, of a transposed matmul; 0 if the matmul is not
+    transposed.
+
+    With AMX, oneDNN packs the right operand before it multiplies, so the right operand should be
+    the smaller one. If more than MAX_REMAINDER_ROWS rows do not fill a vector, they are padded to a
+    full one, which is transposed back at once.
+    """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
-    if rows > MAX_SWAPPED_ROWS or rows * outputs > MAX_SWAPPED_SUMS:
+    if rows > MAX_TRANSPOSED_ROWS or rows * outputs > MAX_TRANSPOSED_ACCUMULATORS:
         return 0
-    if rows % VECTOR_WIDTH <= MAX_LOOSE_ROWS:
+    if rows % VECTOR_WIDTH <= MAX_REMAINDER_ROWS:
         return rows
     return -(-rows // VECTOR_WIDTH) * VECTOR_WIDTH
 
 
-def padded_rows(rows: int, weights: torch.Tensor) -> int:
-    """Return how many rows of codes `matmul` wants for so many: some more where they are multiplied
-    the other way round in whole blocks."""
+def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
+    """Return the number of rows of codes, with padding, that `matmul` takes for `rows` rows."""
     outputs, inputs = weights.shape
-    return rows if uses_avx2_loop(inputs) else max(rows, swapped_rows(rows, outputs))
+    if uses_avx2_kernel(inputs):
+        return rows
+    return max(rows, count_transposed_rows(rows, outputs))
 
 
-@intrinsic
-def dot_products(typing, left, right, count, ahead):
-    """Return the sums of products of codes at each address of `left` with those at each of `right`.
+@llvm_intrinsic
+def compute_dot_products(typing, left, right, count, prefetch_distance):
+    """Return the dot products of the codes at each address of `left` with the codes at each address
+    of `right`, in row-major order.
 
-    There are `count` times CODES_PER_REGISTER of them: AVX2's products of 16 bits, added two by two
-    in 32, which are exact. What lies `ahead` bytes behind those at `left` is prefetched."""
+    Each address has `count` * CODES_PER_REGISTER codes. AVX2 multiplies in 16 bits and adds pairs
+    in 32 bits, which is exact. The codes `prefetch_distance` bytes after those at `left` are
+    prefetched.
+    """
     sums_type = types.UniTuple(types.int32, left.count * right.count)
 
     def generate(context, builder, signature, values):
         byte = ir.IntType(8)
-        word = ir.IntType(32)
-        codes = ir.VectorType(byte, CODES_PER_REGISTER)
-        wide = ir.VectorType(ir.IntType(16), CODES_PER_REGISTER)
-        sums = ir.VectorType(word, CODES_PER_REGISTER // 2)
+        int32 = ir.IntType(32)
+        code_vector = ir.VectorType(byte, CODES_PER_REGISTER)
+        wide_vector = ir.VectorType(ir.IntType(16), CODES_PER_REGISTER)
+        sum_vector = ir.VectorType(int32, CODES_PER_REGISTER // 2)
         declare = partial(cgutils.get_or_insert_function, builder.module)
-        multiply = declare(ir.FunctionType(sums, [wide] * 2), "llvm.x86.avx2.pmadd.wd")
-        add_up = declare(
-            ir.FunctionType(word, [sums]), f"llvm.vector.reduce.add.v{CODES_PER_REGISTER // 2}i32"
+        multiply_add = declare(
+            ir.FunctionType(sum_vector, [wide_vector] * 2), "llvm.x86.avx2.pmadd.wd"
+        )
+        reduce_add = declare(
+            ir.FunctionType(int32, [sum_vector]),
+            f"llvm.vector.reduce.add.v{CODES_PER_REGISTER // 2}i32",
         )
         prefetch = declare(
-            ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *[word] * 3]), "llvm.prefetch.p0"
+            ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *[int32] * 3]), "llvm.prefetch.p0"
         )
-        totals = [
-            cgutils.alloca_once_value(builder, ir.Constant(sums, None))
+        # read access, highest locality, data cache
+        prefetch_options = [ir.Constant(int32, option) for option in (0, 3, 1)]
+        accumulators = [
+            cgutils.alloca_once_value(builder, ir.Constant(sum_vector, None))
             for _ in range(sums_type.count)
         ]
-        sides = [cgutils.unpack_tuple(builder, side) for side in values[:2]]
+        left_addresses = cgutils.unpack_tuple(builder, values[0])
+        right_addresses = cgutils.unpack_tuple(builder, values[1])
+
+        def load_codes(addresses):
+            vectors = [load_value(builder, address, code_vector) for address in addresses]
+            return [builder.sext(vector, wide_vector) for vector in vectors]
+
         with cgutils.for_range(builder, values[2]) as loop:
             offset = builder.mul(loop.index, int64_constant(CODES_PER_REGISTER))
-            places = [[builder.add(address, offset) for address in side] for side in sides]
-            for place in places[0]:
-                next_codes = builder.inttoptr(builder.add(place, values[3]), byte.as_pointer())
-                builder.call(
-                    prefetch, [next_codes, *(ir.Constant(word, n) for n in (0, 3, 1))]
-                )  # read, keep near
-            numbers = [
-                [builder.sext(load(builder, place, codes), wide) for place in side]
-                for side in places
-            ]
-            for total, pair in zip(totals, product(*numbers), strict=True):
-                builder.store(builder.add(builder.load(total), builder.call(multiply, pair)), total)
-        return context.make_tuple(
-            builder, sums_type, [builder.call(add_up, [builder.load(t)]) for t in totals]
-        )
+            lefts = [builder.add(address, offset) for address in left_addresses]
+            rights = [builder.add(address, offset) for address in right_addresses]
+            for address in lefts:
+                next_address = builder.add(address, values[3])
+                next_codes = builder.inttoptr(next_address, byte.as_pointer())
+                builder.call(prefetch, [next_codes, *prefetch_options])
+            pairs = product(load_codes(lefts), load_codes(rights))
+            for accumulator, pair in zip(accumulators, pairs, strict=True):
+                products = builder.call(multiply_add, pair)
+                builder.store(builder.add(builder.load(accumulator), products), accumulator)
 
-    return sums_type(left, right, count, ahead), generate
+        sums = [builder.call(reduce_add, [builder.load(total)]) for total in accumulators]
+        return context.make_tuple(builder, sums_type, sums)
+
+    return sums_type(left, right, count, prefetch_distance), generate
 
 
-class MatmulArguments(Arguments):
-    """Arguments of `multiply_codes`."""
+class MatmulArguments(KernelArguments):
+    """Arguments of `avx2_matmul_kernel`."""
 
     _fields_ = [
-        ("codes", ADDRESS),  # (N, D) int8
-        ("weights", ADDRESS),  # (O, D) int8
-        ("sums", ADDRESS),  # (N, O) int32
-        ("rows", INTEGER),  # N
-        ("outputs", INTEGER),  # O
-        ("inputs", INTEGER),  # D
+        ("codes", ADDRESS_FIELD),  # (N, D) int8
+        ("weights", ADDRESS_FIELD),  # (O, D) int8
+        ("accumulators", ADDRESS_FIELD),  # (N, O) int32, output
+        ("num_rows", INTEGER_FIELD),  # N
+        ("outputs", INTEGER_FIELD),  # O
+        ("inputs", INTEGER_FIELD),  # D
     ]
 
 
-matmul_arguments = reader(MatmulArguments)
+read_matmul_arguments = make_argument_reader(MatmulArguments)
 
 
 @njit
-def multiply_codes(address):
-    """Multiply PART_OUTPUTS outputs at a time with all rows: OUTPUT_TILE of them with ROW_TILE
-    rows, the last ones again where there are less."""
-    a = matmul_arguments(address)
-    part = claim_part(address)
-    while part * PART_OUTPUTS < a.outputs:
-        for o in range(part * PART_OUTPUTS, min(a.outputs, (part + 1) * PART_OUTPUTS), OUTPUT_TILE):
-            o1 = min(o + 1, a.outputs - 1)
-            o2 = min(o + 2, a.outputs - 1)
-            o3 = min(o + 3, a.outputs - 1)
-            lefts = (
-                a.weights + o * a.inputs,
-                a.weights + o1 * a.inputs,
-                a.weights + o2 * a.inputs,
-                a.weights + o3 * a.inputs,
+def avx2_matmul_kernel(address: int) -> None:
+    """Multiply codes by weights. A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs of all rows.
+
+    A tile has TILE_OUTPUTS outputs and TILE_ROWS rows. At the edge, the last output or row is
+    computed several times.
+    """
+    args = read_matmul_arguments(address)
+    item = claim_work_item(address)
+    while item * MATMUL_OUTPUTS_PER_WORK_ITEM < args.outputs:
+        first_output = item * MATMUL_OUTPUTS_PER_WORK_ITEM
+        end_output = min(args.outputs, (item + 1) * MATMUL_OUTPUTS_PER_WORK_ITEM)
+        for o in range(first_output, end_output, TILE_OUTPUTS):
+            o1 = min(o + 1, args.outputs - 1)
+            o2 = min(o + 2, args.outputs - 1)
+            o3 = min(o + 3, args.outputs - 1)
+            weight_rows = (
+                args.weights + o * args.inputs,
+                args.weights + o1 * args.inputs,
+                args.weights + o2 * args.inputs,
+                args.weights + o3 * args.inputs,
             )
-            for n in range(0, a.rows, ROW_TILE):
-                n1 = min(n + 1, a.rows - 1)
-                rights = a.codes + n * a.inputs, a.codes + n1 * a.inputs
-                products = dot_products(
-                    lefts, rights, a.inputs // CODES_PER_REGISTER, OUTPUT_TILE * a.inputs
+            for n in range(0, args.num_rows, TILE_ROWS):
+                n1 = min(n + 1, args.num_rows - 1)
+                code_rows = args.codes + n * args.inputs, args.codes + n1 * args.inputs
+                sums = compute_dot_products(
+                    weight_rows,
+                    code_rows,
+                    args.inputs // CODES_PER_REGISTER,
+                    TILE_OUTPUTS * args.inputs,
                 )
-                row = int32_pointer(a.sums + 4 * n * a.outputs)
-                other = int32_pointer(a.sums + 4 * n1 * a.outputs)
-                row[o], row[o1], row[o2], row[o3] = products[::2]
-                other[o], other[o1], other[o2], other[o3] = products[1::2]
-        part = claim_part(address)
+                row = int32_pointer(args.accumulators + 4 * n * args.outputs)
+                next_row = int32_pointer(args.accumulators + 4 * n1 * args.outputs)
+                row[o], row[o1], row[o2], row[o3] = sums[::2]
+                next_row[o], next_row[o1], next_row[o2], next_row[o3] = sums[1::2]
+        item = claim_work_item(address)
 
 
-class TransposeArguments(Arguments):
-    """Arguments of `transpose_sums`."""
+class TransposeArguments(KernelArguments):
+    """Arguments of `transpose_kernel`."""
 
     _fields_ = [
-        ("sums", ADDRESS),  # (O, N) int32
-        ("out", ADDRESS),  # (N, O)
-        ("outputs", INTEGER),  # O
-        ("rows", INTEGER),  # N
+        ("transposed", ADDRESS_FIELD),  # (O, N) int32
+        ("accumulators", ADDRESS_FIELD),  # (N, O) int32, output
+        ("outputs", INTEGER_FIELD),  # O
+        ("num_rows", INTEGER_FIELD),  # N
     ]
 
 
-transpose_arguments = reader(TransposeArguments)
+read_transpose_arguments = make_argument_reader(TransposeArguments)
 
 
 @njit
-def transpose_sums(address):
-    """Transpose TRANSPOSE_OUTPUTS outputs at a time."""
-    a = transpose_arguments(address)
-    part = claim_part(address)
-    while part * TRANSPOSE_OUTPUTS < a.outputs:
-        begin = part * TRANSPOSE_OUTPUTS
-        count = min(TRANSPOSE_OUTPUTS, a.outputs - begin)
+def transpose_kernel(address: int) -> None:
+    """Transpose the accumulators of a transposed matmul. A work item is
+    TRANSPOSE_OUTPUTS_PER_WORK_ITEM outputs."""
+    args = read_transpose_arguments(address)
+    item = claim_work_item(address)
+    while item * TRANSPOSE_OUTPUTS_PER_WORK_ITEM < args.outputs:
+        first_output = item * TRANSPOSE_OUTPUTS_PER_WORK_ITEM
+        count = min(TRANSPOSE_OUTPUTS_PER_WORK_ITEM, args.outputs - first_output)
         transpose(
-            a.sums + 4 * begin * a.rows, 4 * a.rows, count, a.rows, a.out + 4 * begin, 4 * a.outputs
+            args.transposed + 4 * first_output * args.num_rows,
+            4 * args.num_rows,
+            count,
+            args.num_rows,
+            args.accumulators + 4 * first_output,
+            4 * args.outputs,
         )
-        part = claim_part(address)
+        item = claim_work_item(address)
 
 
 def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the product (N, O) int32 of the first N = `rows` codes (M, D) from -127 to 127, int8,
-    with weights (O, D) int8; M is `padded_rows` of N."""
+    """Return the product (N, O) int32 of the first N = `rows` rows of codes with weights (O, D).
+
+    codes: (count_padded_rows of N, D) int8, from -127 to 127. weights: int8.
+    """
     outputs, inputs = weights.shape
-    if uses_avx2_loop(inputs):
-        sums = empty((rows, outputs), torch.int32, scratch="sums")
-        arguments = MatmulArguments(
-            codes=codes, weights=weights, sums=sums, rows=rows, outputs=outputs, inputs=inputs
+    if uses_avx2_kernel(inputs):
+        return multiply_with_avx2(codes, weights, rows)
+    if not count_transposed_rows(rows, outputs):
+        accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
+        run_and_record(
+            partial(torch._int_mm, codes, weights.t(), out=accumulators),
+            [codes, weights, accumulators],
         )
-        # one row of weights is read as long as ROW_TILE others are multiplied
-        cycles = (rows + ROW_TILE) * inputs * outputs // MACS_PER_CYCLE
-        launch(multiply_codes, arguments, -(-outputs // PART_OUTPUTS), cycles)
-        return sums
-    if not swapped_rows(rows, outputs):
-        sums = empty((rows, outputs), torch.int32, scratch="sums")
-        run_and_record(partial(torch._int_mm, codes, weights.t(), out=sums), [codes, weights, sums])
-        return sums
-    swapped = empty((outputs, len(codes)), torch.int32, scratch="swapped sums")
-    run_and_record(
-        partial(torch._int_mm, weights, codes.t(), out=swapped), [codes, weights, swapped]
+        return accumulators
+    return multiply_transposed(codes, weights)[:rows]
+
+
+def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
+    """Compute `matmul` in `avx2_matmul_kernel`."""
+    outputs, inputs = weights.shape
+    accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
+    arguments = MatmulArguments(
+        codes=codes,
+        weights=weights,
+        accumulators=accumulators,
+        num_rows=rows,
+        outputs=outputs,
+        inputs=inputs,
     )
-    if len(codes) == 1:
-        return swapped.view(1, -1)
-    sums = empty((len(codes), outputs), torch.int32, scratch="sums")
-    arguments = TransposeArguments(sums=swapped, out=sums, outputs=outputs, rows=len(codes))
-    launch(transpose_sums, arguments, -(-outputs // TRANSPOSE_OUTPUTS), sums.numel())
-    return sums[:rows]
+    # Reading a row of weights from memory takes as long as multiplying TILE_ROWS rows by it.
+    cycles = (rows + TILE_ROWS) * inputs * outputs // MACS_PER_CYCLE
+    work_items = -(-outputs // MATMUL_OUTPUTS_PER_WORK_ITEM)
+    launch_kernel(avx2_matmul_kernel, arguments, work_items, cycles)
+    return accumulators
+
+
+def multiply_transposed(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the product (padded rows, O) int32, computed as weights times transposed codes and
+    transposed back."""
+    padded_rows = len(codes)
+    outputs = len(weights)
+    transposed = allocate_tensor(
+        (outputs, padded_rows), torch.int32, scratch="transposed accumulators"
+    )
+    run_and_record(
+        partial(torch._int_mm, weights, codes.t(), out=transposed), [codes, weights, transposed]
+    )
+    if padded_rows == 1:
+        return transposed.view(1, -1)
+    accumulators = allocate_tensor((padded_rows, outputs), torch.int32, scratch="accumulators")
+    arguments = TransposeArguments(
+        transposed=transposed, accumulators=accumulators, outputs=outputs, num_rows=padded_rows
+    )
+    work_items = -(-outputs // TRANSPOSE_OUTPUTS_PER_WORK_ITEM)
+    launch_kernel(transpose_kernel, arguments, work_items, accumulators.numel())
+    return accumulators

@@ -1,106 +1,133 @@
-"""Linear layers and embeddings over int8 codes, as modules that take the place of a model's own.
+"""Modules that replace a model's linear layers and embedding by int8 weights.
 
 N positions, D inputs, O outputs of a linear layer, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from infer.int8_cpu.kernels import linear
-from infer.int8_cpu.weights import Int8Weights, round_to_nearest
+from infer.int8_cpu.weights import Int8Weights, round_weight_to_nearest
 
 
 class Int8Linear(nn.Module):
-    """A linear layer over int8 codes."""
+    """A linear layer with int8 weights. See `Int8Weights` for its parameters."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, digits: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, codes_per_activation: int = 1
+    ) -> None:
         super().__init__()
-        self.digits = digits  # of activations
+        self.codes_per_activation = codes_per_activation
+        # Names of tensors in checkpoints: codes, scales, smooth, bias.
         self.codes = nn.Parameter(
             torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False
         )
         self.scales = nn.Parameter(torch.empty(outputs), requires_grad=False)
-        self.smooth = nn.Parameter(
-            torch.empty(inputs), requires_grad=False
-        )  # activations are multiplied by it
+        self.smooth = nn.Parameter(torch.empty(inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     @classmethod
-    def of(
+    def from_linear(
         cls,
         linear: nn.Linear,
         codes: torch.Tensor,
         scales: torch.Tensor,
-        smooth: torch.Tensor,
-        digits: int,
-    ):
-        """Return what takes a linear layer's place."""
-        new = cls(linear.in_features, linear.out_features, linear.bias is not None, digits)
-        new.codes.data = codes
-        new.scales.data = scales
-        new.smooth.data = smooth
-        if linear.bias is not None:
-            new.bias.data = linear.bias.detach().float()
-        return new
+        smoothing: torch.Tensor,
+        codes_per_activation: int,
+    ) -> "Int8Linear":
+        """Return a quantised layer with the shape and bias of a linear layer and the given
+        weights."""
+        bias = linear.bias
+        layer = cls(linear.in_features, linear.out_features, bias is not None, codes_per_activation)
+        layer.codes.data = codes
+        layer.scales.data = scales
+        layer.smooth.data = smoothing
+        if layer.bias is not None:
+            layer.bias.data = bias.detach().float()
+        return layer
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight that the codes stand for, (O, D) float32, made anew."""
-        return self.operand.weight.t()
+        """The dequantised weight, (O, D) float32; computed on each access."""
+        return self.int8_weights.weight.t()
 
     @property
-    def operand(self) -> Int8Weights:
-        bias = None if self.bias is None else self.bias.data
-        return Int8Weights(self.codes.data, self.scales.data, self.smooth.data, self.digits, bias)
+    def int8_weights(self) -> Int8Weights:
+        """The operand of this package's `linear`. It shares the parameters' memory."""
+        return Int8Weights(
+            codes=self.codes.data,
+            scales=self.scales.data,
+            smoothing=self.smooth.data,
+            codes_per_activation=self.codes_per_activation,
+            bias=None if self.bias is None else self.bias.data,
+        )
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the outputs (..., O) for states (..., D)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
-        return linear(states.reshape(-1, states.shape[-1]), self.operand).view(
-            *states.shape[:-1], -1
-        )
+        outputs = linear(states.reshape(-1, states.shape[-1]), self.int8_weights)
+        return outputs.view(*states.shape[:-1], -1)
 
-    def joins(self, others: list[nn.Module]) -> bool:
-        """Return whether one matmul can compute this layer and others that read the same states."""
-        alike = [type(other) is Int8Linear and other.digits == self.digits for other in others]
-        return all(alike) and all(other.smooth.equal(self.smooth) for other in others)
+    def can_join(self, others: Sequence[nn.Module]) -> bool:
+        """Return whether one matmul can compute this layer and others that read the same states:
+        all must have the same smoothing factors and codes per activation."""
+        if not all(type(other) is Int8Linear for other in others):
+            return False
+        layers = cast(Sequence[Int8Linear], others)
+        if any(layer.codes_per_activation != self.codes_per_activation for layer in layers):
+            return False
+        return all(layer.smooth.equal(self.smooth) for layer in layers)
 
     @staticmethod
     def join(
-        modules: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
+        layers: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
     ) -> Int8Weights:
-        """Return the operand of layers that read the same states (`joins`). join_weights: a
-        function from parameters to one tensor of all their rows."""
-        first = modules[0]
-        bias = None if first.bias is None else join_weights([module.bias for module in modules])
-        codes = join_weights([module.codes for module in modules])
-        scales = join_weights([module.scales for module in modules])
-        return Int8Weights(codes.detach(), scales.detach(), first.smooth.data, first.digits, bias)
+        """Return the weights of one matmul for layers that read the same states (`can_join`).
+
+        join_weights: concatenates parameters along the outputs.
+        """
+        first = layers[0]
+        bias = None
+        if first.bias is not None:
+            bias = join_weights([cast(nn.Parameter, layer.bias) for layer in layers])
+        codes = join_weights([layer.codes for layer in layers])
+        scales = join_weights([layer.scales for layer in layers])
+        return Int8Weights(
+            codes=codes.detach(),
+            scales=scales.detach(),
+            smoothing=first.smooth.data,
+            codes_per_activation=first.codes_per_activation,
+            bias=bias,
+        )
 
 
 class Int8Embedding(nn.Module):
-    """An embedding over int8 codes with a scale for each token."""
+    """An embedding with int8 codes and a scale for each token."""
 
-    def __init__(self, tokens: int, size: int) -> None:
+    def __init__(self, vocabulary: int, size: int) -> None:
         super().__init__()
-        self.codes = nn.Parameter(torch.empty(tokens, size, dtype=torch.int8), requires_grad=False)
-        self.scales = nn.Parameter(torch.empty(tokens, 1), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.empty(vocabulary, size, dtype=torch.int8), requires_grad=False
+        )
+        self.scales = nn.Parameter(torch.empty(vocabulary, 1), requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """(V, D) float32, made anew."""
+        """The dequantised weight, (V, D) float32; computed on each access."""
         return self.codes * self.scales
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.codes[ids] * self.scales[ids]
 
 
-def round_linear(linear: nn.Linear, digits: int = 1) -> Int8Linear:
-    """Return what takes a linear layer's place, without calibration; `digits` of its
-    activations."""
-    codes, scales = round_to_nearest(linear.weight.detach().float())
-    return Int8Linear.of(linear, codes, scales.flatten(), torch.ones(linear.in_features), digits)
+def quantise_linear(linear: nn.Linear, codes_per_activation: int = 1) -> Int8Linear:
+    """Return a linear layer quantised without calibration: weights rounded to the nearest code, no
+    smoothing."""
+    codes, scales = round_weight_to_nearest(linear.weight.detach().float())
+    smoothing = torch.ones(linear.in_features)
+    return Int8Linear.from_linear(linear, codes, scales.flatten(), smoothing, codes_per_activation)

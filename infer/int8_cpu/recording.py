@@ -1,46 +1,47 @@
-"""Recordings of passes over int8 layers: what a CUDA graph is on a GPU.
+"""Recordings of passes over int8 layers. They are to the CPU what CUDA graphs are to a GPU.
 
-For few positions Python between twenty calls a layer takes as long as all that they compute. A
-recording notes the calls of a pass once; other passes of the same shape then repeat them with their
-own cache, masks and angles.
+With few positions, the Python code between the twenty kernel calls of a layer takes as long as the
+kernels. A recording stores the calls of a pass once; later passes of the same shape replay them
+with their own cache, masks and rotary angles.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import cast
 
 import torch
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
-from infer.attention.kv_cache import LayerWindow
+from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.kernels.launch import (
-    ACTIVE,
-    ADDRESS,
-    INTEGER,
-    Arguments,
-    LoopCall,
+    ACTIVE_RECORDER,
+    ADDRESS_FIELD,
+    INTEGER_FIELD,
+    KernelArguments,
+    KernelCall,
+    get_kernel_address,
     int64_pointer,
-    loop_address,
-    reader,
+    llvm_intrinsic,
+    make_argument_reader,
     run_and_record,
 )
-from infer.targets.lean import LeanDecoder, Masks, Rotations
+from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, RotationsByLayerType
 from infer.utils.jit import njit
 
-MAX_RECORDINGS = 32  # of a decoder
-MAX_RECORDING_BYTES = 2**25  # of the memory of all of them
-MAX_RECORDED_POSITIONS = (
-    128  # of a pass that is recorded: longer ones take much longer than their calls
-)
+MAX_RECORDINGS = 32  # per decoder
+MAX_RECORDING_BYTES = 2**25  # buffers of all recordings of a decoder
+# In longer passes, the kernels take much longer than the Python code between them.
+MAX_RECORDED_POSITIONS = 128
+FIELDS_PER_CALL = 6  # int64 per call in `CallListArguments.calls`
 
 
-@intrinsic
-def invoke(typing, function, a, b, c, d):
-    """Call the function at an address with four words."""
+@llvm_intrinsic
+def call_function_address(typing, function, a, b, c, d):
+    """Call the function at an address with four int64 arguments."""
 
     def generate(context, builder, signature, values):
         function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
@@ -50,135 +51,145 @@ def invoke(typing, function, a, b, c, d):
     return types.none(*[types.int64] * 5), generate
 
 
-class CallListArguments(Arguments):
-    """Arguments of `run_calls`."""
+class CallListArguments(KernelArguments):
+    """Arguments of `call_list_kernel`."""
 
     _fields_ = [
-        (
-            "calls",
-            ADDRESS,
-        ),  # (count, 6) int64: of each a function, its words, and the address of its part counter
-        ("count", INTEGER),
+        # (count, FIELDS_PER_CALL) int64: function address, its four arguments, and the address of
+        # its work item counter
+        ("calls", ADDRESS_FIELD),
+        ("count", INTEGER_FIELD),
     ]
 
 
-call_list_arguments = reader(CallListArguments)
+read_call_list_arguments = make_argument_reader(CallListArguments)
 
 
 @njit
-def run_calls(address):
-    """Call compiled loops one after the other, without Python between them."""
-    a = call_list_arguments(address)
-    calls = carray(int64_pointer(a.calls), (a.count, 6))
-    for i in range(a.count):
+def call_list_kernel(address: int) -> None:
+    """Call compiled kernels one after the other, without Python between them."""
+    args = read_call_list_arguments(address)
+    calls = carray(int64_pointer(args.calls), (args.count, FIELDS_PER_CALL))
+    for i in range(args.count):
         int64_pointer(calls[i, 5])[0] = 0
-        invoke(calls[i, 0], calls[i, 1], calls[i, 2], calls[i, 3], calls[i, 4])
+        call_function_address(calls[i, 0], calls[i, 1], calls[i, 2], calls[i, 3], calls[i, 4])
 
 
-def merge_loop_calls(calls: list[Callable]) -> list[Callable]:
-    """Return calls that do the same, of which each makes as many calls of compiled loops as follow
-    each other."""
-    merged = []
-    for is_loop, group in groupby(calls, lambda call: isinstance(call, LoopCall)):
-        if not is_loop:
+def merge_kernel_calls(calls: list[Callable[[], object]]) -> list[Callable[[], object]]:
+    """Return equivalent calls in which consecutive calls of compiled kernels are merged into one
+    call."""
+    merged: list[Callable[[], object]] = []
+    for is_kernel, group in groupby(calls, lambda call: isinstance(call, KernelCall)):
+        if not is_kernel:
             merged.extend(group)
             continue
-        loops = list(group)
-        rows = [(call.function, *call.words, ctypes.addressof(call.arguments)) for call in loops]
-        table = torch.tensor(rows, dtype=torch.int64)
-        arguments = CallListArguments(calls=table, count=len(rows))
-        arguments.loops = loops  # their memory lasts as long as the table
-        merged.append(
-            LoopCall(loop_address(run_calls), (ctypes.addressof(arguments), 0, 0, 0), arguments)
-        )
+        kernel_calls = [cast(KernelCall, call) for call in group]
+        table_rows = [
+            (
+                call.function_address,
+                *call.call_arguments,
+                ctypes.addressof(call.kernel_arguments),
+            )
+            for call in kernel_calls
+        ]
+        table = torch.tensor(table_rows, dtype=torch.int64)
+        arguments = CallListArguments(calls=table, count=len(table_rows))
+        arguments.kernel_calls = kernel_calls  # keeps the memory that the table points to
+        call_arguments = (ctypes.addressof(arguments), 0, 0, 0)
+        merged.append(KernelCall(get_kernel_address(call_list_kernel), call_arguments, arguments))
     return merged
 
 
 class Recording:
     """The calls of a pass, and the memory that they work in.
 
-    It holds every tensor whose address a call stores, and is of no use any more once one of these
-    has moved (`moved`)."""
+    It holds a reference to every tensor whose address a call stores. It must not be replayed once
+    one of these tensors has moved (`has_moved_tensors`).
+    """
 
     def __init__(self, states: torch.Tensor, inputs: list[object]) -> None:
-        """states: the input of the first layer. inputs: what other passes replace: rotations,
-        masks, and a cache's layers."""
-        with torch.inference_mode(False):  # written to by passes outside of inference mode too
+        """Prepare to record a pass.
+
+        states: the input of the first layer. inputs: what differs between passes: rotations, masks
+        and the layers of a cache.
+        """
+        # Not an inference tensor: passes outside inference mode also write to it.
+        with torch.inference_mode(False):
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        self.bindings: list[
-            tuple[Callable, list[int]]
-        ] = []  # what sets a call's arguments from which inputs
-        self.held: dict[int, torch.Tensor] = {}  # one tensor of every storage
+        # Functions that set the arguments of a call, with the indices of their inputs.
+        self.bindings: list[tuple[Callable, list[int]]] = []
+        self.referenced_tensors: dict[int, torch.Tensor] = {}  # one per storage
         self.outputs: dict[int, torch.Tensor] = {}
-        # Memory for the results of a layer's calls, numbered in their order. Layers take turns with
-        # two sets of buffers, because a layer reads what the one before it has written.
-        self.layer_buffers: tuple[dict, dict] = {}, {}
-        self.scratch: dict[str, torch.Tensor] = {}  # memory within operations, by name
+        # Memory for the results of a layer's calls, numbered in their order. Layers alternate
+        # between two sets of buffers, because a layer reads the results of the one before.
+        self.layer_buffers: tuple[dict, dict] = ({}, {})
+        self.scratch_buffers: dict[str, torch.Tensor] = {}  # memory within operations, by name
         self.used_buffers = 0
         self.layer = 0
 
     @contextmanager
-    def active(self):
-        """Within the block, note all calls of this thread."""
-        ACTIVE.recorder = self
+    def activate(self) -> Iterator[None]:
+        """Record all calls of this thread within the block."""
+        ACTIVE_RECORDER.recorder = self
         try:
             with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            ACTIVE.recorder = None
+            ACTIVE_RECORDER.recorder = None
         self.inputs = []
-        self.calls = merge_loop_calls(self.calls)
-        self.addresses = self.current_addresses()
+        self.calls = merge_kernel_calls(self.calls)
+        self.addresses = self.read_addresses()
 
-    def empty(
+    def allocate_tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
     ) -> torch.Tensor:
-        """See `infer.kernels.launch.empty`."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        buffers = self.scratch
-        key = scratch
+        """Implement `infer.kernels.launch.Recorder.allocate_tensor`."""
+        size_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffers: dict = self.scratch_buffers
+        key: str | int | None = scratch
         if scratch is None:
             buffers = self.layer_buffers[self.layer % 2]
             key = self.used_buffers
             self.used_buffers += 1
-        if key not in buffers or len(buffers[key]) < size:
-            buffers[key] = torch.empty(size, dtype=torch.uint8)
-        return buffers[key][:size].view(dtype).view(shape)
+        if key not in buffers or len(buffers[key]) < size_bytes:
+            buffers[key] = torch.empty(size_bytes, dtype=torch.uint8)
+        return buffers[key][:size_bytes].view(dtype).view(shape)
 
-    def note(
+    def record_call(
         self,
         call: Callable[[], object],
         tensors: list[torch.Tensor],
         bind: Callable | None,
         inputs: tuple,
     ) -> None:
-        """See `infer.kernels.launch.Recorder`."""
+        """Implement `infer.kernels.launch.Recorder.record_call`."""
         self.calls.append(call)
         for tensor in tensors:
-            alias = tensor.detach()  # a parameter's own memory may be replaced through `.data`
-            self.held.setdefault(alias.untyped_storage()._cdata, alias)
+            # An alias, because a parameter's memory can be replaced through `.data`.
+            alias = tensor.detach()
+            self.referenced_tensors.setdefault(alias.untyped_storage()._cdata, alias)
         if bind is None:
             return
-        self.bindings.append((bind, [self.index_of(value) for value in inputs]))
+        self.bindings.append((bind, [self.find_input(value) for value in inputs]))
         for value in inputs:
-            if isinstance(value, LayerWindow) and value.index != self.layer:
-                self.layer = value.index
+            if isinstance(value, LayerCacheView) and value.layer_index != self.layer:
+                self.layer = value.layer_index
                 self.used_buffers = 0
 
-    def index_of(self, value: object) -> int:
-        """Return which of the inputs a value is."""
-        return next(index for index, one in enumerate(self.inputs) if one is value)
+    def find_input(self, value: object) -> int:
+        """Return the index of a value among the inputs of the pass, by identity."""
+        return next(index for index, item in enumerate(self.inputs) if item is value)
 
-    def keep(self, states: torch.Tensor) -> torch.Tensor:
+    def copy_output(self, states: torch.Tensor) -> torch.Tensor:
         """Return a copy of a layer's output that later layers do not overwrite."""
         copy = torch.empty_like(states)
         run_and_record(lambda: copy.copy_(states), [copy, states])
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
-        """Repeat the pass over other states and inputs; return copies of its outputs."""
+        """Repeat the pass with other states and inputs; return copies of its outputs."""
         self.states.copy_(states)
         for bind, indices in self.bindings:
             bind(*[inputs[index] for index in indices])
@@ -186,52 +197,71 @@ class Recording:
             call()
         return {index: out.clone() for index, out in self.outputs.items()}
 
-    def current_addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.held.values()]
+    def read_addresses(self) -> list[int]:
+        """Return the present addresses of the tensors whose addresses the calls store."""
+        return [tensor.data_ptr() for tensor in self.referenced_tensors.values()]
 
-    def moved(self) -> bool:
-        """Return whether a tensor has moved since its address was noted: `share_memory` moves a
-        storage under all of its tensors."""
-        return self.current_addresses() != self.addresses
+    def has_moved_tensors(self) -> bool:
+        """Return whether a tensor has moved since the calls were recorded. `share_memory`, for
+        example, moves a storage with all its tensors."""
+        return self.read_addresses() != self.addresses
 
     @property
-    def bytes(self) -> int:
-        """The memory that it works in."""
-        return sum(
-            len(buffer)
-            for buffers in (*self.layer_buffers, self.scratch)
-            for buffer in buffers.values()
-        )
+    def buffer_bytes(self) -> int:
+        """The size of the buffers in bytes."""
+        total = 0
+        for buffers in (*self.layer_buffers, self.scratch_buffers):
+            total += sum(len(buffer) for buffer in buffers.values())
+        return total
 
 
-def inputs_of(rotations: Rotations, masks: Masks, memories: list[LayerWindow]) -> list[object]:
-    """Return what a pass reads beside its states and the weights."""
+def collect_inputs(
+    rotations: RotationsByLayerType, masks: MasksByLayerType, memories: list[LayerCacheView]
+) -> list[object]:
+    """Return what a pass reads besides its states and the weights. None stands for no rotation."""
     return [None, *rotations.values(), *masks.values(), *memories]
 
 
 @dataclass(frozen=True)
-class RecordedDecoder(LeanDecoder):
-    """A decoder whose passes over few positions are recorded and repeated."""
+class RecordedDecoder(KernelDecoder):
+    """A decoder that records passes over few positions and replays them."""
 
+    # By shape of the pass, the most recently used last.
     recordings: dict[tuple, Recording] = field(default_factory=dict)
 
-    def run(self, states, rotations, masks, memories, tapped) -> dict[int, torch.Tensor]:
-        """See `LeanDecoder.run`."""
+    def run(
+        self,
+        states: torch.Tensor,
+        rotations: RotationsByLayerType,
+        masks: MasksByLayerType,
+        layer_views: Iterable[LayerCacheView | PackedLayerView],
+        output_layer_ids: tuple[int, ...],
+        keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
+    ) -> dict[int, torch.Tensor]:
+        """Implement `KernelDecoder.run`. The outputs of recorded passes are always copies."""
         positions = len(states)
-        # packed layers come one at a time
-        if not isinstance(memories, list) or positions > MAX_RECORDED_POSITIONS:
-            return super().run(states, rotations, masks, memories, tapped)
-        first = memories[0]
-        if len(first.slots) != positions:
-            return super().run(states, rotations, masks, memories, tapped)
-        key = first.rows, positions, tapped, first.stops is None, torch.get_num_threads()
-        inputs = inputs_of(rotations, masks, memories)
-        recording = self.recordings.pop(key, None)  # meanwhile it is no other thread's
-        if recording is None or recording.moved():
+        # Packed layers are an iterator and cannot be recorded.
+        if not isinstance(layer_views, list) or positions > MAX_RECORDED_POSITIONS:
+            return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
+        first = layer_views[0]
+        if len(first.slot_mapping) != positions:
+            return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
+
+        key = (
+            first.batch_size,
+            positions,
+            output_layer_ids,
+            first.cu_seqlens is None,
+            torch.get_num_threads(),
+        )
+        inputs = collect_inputs(rotations, masks, layer_views)
+        # Taken out of the dict, so that no other thread uses it meanwhile.
+        recording = self.recordings.pop(key, None)
+        if recording is None or recording.has_moved_tensors():
             recording = Recording(states, inputs)
-            with recording.active():
-                arguments = recording.states, rotations, masks, memories, tapped
-                recording.outputs = super().run(*arguments, recording.keep)
+            with recording.activate():
+                arguments = recording.states, rotations, masks, layer_views, output_layer_ids
+                recording.outputs = super().run(*arguments, recording.copy_output)
             outputs = {index: out.clone() for index, out in recording.outputs.items()}
         else:
             outputs = recording.replay(states, inputs)
@@ -240,10 +270,11 @@ class RecordedDecoder(LeanDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Keep the recordings used last, within the bounds of their number and memory. Other
-        threads may take recordings meanwhile."""
-        kept_bytes = 0
-        for number, (key, recording) in enumerate(reversed(list(self.recordings.items()))):
-            kept_bytes += recording.bytes
-            if number >= MAX_RECORDINGS or kept_bytes > MAX_RECORDING_BYTES:
+        """Keep the most recently used recordings, at most MAX_RECORDINGS with MAX_RECORDING_BYTES
+        in total. Other threads may take out recordings meanwhile."""
+        total_bytes = 0
+        most_recent_first = reversed(list(self.recordings.items()))
+        for number, (key, recording) in enumerate(most_recent_first):
+            total_bytes += recording.buffer_bytes
+            if number >= MAX_RECORDINGS or total_bytes > MAX_RECORDING_BYTES:
                 self.recordings.pop(key, None)

@@ -1,71 +1,85 @@
-"""Operations on the CPU in float32, compiled by numba: several tensor operations in one call each.
-For few positions calls cost more than what they compute. A position's result does not depend on the
-others.
+"""Operations on the CPU in float32, compiled by numba: each fuses several tensor operations.
 
-N positions, D hidden size, I inner size, L layers, H query heads, K key heads, E head size, R of
-its features rotated.
+With few positions, the overhead of a PyTorch call exceeds its computation. The result for one
+position does not depend on the other positions.
+
+N positions, D hidden size, I MLP size, L layers, H query heads, K key/value heads, E head size, R
+rotated features of a head.
 """
+
+from collections.abc import Callable
 
 import numba
 import numpy as np
 import torch
 from numba import carray, types
-from numba.extending import intrinsic
 
-from infer.attention.kv_cache import LayerWindow, PackedLayer
+from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.kernels import cpu_search, reference
 from infer.kernels.launch import (
-    ADDRESS,
-    FLOAT,
-    INTEGER,
-    Arguments,
-    claim_part,
-    empty,
+    ADDRESS_FIELD,
+    FLOAT_FIELD,
+    INTEGER_FIELD,
+    KernelArguments,
+    allocate_tensor,
+    claim_work_item,
     float_pointer,
     int64_pointer,
-    launch,
-    reader,
+    launch_kernel,
+    llvm_intrinsic,
+    make_argument_reader,
 )
-from infer.kernels.operands import Activation, Norm
-from infer.utils.jit import IN_ORDER, REORDERS, njit
+from infer.kernels.operands import Activation, RMSNormWeights
+from infer.kernels.reference import Rotation
+from infer.kernels.table import FastKernels
+from infer.utils.jit import FASTMATH_KEEP_ORDER, FASTMATH_REASSOCIATE, njit
 
 LOG2_E = np.float32(1.44269504)
-LN2_HIGH = np.float32(0.693359375)  # ln 2 in two parts, of which the first has few bits
+# ln 2 as a sum of two float32 values. The first has few significant bits, so that its product with
+# a small integer is exact.
+LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
-# coefficients of x^2 .. x^7 in the Taylor series of e^x about 0
+# The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-ROUNDING_SHIFT = np.float32(1.5 * 2**23)  # a float32 plus this is rounded to a whole number
-EXP_UNDERFLOW = np.float32(-87)  # e^x of less is 0
-Rotation = tuple[torch.Tensor, torch.Tensor]
+ROUNDING_SHIFT = np.float32(1.5 * 2**23)  # adding it rounds a float32 to an integer
+EXP_UNDERFLOW = np.float32(-87)  # e^x is returned as 0 below
 
 
-def bitcast(source: types.Type, to: types.Type):
-    """Return a function for compiled code that reads the bits of a number as one of another
-    kind."""
+def make_bitcast(source_type: types.Type, result_type: types.Type) -> Callable:
+    """Return a function for compiled code that reinterprets the bits of a number as another
+    type."""
 
-    @intrinsic
-    def cast(typing, value):
+    @llvm_intrinsic
+    def bitcast(typing, value):
         def generate(context, builder, signature, values):
-            return builder.bitcast(values[0], context.get_value_type(to))
+            return builder.bitcast(values[0], context.get_value_type(result_type))
 
-        return to(source), generate
+        return result_type(source_type), generate
 
-    return cast
+    return bitcast
 
 
-as_float = bitcast(types.int32, types.float32)
-as_bits = bitcast(types.float32, types.int32)
+bits_to_float = make_bitcast(types.int32, types.float32)
+float_to_bits = make_bitcast(types.float32, types.int32)
 
 
 @numba.njit(inline="always")
-def exp(x):
-    """Return e^x to the last bit or two, 0 for x below -87, for x up to 88: numpy's is not computed
-    in vectors. Its caller must not be compiled with REORDERS."""
+def order_preserving_bits(bits: np.int32) -> np.int32:
+    """Return the bits of a float32 as an int32 that sorts like the float, or convert back."""
+    return np.int32(bits ^ (np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
+
+
+@numba.njit(inline="always")
+def exp(x: np.float32) -> np.float32:
+    """Return e^x within one or two units in the last place, for x up to 88; 0 for x below -87.
+
+    The compiler vectorises it, unlike numpy's exp. The caller must not be compiled with REORDERS.
+    """
     shifted = max(x, EXP_UNDERFLOW) * LOG2_E + ROUNDING_SHIFT
-    n = shifted - ROUNDING_SHIFT  # a whole number
+    n = shifted - ROUNDING_SHIFT  # an integer
     r = (max(x, EXP_UNDERFLOW) - n * LN2_HIGH) - n * LN2_LOW
-    # 2^n: the last bits of `shifted` are n
-    power = as_float(np.int32(as_bits(shifted) << 23) + np.int32(127 << 23))
+    # 2^n: the lowest bits of `shifted` hold n.
+    power = bits_to_float(np.int32(float_to_bits(shifted) << 23) + np.int32(127 << 23))
     c = EXP_COEFFICIENTS
     tail = c[0] + r * (c[1] + r * (c[2] + r * (c[3] + r * (c[4] + r * c[5]))))
     value = (np.float32(1) + (r + r * r * tail)) * power
@@ -73,17 +87,17 @@ def exp(x):
 
 
 @njit
-def copy_floats(source, to, count):
-    """Copy float32 numbers from one address to another."""
+def copy_floats(source: int, destination: int, count: int) -> None:
+    """Copy float32 values from one address to another."""
     source_values = carray(float_pointer(source), count)
-    values = carray(float_pointer(to), count)
+    values = carray(float_pointer(destination), count)
     for i in range(count):
         values[i] = source_values[i]
 
 
-@njit(fast=REORDERS)
-def norm_row(x, weight, eps, out):
-    """Write the RMS norm of x (D,) with a weight (D,) to out, which may be x."""
+@njit(fastmath=FASTMATH_REASSOCIATE)
+def rms_norm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """Write the RMS norm of x (D,) with a weight (D,) to out (D,), which may be x."""
     total = np.float32(len(x) * eps)
     for d in range(len(x)):
         total += x[d] * x[d]
@@ -92,264 +106,270 @@ def norm_row(x, weight, eps, out):
         out[d] = x[d] * factor * weight[d]
 
 
-@njit(fast=IN_ORDER)
-def gate_row(both, linear, cubic, out):
-    """Write gate * up * sigmoid(linear * gate + cubic * gate^3), (I,), of gates and ups side by
-    side (2 I,), to out."""
-    half = len(both) // 2
-    gates = both[:half]
-    ups = both[half:]
-    for i in range(half):
-        x = gates[i]
+@njit(fastmath=FASTMATH_KEEP_ORDER)
+def gated_activation_row(gate_up: np.ndarray, linear: float, cubic: float, out: np.ndarray) -> None:
+    """Write up * gate * sigmoid(linear * gate + cubic * gate^3) to out (I,). gate_up (2 I,) is the
+    gate followed by up."""
+    size = len(gate_up) // 2
+    gate = gate_up[:size]
+    up = gate_up[size:]
+    for i in range(size):
+        x = gate[i]
         y = min(max(x * (linear + cubic * x * x), EXP_UNDERFLOW), -EXP_UNDERFLOW)
-        out[i] = x / (np.float32(1) + exp(-y)) * ups[i]
+        out[i] = x / (np.float32(1) + exp(-y)) * up[i]
 
 
-class NormArguments(Arguments):
-    """Arguments of `norm_rows`."""
+class AddRMSNormArguments(KernelArguments):
+    """Arguments of `add_rms_norm_kernel`."""
 
     _fields_ = [
-        ("states", ADDRESS),  # (N, D)
-        ("change", ADDRESS),  # (N, D) to be added, times `scale`; 0: none
-        ("weight", ADDRESS),  # (D,)
-        ("summed", ADDRESS),  # (N, D) where the sum goes
-        ("normed", ADDRESS),  # (N, D) where its norm goes
-        ("rows", INTEGER),  # N
-        ("width", INTEGER),  # D
-        ("scale", FLOAT),
-        ("eps", FLOAT),
+        ("states", ADDRESS_FIELD),  # (N, D)
+        ("sublayer_output", ADDRESS_FIELD),  # (N, D), added times `scale`; 0: nothing is added
+        ("weight", ADDRESS_FIELD),  # (D,)
+        ("summed", ADDRESS_FIELD),  # (N, D), output: the sum
+        ("normed", ADDRESS_FIELD),  # (N, D), output: the norm of the sum
+        ("num_rows", INTEGER_FIELD),  # N
+        ("row_size", INTEGER_FIELD),  # D
+        ("scale", FLOAT_FIELD),
+        ("eps", FLOAT_FIELD),
     ]
 
 
-norm_arguments = reader(NormArguments)
+read_add_rms_norm_arguments = make_argument_reader(AddRMSNormArguments)
 
 
 @njit
-def norm_rows(address):
-    """Add a change to every row, if there is one, and norm the sum."""
-    a = norm_arguments(address)
-    width = a.width
-    scale = a.scale
-    weight = carray(float_pointer(a.weight), width)
-    n = claim_part(address)
-    while n < a.rows:
-        offset = 4 * n * width
-        states = carray(float_pointer(a.states + offset), width)
-        if a.change != 0:
-            change = carray(float_pointer(a.change + offset), width)
-            summed = carray(float_pointer(a.summed + offset), width)
-            for d in range(width):
-                summed[d] = states[d] + change[d] * scale
+def add_rms_norm_kernel(address: int) -> None:
+    """Add the sublayer's output to each row, if there is one, and write the RMS norm of the sum. A
+    work item is a row."""
+    args = read_add_rms_norm_arguments(address)
+    row_size = args.row_size
+    scale = args.scale
+    weight = carray(float_pointer(args.weight), row_size)
+    n = claim_work_item(address)
+    while n < args.num_rows:
+        row_offset = 4 * n * row_size  # bytes
+        states = carray(float_pointer(args.states + row_offset), row_size)
+        if args.sublayer_output != 0:
+            sublayer_output = carray(float_pointer(args.sublayer_output + row_offset), row_size)
+            summed = carray(float_pointer(args.summed + row_offset), row_size)
+            for d in range(row_size):
+                summed[d] = states[d] + sublayer_output[d] * scale
             states = summed
-        norm_row(states, weight, a.eps, carray(float_pointer(a.normed + offset), width))
-        n = claim_part(address)
+        rms_norm_row(
+            states, weight, args.eps, carray(float_pointer(args.normed + row_offset), row_size)
+        )
+        n = claim_work_item(address)
 
 
-class GateArguments(Arguments):
-    """Arguments of `gate_rows`."""
+class GatedActivationArguments(KernelArguments):
+    """Arguments of `gated_activation_kernel`."""
 
     _fields_ = [
-        ("both", ADDRESS),  # (N, 2 I): gates, then ups
-        ("out", ADDRESS),  # (N, I)
-        ("rows", INTEGER),  # N
-        ("width", INTEGER),  # 2 I
-        ("linear", FLOAT),  # of the activation x * sigmoid(linear * x + cubic * x^3)
-        ("cubic", FLOAT),
+        ("gate_up", ADDRESS_FIELD),  # (N, 2 I)
+        ("out", ADDRESS_FIELD),  # (N, I)
+        ("num_rows", INTEGER_FIELD),  # N
+        ("row_size", INTEGER_FIELD),  # 2 I
+        ("linear", FLOAT_FIELD),  # of the activation x * sigmoid(linear * x + cubic * x^3)
+        ("cubic", FLOAT_FIELD),
     ]
 
 
-gate_arguments = reader(GateArguments)
+read_gated_activation_arguments = make_argument_reader(GatedActivationArguments)
 
 
 @njit
-def gate_rows(address):
-    """Multiply the activation of gates with ups."""
-    a = gate_arguments(address)
-    width = a.width
-    n = claim_part(address)
-    while n < a.rows:
-        both = carray(float_pointer(a.both + 4 * n * width), width)
-        gate_row(both, a.linear, a.cubic, carray(float_pointer(a.out + 2 * n * width), width // 2))
-        n = claim_part(address)
+def gated_activation_kernel(address: int) -> None:
+    """Write activation(gate) * up. A work item is a row."""
+    args = read_gated_activation_arguments(address)
+    row_size = args.row_size
+    n = claim_work_item(address)
+    while n < args.num_rows:
+        gate_up = carray(float_pointer(args.gate_up + 4 * n * row_size), row_size)
+        out = carray(float_pointer(args.out + 2 * n * row_size), row_size // 2)
+        gated_activation_row(gate_up, args.linear, args.cubic, out)
+        n = claim_work_item(address)
 
 
-class HeadArguments(Arguments):
-    """Arguments of `norm_rotate_write_heads`."""
+class QKNormRopeWriteArguments(KernelArguments):
+    """Arguments of `qk_norm_rope_write_kernel`."""
 
     _fields_ = [
-        ("projected", ADDRESS),  # (N, L, H + 2 K, E)
-        ("queries", ADDRESS),  # (N, L, H, E)
-        ("weight", ADDRESS),  # (L, H + K, E) of the norm; 0: no norm
-        ("cosines", ADDRESS),  # (N, R)
-        ("sines", ADDRESS),  # (N, R)
-        ("slots", ADDRESS),  # (N,) int64
-        (
-            "keys",
-            ADDRESS,
-        ),  # (slots, K E) of the first layer; its values and the other layers' keys and values follow
-        (
-            "plane_bytes",
-            INTEGER,
-        ),  # from a layer's keys to its values, and from these to the next layer's keys
-        ("rows", INTEGER),  # N
-        ("layers", INTEGER),  # L
-        ("heads", INTEGER),  # H
-        ("key_heads", INTEGER),  # K
-        ("head_size", INTEGER),  # E
-        ("rotated", INTEGER),  # R
-        ("eps", FLOAT),
+        ("projected", ADDRESS_FIELD),  # (N, L, H + 2 K, E)
+        ("queries", ADDRESS_FIELD),  # (N, L, H, E), output
+        ("weight", ADDRESS_FIELD),  # (L, H + K, E) of the norm; 0: no norm
+        ("cosines", ADDRESS_FIELD),  # (N, R)
+        ("sines", ADDRESS_FIELD),  # (N, R)
+        ("cache_slots", ADDRESS_FIELD),  # (N,) int64
+        # (slots, K E) of the first layer. The planes of its values and of the other layers' keys
+        # and values follow at distances of `plane_bytes`.
+        ("keys", ADDRESS_FIELD),
+        ("plane_bytes", INTEGER_FIELD),
+        ("num_rows", INTEGER_FIELD),  # N
+        ("layers", INTEGER_FIELD),  # L
+        ("query_heads", INTEGER_FIELD),  # H
+        ("key_heads", INTEGER_FIELD),  # K
+        ("head_size", INTEGER_FIELD),  # E
+        ("rotated_size", INTEGER_FIELD),  # R
+        ("eps", FLOAT_FIELD),
     ]
 
 
-head_arguments = reader(HeadArguments)
+read_qk_norm_rope_write_arguments = make_argument_reader(QKNormRopeWriteArguments)
 
 
-@njit(fast=REORDERS)
-def norm_rotate_write_heads(address):
-    """Norm and rotate queries and keys; write queries to their memory, keys and values to the
-    cache."""
-    a = head_arguments(address)
-    # locals: the compiler must assume that what is written to memory changes the structure's fields
-    rows = a.rows
-    layers = a.layers
-    rotated = a.rotated
-    eps = a.eps
-    heads = a.heads
-    key_heads = a.key_heads
-    size = a.head_size
-    normed = a.weight != 0
-    half = rotated // 2
-    weight = carray(float_pointer(a.weight), (layers, heads + key_heads, size))
-    cosines = carray(float_pointer(a.cosines), (rows, rotated))
-    sines = carray(float_pointer(a.sines), (rows, rotated))
-    slots = carray(int64_pointer(a.slots), rows)
-    position = np.empty((heads + 2 * key_heads, size), np.float32)
-    n = claim_part(address)
-    while n < rows:
-        slot = 4 * slots[n] * key_heads * size
+@njit(fastmath=FASTMATH_REASSOCIATE)
+def qk_norm_rope_write_kernel(address: int) -> None:
+    """Norm and rotate queries and keys; write queries to their tensor, keys and values to the
+    cache. A work item is a position."""
+    args = read_qk_norm_rope_write_arguments(address)
+    # Copies of the fields: the compiler must assume that a write to memory changes the structure.
+    num_rows = args.num_rows
+    layers = args.layers
+    rotated_size = args.rotated_size
+    eps = args.eps
+    query_heads = args.query_heads
+    key_heads = args.key_heads
+    head_size = args.head_size
+    has_norm = args.weight != 0
+    half = rotated_size // 2
+    weight = carray(float_pointer(args.weight), (layers, query_heads + key_heads, head_size))
+    cosines = carray(float_pointer(args.cosines), (num_rows, rotated_size))
+    sines = carray(float_pointer(args.sines), (num_rows, rotated_size))
+    cache_slots = carray(int64_pointer(args.cache_slots), num_rows)
+    heads = np.empty((query_heads + 2 * key_heads, head_size), np.float32)
+    n = claim_work_item(address)
+    while n < num_rows:
+        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # bytes
         for layer in range(layers):
-            part = n * layers + layer
-            keys = a.keys + 2 * layer * a.plane_bytes + slot
-            copy_floats(a.projected + 4 * part * position.size, position.ctypes.data, position.size)
-            for head in range(heads + key_heads):
-                x = position[head]
-                if normed:
-                    norm_row(x, weight[layer, head], eps, x)
-                to = a.queries + 4 * (part * heads + head) * size
-                if head >= heads:
-                    to = keys + 4 * (head - heads) * size
-                out = carray(float_pointer(to), size)
+            row = n * layers + layer
+            keys = args.keys + 2 * layer * args.plane_bytes + slot_offset
+            copy_floats(args.projected + 4 * row * heads.size, heads.ctypes.data, heads.size)
+            for head in range(query_heads + key_heads):
+                x = heads[head]
+                if has_norm:
+                    rms_norm_row(x, weight[layer, head], eps, x)
+                destination = args.queries + 4 * (row * query_heads + head) * head_size
+                if head >= query_heads:
+                    destination = keys + 4 * (head - query_heads) * head_size
+                out = carray(float_pointer(destination), head_size)
                 for e in range(half):
                     out[e] = x[e] * cosines[n, e] + x[e + half] * sines[n, e]
                 for e in range(half):
                     out[e + half] = x[e + half] * cosines[n, e + half] + x[e] * sines[n, e + half]
-                for e in range(rotated, size):
+                for e in range(rotated_size, head_size):
                     out[e] = x[e]
-            copy_floats(
-                position[heads + key_heads :].ctypes.data, keys + a.plane_bytes, key_heads * size
-            )
-        n = claim_part(address)
+            values = heads[query_heads + key_heads :]
+            copy_floats(values.ctypes.data, keys + args.plane_bytes, key_heads * head_size)
+        n = claim_work_item(address)
 
 
-def rms_norm(states: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """See `infer.kernels.reference.rms_norm`."""
+def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
+    """Implement `infer.kernels.reference.rms_norm`."""
     states = states.contiguous()
-    width = states.shape[-1]
-    out = empty(states.shape)
-    rows = states.numel() // width
-    arguments = NormArguments(
-        states=states, weight=norm.float32_weight, normed=out, rows=rows, width=width, eps=norm.eps
+    row_size = states.shape[-1]
+    num_rows = states.numel() // row_size
+    out = allocate_tensor(tuple(states.shape))
+    arguments = AddRMSNormArguments(
+        states=states,
+        weight=norm.float32_weight,
+        normed=out,
+        num_rows=num_rows,
+        row_size=row_size,
+        eps=norm.eps,
     )
-    launch(norm_rows, arguments, rows, rows * width)
+    launch_kernel(add_rms_norm_kernel, arguments, num_rows, num_rows * row_size)
     return out
 
 
 def add_rms_norm(
-    states: torch.Tensor, change: torch.Tensor, norm: Norm, scale: float = 1.0
+    states: torch.Tensor, sublayer_output: torch.Tensor, norm: RMSNormWeights, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `infer.kernels.reference.add_rms_norm`."""
+    """Implement `infer.kernels.reference.add_rms_norm`."""
     states = states.contiguous()
-    change = change.contiguous()
-    rows, width = states.shape
-    summed = empty(states.shape)
-    normed = empty(states.shape)
-    arguments = NormArguments(
+    sublayer_output = sublayer_output.contiguous()
+    num_rows, row_size = states.shape
+    summed = allocate_tensor(tuple(states.shape))
+    normed = allocate_tensor(tuple(states.shape))
+    arguments = AddRMSNormArguments(
         states=states,
-        change=change,
+        sublayer_output=sublayer_output,
         weight=norm.float32_weight,
         summed=summed,
         normed=normed,
-        rows=rows,
-        width=width,
+        num_rows=num_rows,
+        row_size=row_size,
         scale=scale,
         eps=norm.eps,
     )
-    launch(norm_rows, arguments, rows, rows * width)
+    launch_kernel(add_rms_norm_kernel, arguments, num_rows, num_rows * row_size)
     return summed, normed
 
 
-def gated_activation(both: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `infer.kernels.reference.gated_activation`."""
+def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Implement `infer.kernels.reference.gated_activation`."""
     if activation.coefficients is None:
-        return reference.gated_activation(both, activation)
-    both = both.contiguous()
-    rows, width = both.shape
-    out = empty((rows, width // 2))
+        return reference.gated_activation(gate_up, activation)
+    gate_up = gate_up.contiguous()
+    num_rows, row_size = gate_up.shape
+    out = allocate_tensor((num_rows, row_size // 2))
     linear, cubic = activation.coefficients
-    arguments = GateArguments(
-        both=both, out=out, rows=rows, width=width, linear=linear, cubic=cubic
+    arguments = GatedActivationArguments(
+        gate_up=gate_up, out=out, num_rows=num_rows, row_size=row_size, linear=linear, cubic=cubic
     )
-    launch(gate_rows, arguments, rows, rows * width)
+    launch_kernel(gated_activation_kernel, arguments, num_rows, num_rows * row_size)
     return out
 
 
 def qk_norm_rope_write(
     projected: torch.Tensor,
     key_heads: int,
-    qk_norm: Norm | None,
+    qk_norm: RMSNormWeights | None,
     rotation: Rotation | None,
-    memory: LayerWindow | PackedLayer,
+    layer_cache: LayerCacheView | PackedLayerView,
 ) -> torch.Tensor:
-    """See `infer.kernels.reference.qk_norm_rope_write`."""
-    if not isinstance(memory, LayerWindow):
-        return reference.qk_norm_rope_write(projected, key_heads, qk_norm, rotation, memory)
+    """Implement `infer.kernels.reference.qk_norm_rope_write`."""
+    if not isinstance(layer_cache, LayerCacheView):
+        return reference.qk_norm_rope_write(projected, key_heads, qk_norm, rotation, layer_cache)
     projected = projected.contiguous()
-    rows, layers, count, size = projected.shape
-    heads = count - 2 * key_heads
-    queries = empty((rows, layers, heads, size))
-    arguments = HeadArguments(
+    num_rows, layers, all_heads, head_size = projected.shape
+    query_heads = all_heads - 2 * key_heads
+    queries = allocate_tensor((num_rows, layers, query_heads, head_size))
+    arguments = QKNormRopeWriteArguments(
         projected=projected,
         queries=queries,
         weight=None if qk_norm is None else qk_norm.float32_weight,
-        rows=rows,
+        num_rows=num_rows,
         layers=layers,
-        heads=heads,
+        query_heads=query_heads,
         key_heads=key_heads,
-        head_size=size,
+        head_size=head_size,
         eps=0.0 if qk_norm is None else qk_norm.eps,
     )
 
-    def bind(rotation: Rotation | None, memory: LayerWindow) -> None:
+    def bind(rotation: Rotation | None, layer_cache: LayerCacheView) -> None:
         if rotation is not None:
             cosines, sines = rotation
             arguments.cosines = cosines.data_ptr()
             arguments.sines = sines.data_ptr()
-            arguments.rotated = cosines.shape[-1]
-        arguments.slots = memory.slots.data_ptr()
-        arguments.plane_bytes = 4 * memory.buffer.stride(0)
-        arguments.keys = memory.buffer.data_ptr() + 2 * memory.index * arguments.plane_bytes
+            arguments.rotated_size = cosines.shape[-1]
+        buffer = layer_cache.buffer
+        arguments.cache_slots = layer_cache.slot_mapping.data_ptr()
+        arguments.plane_bytes = 4 * buffer.stride(0)
+        arguments.keys = buffer.data_ptr() + 2 * layer_cache.layer_index * arguments.plane_bytes
 
-    bind(rotation, memory)
-    launch(
-        norm_rotate_write_heads, arguments, rows, 2 * projected.numel(), bind, (rotation, memory)
-    )
+    bind(rotation, layer_cache)
+    cycles = 2 * projected.numel()
+    inputs = (rotation, layer_cache)
+    launch_kernel(qk_norm_rope_write_kernel, arguments, num_rows, cycles, bind, inputs)
     return queries.flatten(1, 2)
 
 
-OPERATIONS = {
+CPU_OPERATIONS = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "gated_activation": gated_activation,
     "qk_norm_rope_write": qk_norm_rope_write,
     "best_first_search": cpu_search.best_first_search,
 }
+CPU_KERNELS = FastKernels(CPU_OPERATIONS)

@@ -1,12 +1,15 @@
-"""Operations on CUDA: attention by Triton and by FlexAttention, and the best-first search in one
+"""Operations on CUDA: attention by Triton and FlexAttention, best-first search in one Triton
 kernel."""
 
+from collections.abc import Callable
 from functools import cache, partial
+from typing import cast
 
 import torch
 
-from infer.attention.masks import Mask
+from infer.attention.masks import AttentionMask
 from infer.kernels import reference
+from infer.kernels.table import FastKernels
 from infer.kernels.triton_attention import tree_attention
 from infer.kernels.triton_search import best_first_search
 
@@ -15,45 +18,55 @@ def attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: Mask | torch.Tensor | None,
+    mask: AttentionMask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """See `infer.kernels.reference.attention`. A mask of ranges alone goes through FlexAttention,
-    one of a cache through the Triton kernel."""
-    if not isinstance(mask, Mask):
+    """Implement `infer.kernels.reference.attention`.
+
+    A mask of ranges alone is evaluated by FlexAttention, a mask over a cache by the Triton kernel.
+    """
+    if not isinstance(mask, AttentionMask):
         return reference.attention(queries, keys, values, mask, scale)
-    scale = keys.shape[-1] ** -0.5 if scale is None else scale
-    if mask.inside is None:
-        return flex_attention(
-            reference.split_heads(queries, mask), keys, values, mask, scale
-        ).reshape(queries.shape)
-    return tree_attention(reference.pack_heads(queries, keys), keys, values, mask, scale).view(
-        queries.shape
-    )
+    if scale is None:
+        scale = keys.shape[-1] ** -0.5
+    if mask.new_key_mask is None:
+        unpacked = reference.unpack_queries(queries, mask)
+        return flex_attention(unpacked, keys, values, mask, scale).reshape(queries.shape)
+    packed = reference.pack_queries(queries, keys)
+    return tree_attention(packed, keys, values, mask, scale).view(queries.shape)
 
 
 def flex_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: AttentionMask,
+    scale: float,
 ) -> torch.Tensor:
-    """Return the attention of queries (B, H, Q, E) by FlexAttention. Autocast leaves queries and
-    keys, which come out of norms, in float32, and does not cast for it."""
+    """Return the attention of queries (B, H, Q, E), computed by FlexAttention.
+
+    Autocast does not cast FlexAttention's inputs, and norms return queries and keys in float32, so
+    both are cast to the dtype of the values.
+    """
     queries = queries.to(values.dtype)
     keys = keys.to(values.dtype)
-    return compiled_flex_attention()(
-        queries, keys, values, block_mask=mask.tiles, scale=scale, enable_gqa=True
+    return compile_flex_attention()(
+        queries, keys, values, block_mask=mask.flex_block_mask, scale=scale, enable_gqa=True
     )
 
 
 @cache
-def compiled_flex_attention():
-    """Return FlexAttention, compiled once per shape."""
+def compile_flex_attention() -> Callable[..., torch.Tensor]:
+    """Return the compiled FlexAttention. torch.compile specialises it for each shape."""
     from torch.nn.attention import flex_attention
 
-    return torch.compile(flex_attention.flex_attention)
+    compiled = torch.compile(flex_attention.flex_attention)
+    return cast(Callable[..., torch.Tensor], compiled)
 
 
-OPERATIONS = {
+CUDA_OPERATIONS = {
     "attention": attention,
-    "attend": partial(reference.attend_by, attention),
+    "attend": partial(reference.attend_with, attention),
     "best_first_search": best_first_search,
 }
+CUDA_KERNELS = FastKernels(CUDA_OPERATIONS)

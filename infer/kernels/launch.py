@@ -1,8 +1,8 @@
-"""Launching loops that numba compiled, from as many threads as torch has.
+"""Launching compiled CPU kernels on as many threads as PyTorch uses.
 
-A compiled loop takes the address of a structure with named fields (`Arguments`). All threads of a
-launch run the same function; each claims the next part of the work through an atomic counter, the
-structure's first field, until no part is left.
+A kernel is a numba function that takes the address of a structure with named fields
+(`KernelArguments`). All threads of a launch run the same function; each claims work items through
+an atomic counter, the structure's first field, until none is left.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numba
 import numpy as np
@@ -19,63 +19,60 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from infer.utils.jit import address_of
+from infer.utils.jit import c_function_address
 
-ADDRESS = INTEGER = ctypes.c_int64
-FLOAT = ctypes.c_float
-MIN_PARALLEL_CYCLES = 6 * 10**4  # below, waking other threads takes longer than the loop
-LOOP_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+# Types of the fields of `KernelArguments`.
+ADDRESS_FIELD = ctypes.c_int64
+INTEGER_FIELD = ctypes.c_int64
+FLOAT_FIELD = ctypes.c_float
 
-
-@dataclass(frozen=True)
-class LoopCall:
-    """A call of a compiled loop: a function and its four arguments, int64."""
-
-    function: int  # its address
-    words: tuple[int, int, int, int]
-    arguments: "Arguments"  # of the loop, which `words` point to
-
-    def __call__(self) -> None:
-        self.arguments.next_part = 0
-        loop_function(self.function)(*self.words)
+MIN_PARALLEL_CYCLES = 6 * 10**4  # for less work, waking other threads takes longer than the kernel
+KERNEL_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
 class Recorder(Protocol):
-    """What wants to know of every call while it is active (`infer.int8_cpu.recording`)."""
+    """Records the kernel calls of a pass while it is active (`infer.int8_cpu.recording`)."""
 
-    def empty(
+    def allocate_tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
     ) -> torch.Tensor:
-        """Return memory, see `empty` below."""
+        """Return uninitialised memory; see the function `allocate_tensor` below."""
+        ...
 
-    def note(
+    def record_call(
         self,
         call: Callable[[], object],
         tensors: list[torch.Tensor],
         bind: Callable | None,
         inputs: tuple,
     ) -> None:
-        """Take note of a call, the tensors whose addresses it holds, and what `bind` must be given
-        again if other inputs take the place of these."""
+        """Record a call and the tensors whose addresses it stores.
+
+        `bind(*inputs)` has set the arguments that depend on the inputs of the pass; a replay calls
+        it again with the inputs of the new pass.
+        """
+        ...
 
 
 class ActiveRecorder(threading.local):
-    """The recorder of this thread."""
+    """The recorder that is active in this thread."""
 
     recorder: Recorder | None = None
 
 
-ACTIVE = ActiveRecorder()
+ACTIVE_RECORDER = ActiveRecorder()
 
 
-class Arguments(ctypes.Structure):
-    """The arguments of a compiled loop; a subclass names them in `_fields_`."""
+class KernelArguments(ctypes.Structure):
+    """The arguments of a compiled kernel. A subclass declares them in `_fields_`."""
 
-    _fields_ = [("next_part", INTEGER)]
+    _fields_ = [("next_work_item", INTEGER_FIELD)]
 
     def __init__(self, **values: torch.Tensor | float | None) -> None:
-        """Set fields: a tensor stands for its address, None for address 0. `tensors` are those
-        whose addresses are among them."""
+        """Set fields: a tensor is stored as its address, None as 0.
+
+        The tensors are kept in `self.tensors`, so that their memory is not freed.
+        """
         super().__init__()
         self.tensors: list[torch.Tensor] = []
         for name, value in values.items():
@@ -86,24 +83,42 @@ class Arguments(ctypes.Structure):
                 setattr(self, name, value or 0)
 
 
-def reader(arguments: type[Arguments]) -> Callable:
-    """Return a function for compiled code that reads the structure at an address; its result has
-    the structure's fields as attributes."""
-    names = [
-        name for base in reversed(arguments.__mro__) for name, _ in vars(base).get("_fields_", ())
-    ]
-    kinds = [
-        kind for base in reversed(arguments.__mro__) for _, kind in vars(base).get("_fields_", ())
-    ]
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a compiled function with four int64 arguments."""
+
+    function_address: int
+    call_arguments: tuple[int, int, int, int]
+    kernel_arguments: KernelArguments  # the structure that `call_arguments` points to
+
+    def __call__(self) -> None:
+        self.kernel_arguments.next_work_item = 0
+        get_kernel_function(self.function_address)(*self.call_arguments)
+
+
+def llvm_intrinsic(generator: Callable) -> Callable[..., Any]:
+    """Make a function for compiled code from a generator of LLVM code (numba's `intrinsic`).
+
+    Compiled code calls it without the generator's first argument, `typing`.
+    """
+    return cast(Callable[..., Any], intrinsic(generator))
+
+
+def make_argument_reader(arguments_class: type[KernelArguments]) -> Callable[[int], Any]:
+    """Return a function for compiled code that reads the structure at an address. Its result has
+    the fields of the structure as attributes."""
+    fields = []
+    for base in reversed(arguments_class.__mro__):
+        fields += vars(base).get("_fields_", ())
     layout = {
-        "names": names,
-        "formats": [np.dtype(kind) for kind in kinds],
-        "offsets": [getattr(arguments, name).offset for name in names],
-        "itemsize": ctypes.sizeof(arguments),
+        "names": [name for name, _ in fields],
+        "formats": [np.dtype(field_type) for _, field_type in fields],
+        "offsets": [getattr(arguments_class, name).offset for name, _ in fields],
+        "itemsize": ctypes.sizeof(arguments_class),
     }
     record = numba.from_dtype(np.dtype(layout, align=True))
 
-    @intrinsic
+    @llvm_intrinsic
     def read_arguments(typing, address):
         def generate(context, builder, signature, values):
             return builder.inttoptr(values[0], context.get_value_type(record))
@@ -113,26 +128,27 @@ def reader(arguments: type[Arguments]) -> Callable:
     return read_arguments
 
 
-def pointer(kind: types.Type) -> Callable:
-    """Return a function for compiled code that makes an address a pointer to numbers of a kind."""
+def make_pointer_cast(number_type: types.Type) -> Callable[[int], Any]:
+    """Return a function for compiled code that converts an address to a pointer to numbers of a
+    type."""
 
-    @intrinsic
-    def point(typing, address):
+    @llvm_intrinsic
+    def cast_to_pointer(typing, address):
         def generate(context, builder, signature, values):
-            return builder.inttoptr(values[0], context.get_value_type(kind).as_pointer())
+            return builder.inttoptr(values[0], context.get_value_type(number_type).as_pointer())
 
-        return types.CPointer(kind)(types.intp), generate
+        return types.CPointer(number_type)(types.intp), generate
 
-    return point
-
-
-float_pointer = pointer(types.float32)
-int64_pointer = pointer(types.int64)
+    return cast_to_pointer
 
 
-@intrinsic
-def claim_part(typing, address):
-    """Return the next part of a loop's work: the counter at an address, which is raised by one."""
+float_pointer = make_pointer_cast(types.float32)
+int64_pointer = make_pointer_cast(types.int64)
+
+
+@llvm_intrinsic
+def claim_work_item(typing, address):
+    """Return the index of the next work item: the counter at an address, which is incremented."""
 
     def generate(context, builder, signature, values):
         counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
@@ -142,35 +158,46 @@ def claim_part(typing, address):
 
 
 @cache
-def parallel_entry() -> int:
-    """Return the address of the function that calls another from several threads, those of torch's
-    matmuls: libgomp's entry for `omp parallel`. 0 where torch comes with another library."""
+def find_openmp_parallel() -> int:
+    """Return the address of libgomp's entry for `omp parallel`, or 0 if PyTorch uses another
+    OpenMP library.
+
+    It calls a function from several threads; these are the threads of PyTorch's own matmuls.
+    """
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value
+    if function is None:
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-loop_address = cache(address_of)
-loop_function = cache(LOOP_PROTOTYPE)  # of an address
+get_kernel_address = cache(c_function_address)  # of a compiled function
+get_kernel_function = cache(KERNEL_PROTOTYPE)  # of an address
 
 
-def launch(
-    loop: object,
-    arguments: Arguments,
-    parts: int,
+def launch_kernel(
+    kernel: object,
+    arguments: KernelArguments,
+    work_items: int,
     cycles: int,
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Run a loop over its parts, on several threads where it takes that many cycles. What is
-    computed for a part does not depend on which thread takes it. `bind(*inputs)`, if given, has set
-    those arguments that belong to one pass."""
-    address = loop_address(loop)
-    memory = ctypes.addressof(arguments)
-    threads = min(torch.get_num_threads(), parts)
-    if cycles > MIN_PARALLEL_CYCLES and threads > 1 and parallel_entry():
-        call = LoopCall(parallel_entry(), (address, memory, threads, 0), arguments)
+    """Run a compiled kernel over its work items, and record the call if a recorder is active.
+
+    Several threads are used if the kernel takes more than MIN_PARALLEL_CYCLES. The result for a
+    work item does not depend on the thread that computes it.
+
+    cycles: an estimate of the CPU cycles that the kernel takes on one thread. bind: has set, as
+    `bind(*inputs)`, the arguments that differ from pass to pass; see `Recorder.record_call`.
+    """
+    address = get_kernel_address(kernel)
+    arguments_address = ctypes.addressof(arguments)
+    threads = min(torch.get_num_threads(), work_items)
+    if cycles > MIN_PARALLEL_CYCLES and threads > 1 and find_openmp_parallel():
+        call_arguments = (address, arguments_address, threads, 0)
+        call = KernelCall(find_openmp_parallel(), call_arguments, arguments)
     else:
-        call = LoopCall(address, (memory, 0, 0, 0), arguments)
+        call = KernelCall(address, (arguments_address, 0, 0, 0), arguments)
     run_and_record(call, arguments.tensors, bind, inputs)
 
 
@@ -180,17 +207,20 @@ def run_and_record(
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Make a call, and have the active recorder note it."""
+    """Make a call, and record it if a recorder is active. See `Recorder.record_call`."""
     call()
-    if ACTIVE.recorder is not None:
-        ACTIVE.recorder.note(call, tensors, bind, inputs)
+    if ACTIVE_RECORDER.recorder is not None:
+        ACTIVE_RECORDER.recorder.record_call(call, tensors, bind, inputs)
 
 
-def empty(
+def allocate_tensor(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, scratch: str | None = None
 ) -> torch.Tensor:
-    """Return memory for the result of an operation; for what lasts within one operation only,
-    `scratch` names it."""
-    if ACTIVE.recorder is not None:
-        return ACTIVE.recorder.empty(shape, dtype, scratch)
+    """Return uninitialised memory for the result of an operation.
+
+    scratch: a name for memory that is used within one operation only; a recording uses the same
+    memory for all scratch tensors of that name.
+    """
+    if ACTIVE_RECORDER.recorder is not None:
+        return ACTIVE_RECORDER.recorder.allocate_tensor(shape, dtype, scratch)
     return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,7 @@
-"""What operations take beside activations: weights in the form that the operations read."""
+"""Weights and activation functions in the form that the operations of `infer.kernels` read.
+
+D hidden size or input size, O output size, L layers, E head size.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,36 +11,42 @@ import torch
 
 
 @dataclass(frozen=True)
-class Norm:
-    """The weight of an RMS norm, (D,), or (L, heads, E) of the heads of L layers. It is float32
-    where the module multiplies by one more than it has (Gemma)."""
+class RMSNormWeights:
+    """The weight and epsilon of an RMS norm.
+
+    The weight has the shape (D,), or (L, heads, E) for norms of the query and key heads of L
+    layers. It is float32 where the module multiplies by 1 + weight (Gemma).
+    """
 
     weight: torch.Tensor
     eps: float
 
     @cached_property
     def float32_weight(self) -> torch.Tensor:
-        """The weight in float32 or more, contiguous, for compiled loops."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return self.weight.detach().to(wide).contiguous()
+        """The weight in float32 (float64 stays float64), contiguous, for compiled kernels."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        return self.weight.detach().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
-class Linear:
-    """The weights of a linear layer."""
+class LinearWeights:
+    """The weight and bias of a linear layer."""
 
-    weight: torch.Tensor  # (inputs, outputs)
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor  # (D, O)
+    bias: torch.Tensor | None = None  # (O,)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation function of a gated MLP. `coefficients` (a, b) are given where it is
-    x * sigmoid(a x + b x^3), which compiled loops compute."""
+    """The activation function of a gated MLP.
+
+    `coefficients` (a, b) are set if the function is x * sigmoid(a x + b x^3): the compiled kernels
+    compute only functions of this form.
+    """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     coefficients: tuple[float, float] | None = None
 
 
-SILU_COEFFICIENTS = 1.0, 0.0
-TANH_GELU_COEFFICIENTS = 1.59576912, 1.59576912 * 0.044715
+SILU_COEFFICIENTS = (1.0, 0.0)
+TANH_GELU_COEFFICIENTS = (1.59576912, 1.59576912 * 0.044715)

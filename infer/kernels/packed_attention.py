@@ -1,67 +1,89 @@
-"""Attention of packed sequences in pieces of a mask, with a backward pass: torch has none of
-FlexAttention on the CPU.
+"""Attention of packed sequences, evaluated in pieces of a mask, with a backward pass. It stands in
+for FlexAttention, which has no backward pass on the CPU.
 
-B batch rows, H query heads, K key heads, G = H / K, Q queries, S keys, E head size.
+B batch rows, H query heads, K key heads, G = H / K, Q queries, n queries of a piece, S keys, E head
+size.
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from infer.attention.masks import Mask, MaskPiece
+from infer.attention.masks import AttentionMask, MaskChunk
 
 
 class _PieceAttention(torch.autograd.Function):
-    """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its
-    weights again."""
+    """Attention under a mask in pieces.
+
+    No attention weights are saved for the backward pass: it computes them again piece by piece.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, pieces: list[MaskPiece], scale: float):
-        mixed = torch.empty_like(q)  # (B, H, Q, E)
+    def forward(ctx, q, k, v, pieces: list[MaskChunk], scale: float):
+        out = torch.empty_like(q)  # (B, H, Q, E)
         for piece in pieces:
-            here = slice(piece.row, piece.row + 1), slice(None), piece.queries
-            both = (piece.seen(states)[None] for states in (k, v))
-            mixed[here] = F.scaled_dot_product_attention(
-                q[here], *both, attn_mask=piece.mask.to(q.dtype), scale=scale, enable_gqa=True
+            piece_index = (
+                slice(piece.batch_row, piece.batch_row + 1),
+                slice(None),
+                piece.query_slice,
             )
-        ctx.save_for_backward(q, k, v, mixed)
+            visible_keys = piece.gather(k)[None]
+            visible_values = piece.gather(v)[None]
+            out[piece_index] = F.scaled_dot_product_attention(
+                q[piece_index],
+                visible_keys,
+                visible_values,
+                attn_mask=piece.additive_mask.to(q.dtype),
+                scale=scale,
+                enable_gqa=True,
+            )
+        ctx.save_for_backward(q, k, v, out)
         ctx.pieces = pieces
         ctx.scale = scale
-        return mixed
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
-        q, k, v, mixed = ctx.saved_tensors
-        of_q, of_k, of_v = (torch.zeros_like(states) for states in (q, k, v))
-        inner = (upstream * mixed).sum(-1, keepdim=True)
-        heads = (k.shape[1], -1)
+    def backward(ctx, grad_out):
+        q, k, v, out = ctx.saved_tensors
+        grad_q = torch.zeros_like(q)
+        grad_k = torch.zeros_like(k)
+        grad_v = torch.zeros_like(v)
+        delta = (grad_out * out).sum(-1, keepdim=True)  # (B, H, Q, 1)
+        grouped_heads = (k.shape[1], -1)
+
         for piece in ctx.pieces:
-            # (K, keys, E)
-            keys = piece.seen(k)
-            values = piece.seen(v)
+            keys = piece.gather(k)  # (K, keys, E)
+            values = piece.gather(v)
             packed = (
-                states[piece.row, :, piece.queries].unflatten(0, heads).flatten(1, 2)
-                for states in (q, upstream, inner)
+                states[piece.batch_row, :, piece.query_slice]
+                .unflatten(0, grouped_heads)
+                .flatten(1, 2)
+                for states in (q, grad_out, delta)
             )
-            queries, above, mean = packed  # (K, G n, E), the same, (K, G n, 1)
+            queries, piece_grad_out, piece_delta = packed  # (K, G n, E), the same, (K, G n, 1)
+
             scores = (queries @ keys.mT).mul_(ctx.scale)  # (K, G n, keys)
-            scores.unflatten(1, (-1, len(piece.mask))).add_(piece.mask)
+            scores.unflatten(1, (-1, len(piece.additive_mask))).add_(piece.additive_mask)
             weights = torch.softmax(scores, -1, out=scores)
-            change = (above @ values.mT).sub_(mean).mul_(weights)  # with respect to the scores
-            piece.add(of_v, weights.mT @ above)
-            piece.add(of_k, change.mT @ queries)
-            of_q[piece.row, :, piece.queries] = (
-                (change @ keys).unflatten(1, (-1, len(piece.mask))).flatten(0, 1)
-            )
-        gradients = of_q.mul_(ctx.scale), of_k.mul_(ctx.scale), of_v, None, None
+            grad_scores = (piece_grad_out @ values.mT).sub_(piece_delta).mul_(weights)
+
+            piece.scatter_add(grad_v, weights.mT @ piece_grad_out)
+            piece.scatter_add(grad_k, grad_scores.mT @ queries)
+            piece_grad_q = (grad_scores @ keys).unflatten(1, (-1, len(piece.additive_mask)))
+            grad_q[piece.batch_row, :, piece.query_slice] = piece_grad_q.flatten(0, 1)
+
+        gradients = grad_q.mul_(ctx.scale), grad_k.mul_(ctx.scale), grad_v, None, None
         return gradients
 
 
 def attend_pieces(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Attention of queries (B, H, Q, E) piece by piece; in float32 where these are less, which
-    takes no longer on a CPU. The result has the values' dtype."""
-    wide = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
-    return _PieceAttention.apply(*wide, mask.pieces, scale).to(v.dtype)
+    """Return the attention of queries (B, H, Q, E), computed piece by piece.
+
+    Lower precisions are computed in float32, which takes no longer on a CPU. The result has the
+    dtype of the values.
+    """
+    upcast = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
+    return _PieceAttention.apply(*upcast, mask.chunks, scale).to(v.dtype)

@@ -1,20 +1,26 @@
-"""The table of operations: which implementation of each runs on a device. This is the only place
-that selects a fast path."""
+"""The table of operations: which implementation of each operation runs on a device.
+
+This is the only place that selects a fast version.
+"""
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from infer.kernels import reference
-from infer.kernels.reference_search import search_by_depth
+from infer.kernels.reference_search import search_tree_by_depth
+
+# Takes an operation and a device; returns how its results differ from the reference, or "".
+OperationCheck = Callable[[Callable, torch.device], str]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every operation; `infer.kernels.reference` says what each computes."""
+    """One implementation of every operation. `infer.kernels.reference` documents the operations."""
 
     rms_norm: Callable
     add_rms_norm: Callable
@@ -25,13 +31,24 @@ class Kernels:
     linear: Callable
     argmax_head: Callable
     best_first_search: Callable
-    # whether batch rows of a pass may have different numbers of positions (`DraftTree.real`)
-    ragged: bool = False
-    # "module:class" of what runs layers all of which are recordable, instead of `LeanDecoder`
+    # Whether the batch rows of a pass may have different numbers of positions (`DraftTree.real`).
+    supports_ragged: bool = False
+    # "module:class" of the decoder that replaces `LeanDecoder` if all layers are recordable.
     recording_decoder: str | None = None
 
 
-REFERENCE = Kernels(
+@dataclass(frozen=True)
+class FastKernels:
+    """The fast versions of some operations for one device and dtype of weights."""
+
+    operations: Mapping[str, Callable]  # by the name of a field of `Kernels`
+    # Checks that replace those of `infer.kernels.validation`, by operation.
+    checks: Mapping[str, OperationCheck] = field(default_factory=dict)
+    # Other fields of `Kernels`. They are only set if every fast version passes its check.
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+REFERENCE_KERNELS = Kernels(
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
     qk_norm_rope_write=reference.qk_norm_rope_write,
@@ -40,65 +57,68 @@ REFERENCE = Kernels(
     gated_activation=reference.gated_activation,
     linear=reference.linear,
     argmax_head=reference.argmax_head,
-    best_first_search=search_by_depth,
+    best_first_search=search_tree_by_depth,
 )
 
-# Device type and dtype of the weights, None: any -> module with faster versions of some operations,
-# in its dict OPERATIONS; what else `Kernels` says of them, in FEATURES; checks of its own, in
-# CHECKS. torch.int8: codes, whose activations are float32.
-FAST_VERSIONS = {
-    ("cuda", None): "infer.kernels.cuda",
-    ("cpu", torch.float32): "infer.kernels.cpu",
-    ("cpu", torch.int8): "infer.int8_cpu.kernels",
+# Device type and dtype of the weights (None: any dtype) -> "module:name" of a `FastKernels`.
+# The dtype torch.int8 stands for quantised weights, whose activations are float32.
+FAST_KERNELS = {
+    ("cuda", None): "infer.kernels.cuda:CUDA_KERNELS",
+    ("cpu", torch.float32): "infer.kernels.cpu:CPU_KERNELS",
+    ("cpu", torch.int8): "infer.int8_cpu.kernels:INT8_KERNELS",
 }
 
-
-VALIDATED: dict[tuple[str, str, int | None], Kernels] = {}
-
-
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Return the operations for a device and the dtype of weights, torch.int8 for codes."""
-    module = FAST_VERSIONS.get((device.type, dtype)) or FAST_VERSIONS.get((device.type, None))
-    if module is None:
-        return REFERENCE
-    # A dict and no functools.cache, into which torch.compile would look: it is filled before a
-    # drafter is compiled.
-    key = module, device.type, device.index
-    if key not in VALIDATED:
-        VALIDATED[key] = validated_kernels(module, device)
-    return VALIDATED[key]
+# Validated kernels by import path, device type and device index. This is a dict and not
+# functools.cache, because torch.compile would trace into a cached function.
+VALIDATED_KERNELS: dict[tuple[str, str, int | None], Kernels] = {}
 
 
-def validated_kernels(module: str, device: torch.device) -> Kernels:
-    """Return the operations with a module's fast versions, but for those that fail or whose results
-    differ from the reference's, which a warning names."""
-    from infer.kernels.validation import CHECKS
+def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Return the operations for a device and a dtype of weights (torch.int8: quantised weights)."""
+    import_path = FAST_KERNELS.get((device.type, dtype)) or FAST_KERNELS.get((device.type, None))
+    if import_path is None:
+        return REFERENCE_KERNELS
+    key = import_path, device.type, device.index
+    if key not in VALIDATED_KERNELS:
+        VALIDATED_KERNELS[key] = load_validated_kernels(import_path, device)
+    return VALIDATED_KERNELS[key]
+
+
+def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
+    """Import the fast versions named by an entry of FAST_KERNELS and return those that pass their
+    checks, with the reference of all other operations.
+
+    Warns about each fast version that fails or whose results differ from the reference.
+    """
+    from infer.kernels.validation import OPERATION_CHECKS
 
     try:
-        fast = import_module(module)
+        fast_kernels: FastKernels = resolve_name(import_path)
     except ModuleNotFoundError as error:
-        if error.name == "triton":  # not part of every installation of torch
-            return REFERENCE
+        if error.name == "triton":  # some builds of PyTorch come without Triton
+            return REFERENCE_KERNELS
         raise
-    checks = CHECKS | vars(fast).get("CHECKS", {})
+
+    checks = OPERATION_CHECKS | dict(fast_kernels.checks)
     operations = {}
-    for name, operation in fast.OPERATIONS.items():
-        reason = find_fault(checks[name], operation, device)
+    for name, operation in fast_kernels.operations.items():
+        reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"{name} runs without its fast version ({module}): {reason}", stacklevel=2
+                f"{name} runs without its fast version ({import_path}): {reason}", stacklevel=2
             )
         else:
             operations[name] = operation
-    features = vars(fast).get("FEATURES", {})
-    if len(operations) < len(fast.OPERATIONS):
-        features = {}  # they hold of all operations together
-    return replace(REFERENCE, **operations, **features)
+
+    features = {}
+    if len(operations) == len(fast_kernels.operations):
+        features = fast_kernels.features
+    return replace(REFERENCE_KERNELS, **operations, **features)
 
 
-def find_fault(check: Callable, operation: Callable, device: torch.device) -> str:
-    """Return why a fast version is not used, an empty string if it is."""
+def run_check(check: OperationCheck, operation: Callable, device: torch.device) -> str:
+    """Return why a fast version must not be used, or "" if it passes its check."""
     try:
         return check(operation, device)
-    except Exception as error:  # no C compiler, a device that Triton does not know, ...
+    except Exception as error:  # no C compiler, a GPU that Triton does not support, ...
         return str(error) or type(error).__name__

@@ -1,139 +1,175 @@
-"""Attention of new positions over a cache whose lengths only the device knows, in Triton: the
-kernel of `tree_mask`.
+"""Attention of new positions over a cache whose lengths are only known on the device, in Triton:
+the kernel for `tree_mask`.
 
-Keys and values are read once for all the query heads that share them, never repeated, and no
-further than a row's length. Of a mask only what the new positions see of each other is in memory.
-One program takes a tile of queries and a part of the keys (as in FlashDecoding); a second kernel
-joins the parts. No shape, and so no program and no plan, depends on a length.
+Keys and values are read once for all query heads that share them, and only up to a batch row's
+length. Of the mask, only the part between the new positions is stored in memory. One program takes
+a tile of queries and a split of the keys (as in FlashDecoding); a second kernel combines the
+splits. No shape depends on a length, so neither the compiled programs nor the launch grids do.
 
-B rows, K key heads, G query heads of each, Q new positions, S capacity, E head size.
+B batch rows, K key/value heads, G query heads per key head, Q new positions (nodes of a draft
+tree), S cache capacity, E head size.
 """
 
 import torch
-import triton
-import triton.language as tl
+import triton  # ty: ignore[import-not-found]
+import triton.language as tl  # ty: ignore[import-not-found]
 
-from infer.attention.masks import Mask
+from infer.attention.masks import AttentionMask
 
-PROGRAMS = 264  # two for each of an H200's multiprocessors
-PARTS = 32  # of the keys, at most
+TARGET_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
+MAX_KEY_SPLITS = 32
+MAX_KEY_TILE_BYTES = 2**15  # shared memory holds no larger tile of keys
 
 
-@triton.jit(do_not_specialize=["nodes", "queries", "parts", "inside_stride"])
-def _attend(
-    query, key, value, ends, inside, nearest, out, stats,
-    scale, nodes, queries, parts, key_heads, row_stride, head_stride, slot_stride, inside_stride,
-    E: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
+def _attend_split(
+    query, key, value, cache_lengths, tree_mask, first_visible, partial_out, partial_stats,
+    scale, num_nodes, num_queries, key_splits, key_heads,
+    row_stride, head_stride, slot_stride, tree_mask_stride, E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # head: row * K + key head
+    # head counts the key heads of all batch rows: row * key_heads + key head.
     head = tl.program_id(0)
-    part = tl.program_id(2)
+    split = tl.program_id(2)
     row = head // key_heads
-    at = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
-    node = at % nodes
-    entry = tl.arange(0, WIDE)
-    ours = at < queries
-    real = entry < E
-    q = tl.load(
-        query + (head * queries + at[:, None]) * E + entry, mask=ours[:, None] & real, other=0.0
-    )
-    end = tl.load(ends + row)
-    low = tl.load(nearest + row * nodes + node, mask=ours, other=end)
-    first = tl.maximum(tl.minimum(tl.min(low, 0), end), 0) // KEYS * KEYS
-    total = end + nodes
-    share = tl.cdiv(tl.cdiv(total - first, parts), KEYS) * KEYS
-    first += part * share
-    last = tl.minimum(first + share, total)
-    cached = row.to(tl.int64) * row_stride + (head % key_heads) * head_stride
+    query_index = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    node = query_index % num_nodes
+    feature = tl.arange(0, BLOCK_E)
+    is_query = query_index < num_queries
+    is_feature = feature < E
+    q_pointers = query + (head * num_queries + query_index[:, None]) * E + feature
+    q_mask = is_query[:, None] & is_feature
+    q = tl.load(q_pointers, mask=q_mask, other=0.0)
+    cache_length = tl.load(cache_lengths + row)
+    first_slot = tl.load(first_visible + row * num_nodes + node, mask=is_query, other=cache_length)
+    key_start = tl.maximum(tl.minimum(tl.min(first_slot, 0), cache_length), 0) // BLOCK_K * BLOCK_K
+    key_end = cache_length + num_nodes
+    split_keys = tl.cdiv(tl.cdiv(key_end - key_start, key_splits), BLOCK_K) * BLOCK_K
+    key_start += split * split_keys
+    key_end = tl.minimum(key_start + split_keys, key_end)
+    head_offset = row.to(tl.int64) * row_stride + (head % key_heads) * head_stride
 
-    highest = tl.full([QUERIES], -float("inf"), tl.float32)
-    total_weight = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, WIDE], tl.float32)
-    for begin in range(first, last, KEYS):
-        slot = begin + tl.arange(0, KEYS)
-        there = slot < last
-        new = slot - end
-        offset = cached + slot[:, None] * slot_stride + entry
-        k = tl.load(key + offset, mask=there[:, None] & real, other=0.0)
+    running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_Q], tl.float32)
+    accumulator = tl.zeros([BLOCK_Q, BLOCK_E], tl.float32)
+    for tile_start in range(key_start, key_end, BLOCK_K):
+        slot = tile_start + tl.arange(0, BLOCK_K)
+        is_key = slot < key_end
+        key_node = slot - cache_length  # the node in a slot; negative: a cached position
+        offset = head_offset + slot[:, None] * slot_stride + feature
+        k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        seen = there & (new < 0) & (slot >= low[:, None])
-        if begin + KEYS > end:  # new positions among them
-            among = ours[:, None] & there & (new >= 0)
-            told = tl.load(
-                inside + row * inside_stride + node[:, None] * nodes + new, mask=among, other=0
+        visible = is_key & (key_node < 0) & (slot >= first_slot[:, None])
+        if tile_start + BLOCK_K > cache_length:  # the tile holds new positions
+            is_node_pair = is_query[:, None] & is_key & (key_node >= 0)
+            pair_pointers = (
+                tree_mask + row * tree_mask_stride + node[:, None] * num_nodes + key_node
             )
-            seen = seen | (told != 0)
-        scores = tl.where(seen, scores, -float("inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)
-        weights = tl.exp(scores - base[:, None])
-        fade = tl.exp(highest - base)
-        v = tl.load(value + offset, mask=there[:, None] & real, other=0.0)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        total_weight = total_weight * fade + tl.sum(weights, 1)
-        highest = now
-    to = (head * parts + part) * queries + at
-    tl.store(out + to[:, None] * E + entry, mixed, mask=ours[:, None] & real)
-    tl.store(stats + to * 2, highest, mask=ours)
-    tl.store(stats + to * 2 + 1, total_weight, mask=ours)
+            tree_visible = tl.load(pair_pointers, mask=is_node_pair, other=0)
+            visible = visible | (tree_visible != 0)
+        scores = tl.where(visible, scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weights = tl.exp(scores - finite_max[:, None])
+        rescale = tl.exp(running_max - finite_max)
+        v = tl.load(value + offset, mask=is_key[:, None] & is_feature, other=0.0)
+        accumulator = accumulator * rescale[:, None] + tl.dot(
+            weights.to(v.dtype), v, input_precision=PRECISION
+        )
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+    out_row = (head * key_splits + split) * num_queries + query_index
+    tl.store(partial_out + out_row[:, None] * E + feature, accumulator, mask=q_mask)
+    tl.store(partial_stats + out_row * 2, running_max, mask=is_query)
+    tl.store(partial_stats + out_row * 2 + 1, running_sum, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["queries", "parts"])
-def _join(
-    partial, stats, out, queries, parts, E: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
+@triton.jit(do_not_specialize=["num_queries", "key_splits"])
+def _combine_splits(
+    partial_out,
+    partial_stats,
+    out,
+    num_queries,
+    key_splits,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
-    at = tl.program_id(0)
+    query_index = tl.program_id(0)
     head = tl.program_id(1)
-    part = tl.arange(0, PARTS)
-    entry = tl.arange(0, WIDE)
-    there = part < parts
-    place = (head * parts + part) * queries + at
-    highest = tl.load(stats + place * 2, mask=there, other=-float("inf"))
-    weight = tl.exp(highest - tl.max(highest, 0))
-    total = tl.sum(weight * tl.load(stats + place * 2 + 1, mask=there, other=0.0), 0)
-    mixed = tl.load(
-        partial + place[:, None] * E + entry, mask=there[:, None] & (entry < E), other=0.0
+    split = tl.arange(0, MAX_SPLITS)
+    feature = tl.arange(0, BLOCK_E)
+    is_split = split < key_splits
+    partial_row = (head * key_splits + split) * num_queries + query_index
+    split_max = tl.load(partial_stats + partial_row * 2, mask=is_split, other=-float("inf"))
+    weight = tl.exp(split_max - tl.max(split_max, 0))
+    split_sum = tl.load(partial_stats + partial_row * 2 + 1, mask=is_split, other=0.0)
+    total = tl.sum(weight * split_sum, 0)
+    split_out = tl.load(
+        partial_out + partial_row[:, None] * E + feature,
+        mask=is_split[:, None] & (feature < E),
+        other=0.0,
     )
     tl.store(
-        out + (head * queries + at) * E + entry,
-        tl.sum(mixed * weight[:, None], 0) / total,
-        mask=entry < E,
+        out + (head * num_queries + query_index) * E + feature,
+        tl.sum(split_out * weight[:, None], 0) / total,
+        mask=feature < E,
     )
 
 
 def tree_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: AttentionMask,
+    scale: float,
 ) -> torch.Tensor:
-    """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values (B,
-    K, S, E), views of a cache, under a mask of Q new positions."""
-    rows, heads, count, size = queries.shape
-    nodes = mask.inside.shape[-1]
-    assert (
-        keys.stride() == values.stride()
-        and keys.stride(-1) == 1
-        and mask.inside.stride()[1:] == (nodes, 1)
-    )
+    """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values
+    (B, K, S, E), views of a cache, under a `tree_mask` of Q new positions."""
+    rows, heads, num_queries, head_size = queries.shape
+    tree_mask = mask.new_key_mask
+    assert tree_mask is not None
+    num_nodes = tree_mask.shape[-1]
+    assert keys.stride() == values.stride()
+    assert keys.stride(-1) == 1
+    assert tree_mask.stride()[1:] == (num_nodes, 1)
     queries = queries.contiguous()
-    # queries and keys that a program looks at together: what an H200 is fastest with
-    # (docs/results/gpu.md)
-    tile, together, warps, stages = (16, 64, 4, 3) if count <= 16 else (64, 128, 8, 2)
-    wide = max(16, triton.next_power_of_2(size))
-    together = min(
-        together, 2**15 // (wide * queries.element_size())
-    )  # keys of 32 KB: shared memory holds no more
-    tiles = triton.cdiv(count, tile)
-    parts = max(
-        1, min(PARTS, PROGRAMS // (rows * heads * tiles), triton.cdiv(keys.shape[2], together))
-    )
-    partial = queries.new_empty(rows * heads, parts, count, size, dtype=torch.float32)
-    stats = queries.new_empty(rows * heads, parts, count, 2, dtype=torch.float32)
-    _attend[rows * heads, tiles, parts](
-        queries, keys, values, mask.ends, mask.inside.view(torch.uint8), mask.ranges[0][0].contiguous(), partial, stats,
-        scale, nodes, count, parts, heads, *keys.stride()[:3],
-        mask.inside.stride(0) if len(mask.inside) > 1 else 0,
-        E=size, WIDE=wide, QUERIES=tile, KEYS=together, PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
+
+    # Tile sizes of queries and keys: the fastest on an H200 (docs/results/gpu.md).
+    if num_queries <= 16:
+        block_q = 16
+        block_k = 64
+        num_warps = 4
+        num_stages = 3
+    else:
+        block_q = 64
+        block_k = 128
+        num_warps = 8
+        num_stages = 2
+    block_e = max(16, triton.next_power_of_2(head_size))
+    block_k = min(block_k, MAX_KEY_TILE_BYTES // (block_e * queries.element_size()))
+
+    query_tiles = triton.cdiv(num_queries, block_q)
+    key_tiles = triton.cdiv(keys.shape[2], block_k)
+    wanted_splits = TARGET_PROGRAMS // (rows * heads * query_tiles)
+    key_splits = max(1, min(MAX_KEY_SPLITS, wanted_splits, key_tiles))
+
+    split_shape = (rows * heads, key_splits, num_queries)
+    partial_out = queries.new_empty(*split_shape, head_size, dtype=torch.float32)
+    # The maximum score and the sum of the weights of each query in each split.
+    partial_stats = queries.new_empty(*split_shape, 2, dtype=torch.float32)
+    tree_mask_stride = tree_mask.stride(0) if len(tree_mask) > 1 else 0
+    precision = "ieee" if queries.dtype == torch.float32 else "tf32"
+    _attend_split[rows * heads, query_tiles, key_splits](
+        queries, keys, values, mask.cached_lengths, tree_mask.view(torch.uint8),
+        mask.key_ranges[0][0].contiguous(), partial_out, partial_stats,
+        scale, num_nodes, num_queries, key_splits, heads, *keys.stride()[:3], tree_mask_stride,
+        E=head_size, BLOCK_E=block_e, BLOCK_Q=block_q, BLOCK_K=block_k, PRECISION=precision,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty_like(queries)
-    _join[count, rows * heads](partial, stats, out, count, parts, E=size, WIDE=wide, PARTS=PARTS)
+    _combine_splits[num_queries, rows * heads](
+        partial_out, partial_stats, out, num_queries, key_splits,
+        E=head_size, BLOCK_E=block_e, MAX_SPLITS=MAX_KEY_SPLITS,
+    )  # fmt: skip
     return out

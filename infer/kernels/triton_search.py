@@ -1,94 +1,126 @@
-"""The best-first search for the likeliest prefixes, in one launch on a GPU: what
-`infer.kernels.cpu_search.search` does on the CPU, in Triton.
+"""The best-first search in one kernel launch on a GPU: the algorithm of
+`infer.kernels.cpu_search.search_tree` in Triton.
 
-One program searches one row's tree. Entry n is the best child of node n that is not in the tree
-yet; each step takes the best entry.
+One program searches the tree of one batch row. Entry n of the frontier is the best child of node n
+that is not in the tree yet; each step takes the best entry.
 
-B rows, L drafted positions, M candidates a position, N nodes.
+B batch rows, L drafted positions, M candidates per position, N drafted nodes.
 """
 
 import torch
-import triton
-import triton.language as tl
+import triton  # ty: ignore[import-not-found]
+import triton.language as tl  # ty: ignore[import-not-found]
 
-from infer.kernels.reference_search import Candidates, Nodes, comparable, node_count, one_table
+from infer.kernels.reference_search import (
+    CandidateTables,
+    DraftNodes,
+    count_tree_nodes,
+    replace_nan_log_probs,
+    stack_log_prob_tables,
+)
 
 
 @triton.jit
-def _next(row, above, score, rank, count, COUNT: tl.constexpr):
-    """Return the score and the rank of what comes behind an entry with this score and rank in a row
-    of candidates whose parent scores `above`: the highest of the rest, of equal ones the first;
-    COUNT for its rank where there is none."""
-    index = tl.arange(0, COUNT)
-    scores = above + tl.load(row + index, mask=index < count, other=-float("inf"))
-    scores = tl.where(scores == scores, scores, -float("inf"))  # a NaN drafts badly, and no worse
-    rest = (index < count) & ((scores < score) | ((scores == score) & (index > rank)))
-    best = tl.max(tl.where(rest, scores, -float("inf")), 0)
-    return best, tl.min(tl.where(rest & (scores == best), index, COUNT), 0)
+def _find_next_best(
+    log_q, parent_score, previous_score, previous_index, num_candidates, BLOCK_M: tl.constexpr
+):
+    """Return the score and the index of the candidate that follows another one in descending order
+    of score. Among equal scores the lower index comes first. The index is BLOCK_M if no candidate
+    is left. log_q points to the (M,) log-probabilities of the candidates, relative to their
+    parent."""
+    index = tl.arange(0, BLOCK_M)
+    log_q_values = tl.load(log_q + index, mask=index < num_candidates, other=-float("inf"))
+    scores = parent_score + log_q_values
+    scores = tl.where(scores == scores, scores, -float("inf"))  # NaN counts as minus infinity
+    is_left = (index < num_candidates) & (
+        (scores < previous_score) | ((scores == previous_score) & (index > previous_index))
+    )
+    best = tl.max(tl.where(is_left, scores, -float("inf")), 0)
+    return best, tl.min(tl.where(is_left & (scores == best), index, BLOCK_M), 0)
 
 
-@triton.jit(do_not_specialize=["length", "count", "budget", "rows"])
-def _search(
-    table, candidates, tokens, parents, depths, scores, length, count, budget, rows,
-    NODES: tl.constexpr, COUNT: tl.constexpr, CONDITIONAL: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "num_candidates", "budget", "table_rows"])
+def _search_tree(
+    table, candidates, tokens, parents, depths, scores, length, num_candidates, budget, table_rows,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CONDITIONAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    table += row * rows * count
-    entry = tl.arange(0, NODES)
-    zero = tl.zeros([NODES], tl.int32)
-    best, which = _next(table, 0.0, float("inf"), -1, count, COUNT)
-    key = tl.where(entry == 0, best, -float("inf"))  # of entry n
-    rank = tl.where(entry == 0, which, zero)  # its candidate
-    depth = tl.where(entry == 0, 1, zero)  # 0: there is no such entry yet, or it has no child left
-    # of node n: where its children's row is, and its score
-    place = zero
-    score = tl.zeros([NODES], tl.float32)
+    table += row * table_rows * num_candidates
+    entry = tl.arange(0, BLOCK_N)
+    zero = tl.zeros([BLOCK_N], tl.int32)
+    best, best_index = _find_next_best(table, 0.0, float("inf"), -1, num_candidates, BLOCK_M)
+    # Of entry n: the score, the candidate, and its depth (0: node n does not exist yet or has no
+    # child left).
+    entry_score = tl.where(entry == 0, best, -float("inf"))
+    entry_candidate = tl.where(entry == 0, best_index, zero)
+    entry_depth = tl.where(entry == 0, 1, zero)
+    # Of node n: the table row of its children, and its score.
+    child_row = zero
+    node_score = tl.zeros([BLOCK_N], tl.float32)
     for node in range(1, budget + 1):
-        highest = tl.max(tl.where(depth > 0, key, -float("inf")), 0)
-        # of equal ones the shallowest, then the first
+        score = tl.max(tl.where(entry_depth > 0, entry_score, -float("inf")), 0)
+        # Among equal entries the shallowest wins, then the first.
         order = tl.where(
-            (depth > 0) & (key == highest), depth * NODES + entry, (length + 1) * NODES
+            (entry_depth > 0) & (entry_score == score),
+            entry_depth * BLOCK_N + entry,
+            (length + 1) * BLOCK_N,
         )
-        here = entry == tl.min(order, 0) % NODES
-        at = tl.sum(tl.where(here, entry, 0), 0)
-        level = tl.sum(tl.where(here, depth, 0), 0)
-        own = tl.sum(tl.where(here, rank, 0), 0)
-        above = tl.sum(tl.where(here, score, 0.0), 0)
-        to = row * budget + node - 1
-        tl.store(tokens + to, tl.load(candidates + (row * length + level - 1) * count + own))
-        tl.store(parents + to, at.to(tl.int64))
-        tl.store(depths + to, level.to(tl.int64))
-        tl.store(scores + to, highest)
-        siblings = tl.sum(tl.where(here, place, 0), 0)
-        best, which = _next(table + siblings * count, above, highest, own, count, COUNT)
-        key = tl.where(here, best, key)
-        rank = tl.where(here, which, rank)
-        depth = tl.where(here & (which == COUNT), 0, depth)
-        deeper = level < length
-        children = level
+        is_parent = entry == tl.min(order, 0) % BLOCK_N
+        parent = tl.sum(tl.where(is_parent, entry, 0), 0)
+        depth = tl.sum(tl.where(is_parent, entry_depth, 0), 0)
+        candidate = tl.sum(tl.where(is_parent, entry_candidate, 0), 0)
+        parent_score = tl.sum(tl.where(is_parent, node_score, 0.0), 0)
+        out_index = row * budget + node - 1
+        token = tl.load(candidates + (row * length + depth - 1) * num_candidates + candidate)
+        tl.store(tokens + out_index, token)
+        tl.store(parents + out_index, parent.to(tl.int64))
+        tl.store(depths + out_index, depth.to(tl.int64))
+        tl.store(scores + out_index, score)
+        # The parent's entry becomes the next sibling of the node.
+        siblings = table + tl.sum(tl.where(is_parent, child_row, 0), 0) * num_candidates
+        best, best_index = _find_next_best(
+            siblings, parent_score, score, candidate, num_candidates, BLOCK_M
+        )
+        entry_score = tl.where(is_parent, best, entry_score)
+        entry_candidate = tl.where(is_parent, best_index, entry_candidate)
+        entry_depth = tl.where(is_parent & (best_index == BLOCK_M), 0, entry_depth)
+        # The node's entry becomes its best child.
+        has_children = depth < length
+        children = depth
         if CONDITIONAL:
-            children = 1 + (level - 1) * count + own
-        children = tl.where(deeper, children, 0)
-        best, which = _next(table + children * count, highest, float("inf"), -1, count, COUNT)
-        new = entry == node
-        score = tl.where(new, highest, score)
-        place = tl.where(new, children, place)
-        key = tl.where(new, tl.where(deeper, best, -float("inf")), key)
-        rank = tl.where(new, which, rank)
-        depth = tl.where(new & deeper, level + 1, depth)
+            children = 1 + (depth - 1) * num_candidates + candidate
+        children = tl.where(has_children, children, 0)
+        best, best_index = _find_next_best(
+            table + children * num_candidates, score, float("inf"), -1, num_candidates, BLOCK_M
+        )
+        is_node = entry == node
+        node_score = tl.where(is_node, score, node_score)
+        child_row = tl.where(is_node, children, child_row)
+        entry_score = tl.where(is_node, tl.where(has_children, best, -float("inf")), entry_score)
+        entry_candidate = tl.where(is_node, best_index, entry_candidate)
+        entry_depth = tl.where(is_node & has_children, depth + 1, entry_depth)
 
 
-def best_first_search(candidates: Candidates, budget: int) -> Nodes:
-    """See `infer.kernels.reference_search.search_by_depth`. For candidates that are not
+def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
+    """Implement `infer.kernels.reference_search.search_tree_by_depth` for candidates that are not
     recurrent."""
-    rows, length, count = candidates.tokens.shape
-    table = comparable(one_table(candidates))
-    number = node_count(length, count, budget)
-    places = torch.empty(3, rows, number, dtype=torch.long, device=table.device)
-    scores = torch.empty(rows, number, device=table.device)
-    _search[rows,](
-        table.contiguous(), candidates.tokens.contiguous(), *places, scores, length, count, number, table.shape[1],
-        NODES=triton.next_power_of_2(number + 1), COUNT=triton.next_power_of_2(count),
+    rows, length, num_candidates = candidates.tokens.shape
+    table = replace_nan_log_probs(stack_log_prob_tables(candidates))
+    num_nodes = count_tree_nodes(length, num_candidates, budget)
+    # Tokens, parents and depths.
+    nodes = torch.empty(3, rows, num_nodes, dtype=torch.long, device=table.device)
+    scores = torch.empty(rows, num_nodes, device=table.device)
+    _search_tree[rows,](
+        table.contiguous(),
+        candidates.tokens.contiguous(),
+        *nodes,
+        scores,
+        length,
+        num_candidates,
+        num_nodes,
+        table.shape[1],
+        BLOCK_N=triton.next_power_of_2(num_nodes + 1),
+        BLOCK_M=triton.next_power_of_2(num_candidates),
         CONDITIONAL=candidates.table[1].shape[2] > 1,
-    )  # fmt: skip
-    return Nodes(*places, scores)
+    )
+    return DraftNodes(*nodes, scores)

@@ -1,133 +1,145 @@
-"""Checks of fast versions against the reference, on small random inputs, when they are selected.
-Each check takes an operation and a device, and returns what differs, or an empty string."""
+"""Checks of fast versions against the reference, on small random inputs, when kernels are selected.
+
+Each check takes an operation and a device. It returns a sentence that says how the results differ
+from the reference, or an empty string if they agree.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
-from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import tree_mask
+from infer.attention.kv_cache import CacheView, KVCache
+from infer.attention.masks import build_tree_mask
 from infer.kernels import reference
-from infer.kernels.operands import SILU_COEFFICIENTS, Activation, Linear, Norm
-from infer.kernels.reference_search import search_by_depth
+from infer.kernels.operands import SILU_COEFFICIENTS, Activation, LinearWeights, RMSNormWeights
+from infer.kernels.reference_search import search_tree_by_depth
 
-MAX_DIFFERENCE = 1e-2
-
-
-def normal(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return the same normal numbers for the same shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
+MAX_ABSOLUTE_DIFFERENCE = 1e-2
+WRONG_TOKENS = "it returns other tokens than the reference"
+WRONG_NODES = "it finds other nodes than the reference"
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return a sentence if two results differ by more than rounding."""
-    largest = float((found - expected).abs().max())
-    return (
-        ""
-        if largest < MAX_DIFFERENCE
-        else f"its results differ from the reference by {largest:.3g}"
-    )
+def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
+    """Return normally distributed float32 values. The same shape gives the same values."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return a sentence if two results differ by more than rounding, otherwise ""."""
+    largest = float((actual - expected).abs().max())
+    if largest < MAX_ABSOLUTE_DIFFERENCE:
+        return ""
+    return f"its results differ from the reference by {largest:.3g}"
 
 
 def check_rms_norm(operation: Callable, device: torch.device) -> str:
-    states = normal(device, 5, 48)
-    norm = Norm(normal(device, 48), 1e-5)
-    return difference(operation(states, norm), reference.rms_norm(states, norm))
+    """Compare RMS norms of five rows."""
+    states = make_normal_tensor(device, 5, 48)
+    norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
+    return describe_difference(operation(states, norm), reference.rms_norm(states, norm))
 
 
 def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
-    states = normal(device, 5, 48)
-    change = normal(device, 6, 48)[1:]
-    norm = Norm(normal(device, 48), 1e-5)
-    expected = reference.add_rms_norm(states, change, norm, 0.5)
-    return difference(torch.cat(operation(states, change, norm, 0.5)), torch.cat(expected))
+    """Compare the sum and its norm, for a scale of 0.5."""
+    states = make_normal_tensor(device, 5, 48)
+    sublayer_output = make_normal_tensor(device, 6, 48)[1:]
+    norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
+    actual = operation(states, sublayer_output, norm, 0.5)
+    expected = reference.add_rms_norm(states, sublayer_output, norm, 0.5)
+    return describe_difference(torch.cat(actual), torch.cat(expected))
 
 
 def check_gated_activation(operation: Callable, device: torch.device) -> str:
-    both = normal(device, 5, 48)
+    """Compare SiLU of the gate times up."""
+    gate_up = make_normal_tensor(device, 5, 48)
     activation = Activation(F.silu, SILU_COEFFICIENTS)
-    return difference(operation(both, activation), reference.gated_activation(both, activation))
+    expected = reference.gated_activation(gate_up, activation)
+    return describe_difference(operation(gate_up, activation), expected)
 
 
 def check_linear(operation: Callable, device: torch.device) -> str:
-    states = normal(device, 5, 48)
-    weights = Linear(normal(device, 48, 20), normal(device, 20))
-    return difference(operation(states, weights), reference.linear(states, weights))
+    """Compare the outputs of a linear layer with bias."""
+    states = make_normal_tensor(device, 5, 48)
+    weights = LinearWeights(make_normal_tensor(device, 48, 20), make_normal_tensor(device, 20))
+    return describe_difference(operation(states, weights), reference.linear(states, weights))
 
 
-def cache_window(device: torch.device, width: int) -> Window:
-    """Return a window of `width` new positions of a small cache of two layers, two heads of 24 and
-    two batch rows."""
+def make_cache_window(device: torch.device, width: int) -> CacheView:
+    """Return a window of `width` new positions over a small cache with random contents: two layers,
+    two heads of size 24, two batch rows of 75 and 3 cached positions."""
     cache = KVCache(dict.fromkeys(range(2), ((2, 24), (2, 24))), 2, 90, torch.float32, device)
-    with cache.add(2) as rows:
-        rows.advance([75, 3])
-    cache.buffer.copy_(normal(device, *cache.buffer.shape))
-    return cache.window(width)
+    with cache.add_rows(2) as rows:
+        rows.advance_lengths([75, 3])
+    cache.buffer.copy_(make_normal_tensor(device, *cache.buffer.shape))
+    return cache.make_view(width)
 
 
 def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
-    projected = normal(device, 12, 1, 10, 24)
-    rotation = normal(device, 12, 1, 24), normal(device, 13, 1, 24)[1:]
-    norm = Norm(normal(device, 1, 8, 24), 1e-5)
+    """Compare the queries and the contents of the cache."""
+    projected = make_normal_tensor(device, 12, 1, 10, 24)
+    cosines = make_normal_tensor(device, 12, 1, 24)
+    sines = make_normal_tensor(device, 13, 1, 24)[1:]
+    norm = RMSNormWeights(make_normal_tensor(device, 1, 8, 24), 1e-5)
     results = []
-    for run in (operation, reference.qk_norm_rope_write):
-        window = cache_window(device, 6)
-        queries = run(projected.clone(), 2, norm, rotation, window.layers()[1])
+    for implementation in (operation, reference.qk_norm_rope_write):
+        window = make_cache_window(device, 6)
+        layer_cache = window.layer_views()[1]
+        queries = implementation(projected.clone(), 2, norm, (cosines, sines), layer_cache)
         results.append(torch.cat([queries.flatten(), window.cache.buffer.flatten()]))
-    return difference(*results)
+    return describe_difference(*results)
 
 
 def check_attend(operation: Callable, device: torch.device) -> str:
-    return check_tree_attention(
-        device, lambda *given: (operation(*given), reference.attend(*given))
-    )
+    """Compare attention over a cache under the mask of a draft tree with a sliding window."""
+    window = make_cache_window(device, 6)
+    random_pairs = make_normal_tensor(torch.device("cpu"), 2, 6, 6) < 0
+    inside = torch.eye(6, dtype=torch.bool) | random_pairs.tril()
+    steps = torch.tensor([0, 1, 1, 2, 3, 3], device=device)
+    ends = window.cache.device_lengths
+    mask = build_tree_mask(ends, ends[:, None] + steps, inside.to(device), window.visible_end, 9)
+
+    queries = make_normal_tensor(device, 12, 6, 24)
+    layer_cache = window.layer_views()[1]
+    actual = operation(queries, layer_cache, mask, 0.2)
+    return describe_difference(actual, reference.attend(queries, layer_cache, mask, 0.2))
 
 
 def check_attention(operation: Callable, device: torch.device) -> str:
-    def run_both(queries, memory, mask, scale):
-        found = reference.attend_by(operation, queries, memory, mask, scale)
-        return found, reference.attend(queries, memory, mask, scale)
-
-    return check_tree_attention(device, run_both)
-
-
-def check_tree_attention(device: torch.device, run_both: Callable) -> str:
-    """Compare two results of attention over a cache under a tree's mask with a window."""
-    window = cache_window(device, 6)
-    inside = torch.eye(6, dtype=torch.bool) | (normal(torch.device("cpu"), 2, 6, 6) < 0).tril()
-    steps = torch.tensor([0, 1, 1, 2, 3, 3], device=device)
-    ends = window.cache.ends
-    mask = tree_mask(ends, ends[:, None] + steps, inside.to(device), window.extent, 9)
-    return difference(*run_both(normal(device, 12, 6, 24), window.layers()[1], mask, 0.2))
+    """Compare the attention of packed queries over a cache."""
+    return check_attend(partial(reference.attend_with, operation), device)
 
 
 def check_argmax_head(operation: Callable, device: torch.device) -> str:
-    states = normal(device, 2, 5, 48)
-    weight = normal(device, 48, 20)
+    """Compare the tokens chosen."""
+    states = make_normal_tensor(device, 2, 5, 48)
+    weight = make_normal_tensor(device, 48, 20)
 
     def head(states: torch.Tensor) -> torch.Tensor:
         return states @ weight
 
     if torch.equal(operation(states, head), reference.argmax_head(states, head)):
         return ""
-    return "it finds other tokens than the reference"
+    return WRONG_TOKENS
 
 
 def check_best_first_search(operation: Callable, device: torch.device) -> str:
-    first = normal(device, 2, 5).sort(dim=1, descending=True).values
-    others = normal(device, 2, 3, 5, 5)
+    """Compare the nodes of two trees with nine drafted nodes."""
+    first = make_normal_tensor(device, 2, 5).sort(dim=1, descending=True).values
+    others = make_normal_tensor(device, 2, 3, 5, 5)
     tokens = torch.arange(40, device=device).view(2, 4, 5)
     candidates = SimpleNamespace(tokens=tokens, table=(first - 3, others - 3), recurrent=False)
-    found = operation(candidates, 9)
-    expected = search_by_depth(candidates, 9)
-    if all(map(torch.equal, found[:3], expected[:3])):
-        return difference(found[3], expected[3])
-    return "it finds other nodes than the reference"
+    actual = operation(candidates, 9)
+    expected = search_tree_by_depth(candidates, 9)
+    if all(map(torch.equal, actual[:3], expected[:3])):
+        return describe_difference(actual[3], expected[3])
+    return WRONG_NODES
 
 
-CHECKS = {
+OPERATION_CHECKS = {
     "rms_norm": check_rms_norm,
     "add_rms_norm": check_add_rms_norm,
     "qk_norm_rope_write": check_qk_norm_rope_write,

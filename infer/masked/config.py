@@ -1,12 +1,13 @@
-"""Options of masked diffusion models. No torch here: a wrong option is refused before it loads."""
+"""Options of masked diffusion models. It imports no torch, so that invalid options are refused
+before torch is loaded."""
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from infer.config import GRAMMARS, TextOptions, inherited_help
-from infer.utils.checks import at_least, one_of
+from infer.config import GRAMMAR_OPTIONS, TextOptions, append_inherited_help
+from infer.utils.checks import require_at_least, require_one_of
 
-LONGEST = 8  # tokens that a round drafts at most
+MAX_MASKED_DRAFT_LENGTH = 8  # tokens per round
 
 
 @dataclass(kw_only=True)
@@ -33,55 +34,55 @@ class MaskedConfig:
     cache: str = "none"
     draft_length: int = 4
     budget: int = 8
-    max_num_batched_tokens: ClassVar = (
-        None  # of a step: there is no limit, prompts are computed with their answers
-    )
+    # Positions per step: there is no limit, since prompts are computed together with their outputs.
+    max_num_batched_tokens: ClassVar = None
 
-    def room(self, tokens: int) -> int:
-        """Return the positions that an answer of so many tokens takes: whole blocks are written."""
+    def output_positions(self, tokens: int) -> int:
+        """Return the positions of an output of `tokens` tokens, rounded up to whole blocks."""
         return tokens + -tokens % self.block_length
 
-    def name_with(self, drafter: None) -> str:
-        """Return what decodes, by name; there is no drafter."""
+    def describe_method(self, drafter: None) -> str:
+        """Return the name of this way of decoding; there is no drafter."""
         return self.method
 
     def check(self) -> None:
-        """Raise ValueError for a way of decoding that does not exist."""
-        at_least(self, max_num_seqs=1, block_length=1, budget=1)
-        one_of(self, method=("guided", "greedy", "mixed", "steps"), cache=("none", "dual"))
-        one_of(self, draft_length=range(1, LONGEST + 1))
+        """Raise ValueError for invalid options."""
+        require_at_least(self, max_num_seqs=1, block_length=1, budget=1)
+        require_one_of(self, method=("guided", "greedy", "mixed", "steps"), cache=("none", "dual"))
+        require_one_of(self, draft_length=range(1, MAX_MASKED_DRAFT_LENGTH + 1))
 
 
-@inherited_help
+@append_inherited_help
 @dataclass
 class MaskedOptions(MaskedConfig, TextOptions):
-    """What is written and how a masked model writes it: the options of MaskedConfig and
-    TextOptions."""
+    """All options of decoding with a masked model: those of MaskedConfig and of TextOptions."""
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be followed."""
+        """Raise ValueError for invalid or unsupported options."""
         TextOptions.check(self)
         MaskedConfig.check(self)
-        check_masked_text(self)
+        check_masked_text_options(self)
 
 
-def check_masked_text(options: TextOptions) -> None:
-    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and
-    a token is the likeliest one of its position, or drawn from the whole distribution there."""
-    neutral = TextOptions()
-    for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMARS):
+def check_masked_text_options(options: TextOptions) -> None:
+    """Raise ValueError for options that masked diffusion decoding does not support.
+
+    It fills positions in any order, and each token is the likeliest one of its position, or sampled
+    from the whole distribution there.
+    """
+    defaults = TextOptions()
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMAR_OPTIONS):
         value = getattr(options, name)
-        if value != getattr(neutral, name):
+        if value != getattr(defaults, name):
             raise ValueError(
-                f"{name}={value}: masked diffusion decoding cannot follow it, leave it out"
+                f"{name}={value}: masked diffusion decoding does not support it, leave it out"
             )
 
 
-def masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:
-    """Return the options of both. Raises ValueError for those of a text that a masked model cannot
-    follow."""
-    options = MaskedOptions(
-        **{name: getattr(text, name) for name in TextOptions.__dataclass_fields__}, **asdict(masked)
-    )
+def merge_masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:
+    """Return the options of both together. Raises ValueError for options that masked diffusion
+    decoding does not support."""
+    text_options = {name: getattr(text, name) for name in TextOptions.__dataclass_fields__}
+    options = MaskedOptions(**text_options, **asdict(masked))
     options.check()
     return options

@@ -1,16 +1,16 @@
-"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to
-(SSD section 3.2).
+"""Drafts of a masked diffusion model for itself: states of the sequence that its own steps may lead
+to (SSD section 3.2).
 
-A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the
-empty state is the text itself. Step-by-step decoding goes from state to state, one write at a time.
-A round of SSD picks some states that are likely to come, computes all of them in one pass, and then
-steps as step-by-step decoding would, for as long as the state that it reaches was computed. So the
-text does not depend on which states are picked.
+A *write* puts a token at a position. A *state* is a set of writes on top of the current sequence;
+the empty state is the sequence itself. Step-by-step decoding goes from state to state, one write at
+a time. A round of SSD picks states that are likely to be reached, computes all of them in one pass,
+and then steps as step-by-step decoding would, as long as the reached state was computed. So the
+output does not depend on the picked states.
 
-A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is
-ours. States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
+A chain of drafts is the paper's section 3.2, swapped drafts are its section 5.2, the guided tree is
+ours. States are sets: "b, then a" leads to the same state as "a, then b", which is computed once.
 
-P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
+P masked positions of all states, K likeliest tokens of a position, V vocabulary size.
 """
 
 import math
@@ -22,193 +22,246 @@ from itertools import count
 import torch
 
 from infer.masked.config import MaskedConfig
-from infer.masked.habits import TextHabits
+from infer.masked.ngram_statistics import SequenceStatistics
 
-Write = tuple[int, int]  # position in the row, token
+Write = tuple[int, int]  # position, token
 State = frozenset[Write]
 
-RANKS = 2  # likeliest tokens of every position that are considered
+PREDICTED_TOKENS = 2  # K: likeliest tokens of every position that are considered
+MIN_WRITE_PROBABILITY = 1e-300  # avoids log(0)
 
 
 @dataclass(frozen=True)
-class Guess:
+class Prediction:
     """The model's prediction at one masked position."""
 
-    tokens: list[int]  # the K likeliest, likeliest first, under the noise of a sampled text
-    log_shares: list[float]  # log-probability of each of them
-    confidence: float  # of the first, as log-odds
+    tokens: list[int]  # the K likeliest in descending order, with the noise of a sampled sequence
+    log_probs: list[float]  # of these tokens
+    confidence: float  # log-odds of the first token
 
 
-Guesses = dict[int, Guess]  # by position
+Predictions = dict[int, Prediction]  # by position
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The masked positions of a text, and how far a round may draft."""
+class DraftPlan:
+    """The masked positions of a sequence, and the limits of a round's drafts."""
 
-    masked: Sequence[int]  # ascending
-    start: int  # of the first block: the prompt's length
+    masked: Sequence[int]  # positions, ascending
+    start: int  # first position of the first block: the prompt's length
     block_length: int
-    longest: int  # writes of a state at most
+    max_writes: int  # per state
 
-    def open(self, state: State) -> list[int]:
+    def open_positions(self, state: State) -> list[int]:
         """Return the positions that the next step chooses from: the masks of the first unfinished
         block."""
-        filled = {position for position, _ in state}
-        left = []
+        written = {position for position, _ in state}
+        open_positions: list[int] = []
         for position in self.masked:
-            if left and self.block(position) != self.block(left[0]):
+            if open_positions and self.block_index(position) != self.block_index(open_positions[0]):
                 break
-            if position not in filled:
-                left.append(position)
-        return left
+            if position not in written:
+                open_positions.append(position)
+        return open_positions
 
-    def block(self, position: int) -> int:
+    def block_index(self, position: int) -> int:
+        """Return the index of the block that contains a position."""
         return (position - self.start) // self.block_length
 
 
-def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None) -> torch.Tensor:
-    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the
-    device: confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses`
-        reads
-    the columns.
+def summarise_logits(
+    logits: torch.Tensor, temperature: float, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """Reduce logits (P, V), with the noise (P, V) of a sampled sequence, to what the host needs.
 
-    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the
-    same order, but probabilities near 1 stay distinct, and rounding errors of the logits are not
-    magnified.
+    Returns (P, 1 + 2 K) float64 on the device: confidence, log-probabilities of the K likeliest
+    tokens, and these tokens. `parse_predictions` reads the columns.
+
+    The confidence is the probability before temperature, as in LLaDA's decoding. It is kept as
+    log-odds: the order is the same, but probabilities close to 1 stay distinct, and rounding errors
+    of the logits are not amplified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
-    top, tokens = scores.topk(RANKS, dim=-1)  # (P, K)
-    shares = top - scores.logsumexp(-1, keepdim=True)
-    first = tokens[:, :1]
-    others = logits.scatter(-1, first, -math.inf).logsumexp(-1, keepdim=True)
-    confidence = logits.gather(-1, first) - others  # (P, 1)
-    return torch.cat([confidence, shares, tokens.double()], -1)
+    top_scores, tokens = scores.topk(PREDICTED_TOKENS, dim=-1)  # (P, K)
+    log_probs = top_scores - scores.logsumexp(-1, keepdim=True)
+    first_token = tokens[:, :1]
+    other_mass = logits.scatter(-1, first_token, -math.inf).logsumexp(-1, keepdim=True)
+    confidence = logits.gather(-1, first_token) - other_mass  # (P, 1)
+    return torch.cat([confidence, log_probs, tokens.double()], -1)
 
 
-def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
-    """Return rows of `summarize`, on the host, as guesses of these positions."""
-    return {
-        position: Guess([int(token) for token in row[1 + RANKS :]], row[1 : 1 + RANKS], row[0])
-        for position, row in zip(positions, rows, strict=True)
-    }
+def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Predictions:
+    """Return rows of `summarise_logits`, on the host, as predictions of the given positions."""
+    predictions = {}
+    for position, row in zip(positions, rows, strict=True):
+        tokens = [int(token) for token in row[1 + PREDICTED_TOKENS :]]
+        log_probs = list(row[1 : 1 + PREDICTED_TOKENS])
+        predictions[position] = Prediction(tokens, log_probs, confidence=row[0])
+    return predictions
 
 
-def drafts(guesses: Guesses, plan: Plan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes in the order in which steps would make them, block by
+def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
+    """Return the `length` likeliest writes in the order in which steps would make them: block by
     block, by confidence (section 3.2.2)."""
-    known = [position for position in plan.masked if position in guesses]
-    known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
-    return [
-        (position, guesses[position].tokens[0]) for position in known[: min(length, plan.longest)]
-    ]
+    positions = [position for position in plan.masked if position in predictions]
+    positions.sort(
+        key=lambda position: (
+            plan.block_index(position),
+            -predictions[position].confidence,
+            position,
+        )
+    )
+    count = min(length, plan.max_writes)
+    return [(position, predictions[position].tokens[0]) for position in positions[:count]]
 
 
-def chain_states(writes: Sequence[Write]) -> list[State]:
-    """Return the text, then states with one draft more each: length + 1 states (section 3.2.3)."""
+def make_chain_states(writes: Sequence[Write]) -> list[State]:
+    """Return the length + 1 states of a chain: the sequence itself, then one more write each
+    (section 3.2.3)."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
-def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
-    """Return the chain, and for every state also the one that takes the draft after the next first:
-    2 * length states (section 5.2). Drafts of two blocks never swap."""
-    swapped = [
-        frozenset([*writes[:size], later])
-        for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
-        if plan.block(sooner[0]) == plan.block(later[0])
-    ]
-    return chain_states(writes) + swapped
+def make_mixed_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
+    """Return the states of a chain, and for each also the state that skips the next write and makes
+    the one after it: 2 * length states (section 5.2). Writes of two blocks are never swapped."""
+    states = make_chain_states(writes)
+    for size, (write, next_write) in enumerate(zip(writes, writes[1:], strict=False)):
+        if plan.block_index(write[0]) == plan.block_index(next_write[0]):
+            states.append(frozenset([*writes[:size], next_write]))
+    return states
 
 
-def guided_states(
-    guesses: Guesses, plan: Plan, length: int, nodes: int, habits: TextHabits
+def search_guided_states(
+    predictions: Predictions,
+    plan: DraftPlan,
+    length: int,
+    num_states: int,
+    statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1):
-    a write's probability is that of its position being next times its token's, one of the likeliest
-    or the one that habits expect.
+    """Return the `num_states` likeliest states, best first, as DDTree's algorithm 1 picks prefixes.
 
-    A state's probability is that of its likeliest order of writes. It is at most that of the state
-    before, so the best-first search finds the likeliest states, and for each also the states of its
-    likeliest order.
+    The probability of a write is the probability that its position comes next, times that of its
+    token. Tokens are the likeliest ones of the model and the one that the statistics predict.
+
+    The probability of a state is that of its likeliest order of writes. It is at most that of the
+    state before the last write, so the best-first search finds the likeliest states, and for each
+    also the states of its likeliest order.
     """
-    ties = count()
-    heap = [(0.0, next(ties), frozenset(), habits.last)]
-    found: dict[State, None] = {}
-    while heap and len(found) < nodes:
-        cost, _, state, last = heappop(heap)
-        if state in found:
+    max_writes = min(length, plan.max_writes)
+    tie_breaker = count()
+    # (negative log-probability, tie breaker, state, position of the last write)
+    heap: list[tuple[float, int, State, int | None]] = []
+    heappush(heap, (0.0, next(tie_breaker), frozenset(), statistics.last_position))
+    states: dict[State, None] = {}  # an ordered set
+    while heap and len(states) < num_states:
+        cost, _, state, last_position = heappop(heap)
+        if state in states:
             continue
-        found[state] = None
-        if len(state) == min(length, plan.longest):
+        states[state] = None
+        if len(state) == max_writes:
             continue
-        for position, next_here in order_shares(guesses, plan.open(state), last, habits):
-            for token, share in token_shares(guesses[position], position, dict(state), habits):
-                gain = math.log(max(next_here * share, 1e-300))
-                heappush(heap, (cost - gain, next(ties), state | {(position, token)}, position))
-    return list(found)
+
+        positions = estimate_position_probabilities(
+            predictions, plan.open_positions(state), last_position, statistics
+        )
+        for position, position_probability in positions:
+            tokens = estimate_token_probabilities(
+                predictions[position], position, dict(state), statistics
+            )
+            for token, token_probability in tokens:
+                probability = max(position_probability * token_probability, MIN_WRITE_PROBABILITY)
+                new_state = state | {(position, token)}
+                new_cost = cost - math.log(probability)
+                heappush(heap, (new_cost, next(tie_breaker), new_state, position))
+    return list(states)
 
 
-def order_shares(
-    guesses: Guesses, open_: Sequence[int], last: int | None, habits: TextHabits
+def estimate_position_probabilities(
+    predictions: Predictions,
+    open_positions: Sequence[int],
+    last_position: int | None,
+    statistics: SequenceStatistics,
 ) -> list[tuple[int, float]]:
     """Return the probability of every open position to be written next: by confidence, mixed with
-    the habit of writing right behind the last write."""
-    choices = [position for position in open_ if position in guesses]
-    if not choices:
+    the rate of writes directly to the right of the last one."""
+    positions = [position for position in open_positions if position in predictions]
+    if not positions:
         return []
-    surest = max(guesses[position].confidence for position in choices)
-    weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
-    beside = habits.follows_last.value if last is not None and last + 1 in weights else 0.0
-    rest = (1 - beside) / sum(weights.values())
+    max_confidence = max(predictions[position].confidence for position in positions)
+    weights = {
+        position: math.exp(predictions[position].confidence - max_confidence)
+        for position in positions
+    }
+    adjacent_probability = 0.0
+    if last_position is not None and last_position + 1 in weights:
+        adjacent_probability = statistics.adjacent_rate.value
+    scale = (1 - adjacent_probability) / sum(weights.values())
     return [
-        (position, rest * weight + beside * (position - 1 == last))
+        (position, scale * weight + adjacent_probability * (position - 1 == last_position))
         for position, weight in weights.items()
     ]
 
 
-def token_shares(
-    guess: Guess, position: int, written: dict[int, int], habits: TextHabits
+def estimate_token_probabilities(
+    prediction: Prediction, position: int, written: dict[int, int], statistics: SequenceStatistics
 ) -> list[tuple[int, float]]:
-    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by
-    its hit rate."""
-    shares = {
-        token: math.exp(share) for token, share in zip(guess.tokens, guess.log_shares, strict=True)
+    """Return the probabilities of a position's likeliest tokens: the model's, mixed with the
+    prediction of the statistics by its hit rate. `written` are the writes of the state."""
+    probabilities = {
+        token: math.exp(log_prob)
+        for token, log_prob in zip(prediction.tokens, prediction.log_probs, strict=True)
     }
-    length, expected = habits.expects(position, written)
-    if length:
-        trust = habits.right[length].value
-        shares = {token: (1 - trust) * share for token, share in shares.items()}
-        shares[expected] = shares.get(expected, 0.0) + trust
-    return list(shares.items())
+    context_length, predicted_token = statistics.predict(position, written)
+    if context_length:
+        hit_rate = statistics.context_rates[context_length].value
+        for token in probabilities:
+            probabilities[token] *= 1 - hit_rate
+        probabilities[predicted_token] = probabilities.get(predicted_token, 0.0) + hit_rate
+    return list(probabilities.items())
 
 
 def pick_states(
-    guesses: Guesses, plan: Plan, options: MaskedConfig, habits: TextHabits
+    predictions: Predictions,
+    plan: DraftPlan,
+    options: MaskedConfig,
+    statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the states of a round, the current text first."""
+    """Return the states that a round computes, the current sequence first."""
     if options.method == "guided":
-        return guided_states(guesses, plan, options.draft_length, options.budget, habits)
-    writes = [] if options.method == "steps" else drafts(guesses, plan, options.draft_length)
-    return mixed_states(writes, plan) if options.method == "mixed" else chain_states(writes)
+        return search_guided_states(
+            predictions, plan, options.draft_length, options.budget, statistics
+        )
+    if options.method == "steps":
+        return make_chain_states([])
+    writes = choose_chain_writes(predictions, plan, options.draft_length)
+    if options.method == "mixed":
+        return make_mixed_states(writes, plan)
+    return make_chain_states(writes)
 
 
-def follow_steps(
-    states: Sequence[State], guesses: Sequence[Guesses], plan: Plan
+def take_steps(
+    states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
-    """Take steps as long as the state that they lead to was computed. Return the writes, in order,
-    and the index of the state that the last one was chosen in, by the model beyond the drafts
-    (Algorithm 1's extra token)."""
-    index = {state: at for at, state in enumerate(states)}
-    at = index[frozenset()]
+    """Take steps as long as the reached state was computed.
+
+    `predictions` are by state. Returns the writes in order, and the index of the state from which
+    the last write was chosen; that write comes from the model, not from the drafts (Algorithm 1's
+    extra token).
+    """
+    index_of_state = {state: index for index, state in enumerate(states)}
+    index: int | None = index_of_state[frozenset()]
+    last_index = index
     writes = []
-    while at is not None:
-        last = at
-        guess = guesses[at]
-        places = plan.open(states[at])
-        place = max(
-            places, key=lambda place: (guess[place].confidence, -place)
-        )  # the lower one of two equals
-        writes.append((place, guess[place].tokens[0]))
-        at = index.get(states[at] | {writes[-1]})
-    return writes, last
+    while index is not None:
+        last_index = index
+        state_predictions = predictions[index]
+        position = max(
+            plan.open_positions(states[index]),
+            # Of equally confident positions the lower one comes first.
+            key=lambda position: (state_predictions[position].confidence, -position),
+        )
+        write = (position, state_predictions[position].tokens[0])
+        writes.append(write)
+        index = index_of_state.get(states[index] | {write})
+    return writes, last_index

@@ -1,38 +1,45 @@
-"""Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which writes the
-same text sooner.
+"""Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which yields the
+same output in fewer passes.
 
-A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident
-one among the masks of the first unfinished block (SSD section 3.1, LLaDA's low-confidence
-remasking). A round of SSD computes several states of the text in one pass, and takes steps as long
-as their states were computed (Algorithm 1). Step-by-step decoding is a round that computes the
-current text only: one loop for both.
+A sequence consists of a prompt and masks. A step predicts the tokens of the masks, and writes the
+most confident one of the first unfinished block (SSD section 3.1, LLaDA's low-confidence
+remasking). A round of SSD computes several states of the sequence in one pass, and takes steps as
+long as their states were computed (Algorithm 1). Step-by-step decoding is a round that computes
+only the current state, so there is one loop for both.
 
-Q outputs asked for, V vocabulary.
+Q predicted positions of all sequences and states, V vocabulary size.
 """
 
 import time
 from collections import abc
+from typing import Any, cast
 
 import torch
 
 from infer.config import TextOptions
-from infer.engine.budget import Budget
+from infer.engine.budget import NodeBudget
 from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
-from infer.engine.sequence import Processor, Stopwatch
-from infer.masked.config import MaskedConfig, check_masked_text
-from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
+from infer.engine.sequence import LogitsProcessor, Stopwatch
+from infer.masked.config import MaskedConfig, check_masked_text_options
+from infer.masked.drafting import (
+    Predictions,
+    parse_predictions,
+    pick_states,
+    summarise_logits,
+    take_steps,
+)
 from infer.masked.model import MaskedModel
-from infer.masked.passes import DualCache, Rows, Task
-from infer.masked.sequence import MaskedSequence
+from infer.masked.passes import DualCachePasses, FullRowPasses, SequenceTask
+from infer.masked.sequence import MaskedDecodeStats, MaskedSequence
 
 
 class MaskedEngine(Engine):
-    """Decodes with a masked model: every row with its own drafts.
+    """Decodes sequences with a masked model. Each sequence has its own drafts.
 
-    An answer's last block may go beyond `capacity`. A text does not depend on what is written
-    beside it, nor on anything that is drafted (float32; lower precisions round differently in other
-    batch shapes).
+    The last block of an output may exceed `capacity`. The output of a sequence does not depend on
+    the other sequences of the batch, nor on the drafts (float32; lower precisions round differently
+    in other batch shapes).
     """
 
     def __init__(
@@ -43,117 +50,145 @@ class MaskedEngine(Engine):
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         MaskedConfig.check(options)
-        self._run(MaskedRunner(model, options, capacity, Stopwatch(clock)))
+        runner = MaskedRunner(model, options, capacity, Stopwatch(clock))
+        # It has the attributes and methods of `Runner` that `Engine` and `Scheduler` use.
+        self._use_runner(cast(Any, runner))
 
-    def check_text(self, options: TextOptions) -> None:
-        super().check_text(options)
-        check_masked_text(options)
+    def check_options(self, options: TextOptions) -> None:
+        super().check_options(options)
+        check_masked_text_options(options)
 
 
 class MaskedRunner:
-    """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal
-    target."""
+    """Runs the rounds that a `Scheduler` decides, as `infer.engine.runner.Runner` does for causal
+    targets."""
 
     def __init__(
-        self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch
+        self, model: MaskedModel, options: MaskedConfig, capacity: int, stopwatch: Stopwatch
     ) -> None:
         self.target = model
         self.options = options
         self.capacity = capacity
-        self.watch = watch
-        self.budget = Budget(0)
-        self.patience = 0
+        self.stopwatch = stopwatch
+        self.budget = NodeBudget(0)
+        self.rounds_per_prefill = 0
         self.reset()
 
     def reset(self) -> None:
-        """Make all memory anew; the old one is freed before."""
+        """Allocate all device memory anew; the old memory is freed first."""
         options = self.options
-        self.passes = None
+        self.passes: FullRowPasses | DualCachePasses | None = None
         if options.cache == "none":
-            self.passes = Rows(self.target, options)
+            self.passes = FullRowPasses(self.target, options)
         else:
-            self.passes = DualCache(self.target, options, self.capacity + options.room(1) - 1)
+            capacity = self.capacity + options.output_positions(1) - 1
+            self.passes = DualCachePasses(self.target, options, capacity)
         self.free_rows = list(range(options.max_num_seqs))
 
-    def new_text(
-        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]
+    def create_sequence(
+        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[LogitsProcessor]
     ) -> MaskedSequence:
-        """Return a text to be queued. Raises ValueError for what it cannot follow."""
+        """Return a sequence for the queue. Raises ValueError for logits processors."""
         if processors:
             raise ValueError(
-                "logits processors: masked diffusion decoding has no prefixes that they could see"
+                "masked diffusion decoding does not support logits processors, since its outputs "
+                "do not grow from left to right: leave them out"
             )
         return MaskedSequence(prompt, options)
 
-    def find_prefix(self, text: MaskedSequence) -> None:
-        """Return None: nothing is kept."""
+    def find_cached_prefix(self, sequence: MaskedSequence) -> None:
+        """Return None: there is no prefix cache."""
 
-    def weights_changed(self, enters: bool) -> bool:
-        return False  # there are no copies of them
+    def weights_changed(self, checks_contents: bool) -> bool:
+        """Return False: nothing is computed from weights in advance."""
+        return False
 
-    def prefill(self, texts: list[MaskedSequence], done: int, width: int) -> int:
-        """Compute nothing: prompts are computed with their answers."""
+    def prefill(self, sequences: list[MaskedSequence], start: int, length: int) -> int:
+        """Compute nothing, and return 0: prompts are computed together with their outputs."""
         return 0
 
-    def begin(self, texts: list[MaskedSequence]) -> None:
-        """Lay the texts out."""
-        for text in texts:
-            text.slot = self.free_rows.pop()
-            text.begin(self.target, self.options.room(text.options.max_new_tokens))
+    def finish_prefill(self, sequences: list[MaskedSequence]) -> None:
+        """Set up the rows of new sequences."""
+        for sequence in sequences:
+            sequence.cache_row = self.free_rows.pop()
+            length = self.options.output_positions(sequence.options.max_new_tokens)
+            sequence.set_up_row(self.target, length)
 
-    def round(self, texts: list[MaskedSequence], most: int) -> None:
-        """Run one pass over the states of all texts, or one for each kind of step."""
-        options = self.options
-        tasks = []
-        for text in texts:
-            plan = self.passes.plan(text)
-            states = pick_states(text.guesses, plan, options, text.habits)
-            tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
-        kinds = {self.passes.kind(task.text): None for task in tasks}
-        for kind in kinds:
-            group = [task for task in tasks if self.passes.kind(task.text) == kind]
-            found = self._guesses(group, self.passes.logits(group))
-            for task, guesses in zip(group, found, strict=True):
-                self._take_steps(task, guesses)
+    def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
+        """Run one pass over the states of all sequences, or one per group of sequences that can
+        share a pass, and write the tokens of the steps. `max_nodes` is not used."""
+        passes = self.passes
+        assert passes is not None
+        groups: dict[int, list[SequenceTask]] = {}
+        for sequence in sequences:
+            plan = passes.make_plan(sequence)
+            states = pick_states(sequence.predictions, plan, self.options, sequence.statistics)
+            positions = passes.list_positions(sequence, plan, states)
+            task = SequenceTask(sequence, plan, states, positions)
+            groups.setdefault(passes.get_pass_group(sequence), []).append(task)
 
-    def _guesses(self, tasks: abc.Sequence[Task], logits: torch.Tensor) -> list[list[Guesses]]:
-        """Return what logits (Q, V) say, task by task and state by state. One copy to the host."""
-        sizes = [sum(map(len, task.asked)) for task in tasks]
-        parts = []
-        for task, part in zip(tasks, logits.split(sizes), strict=True):
-            temperature = task.text.options.temperature
-            noise = None
-            if temperature > 0:
-                every = task.asked[0]  # of all states: the noise of a position is the same in all
-                index = {position: at for at, position in enumerate(every)}
-                seed, places = (
-                    torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every])
-                )
-                which = [index[position] for positions in task.asked for position in positions]
-                noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
-            parts.append(summarize(part, temperature, noise))
-        rows = iter(torch.cat(parts).tolist())
-        return [
-            [as_guesses([next(rows) for _ in asked], asked) for asked in task.asked]
-            for task in tasks
-        ]
+        for tasks in groups.values():
+            predictions = self._predict(tasks, passes.compute_logits(tasks))
+            for task, task_predictions in zip(tasks, predictions, strict=True):
+                self._write_steps(task, task_predictions)
 
-    def _take_steps(self, task: Task, found: list[Guesses]) -> None:
-        """Take the steps whose states were computed."""
-        text, stats = task.text, task.text.stats
-        writes, last = follow_steps(task.states, found, task.plan)
-        text.guesses |= found[0] | found[last]  # newer: the last write was chosen by them
+    def _predict(
+        self, tasks: abc.Sequence[SequenceTask], logits: torch.Tensor
+    ) -> list[list[Predictions]]:
+        """Return the predictions of logits (Q, V) by task and state, with one copy to the host."""
+        sizes = [sum(len(positions) for positions in task.positions) for task in tasks]
+        summaries = []
+        for task, task_logits in zip(tasks, logits.split(sizes), strict=True):
+            temperature = task.sequence.options.temperature
+            noise = make_task_noise(task, task_logits) if temperature > 0 else None
+            summaries.append(summarise_logits(task_logits, temperature, noise))
+
+        rows = iter(torch.cat(summaries).tolist())
+        predictions = []
+        for task in tasks:
+            task_predictions = []
+            for positions in task.positions:
+                state_rows = [next(rows) for _ in positions]
+                task_predictions.append(parse_predictions(state_rows, positions))
+            predictions.append(task_predictions)
+        return predictions
+
+    def _write_steps(self, task: SequenceTask, predictions: list[Predictions]) -> None:
+        """Write the tokens of all steps whose states were computed."""
+        sequence = task.sequence
+        writes, last_state = take_steps(task.states, predictions, task.plan)
+        # The predictions of the last state are newer: the last write was chosen from them.
+        sequence.predictions |= predictions[0] | predictions[last_state]
+
+        stats = sequence.stats
+        assert isinstance(stats, MaskedDecodeStats)
         stats.rounds += 1
         stats.written += len(writes)
         stats.histogram[len(writes) - 1] += 1
-        text.drafted.append(len(task.states) - 1)
-        text.write(writes, self.target)
+        sequence.drafted.append(len(task.states) - 1)
+        sequence.write(writes, self.target)
 
-    def free(
-        self, texts: list[MaskedSequence], entering: list[MaskedSequence], order: list[int]
+    def release_rows(
+        self,
+        sequences: list[MaskedSequence],
+        prefilling: list[MaskedSequence],
+        order: list[int],
     ) -> None:
-        """Give up the rows of finished texts."""
-        for text in texts:
-            if text.finish is not None:
-                text.row = None
-                self.free_rows.append(text.slot)
+        """Release the rows of finished sequences."""
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                sequence.row = None
+                self.free_rows.append(sequence.cache_row)
+
+
+def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
+    """Return the noise of a sampled sequence for its logits (Q, V) in all states, (Q, V). The noise
+    of a position is the same in all states."""
+    all_positions = task.positions[0]  # the first state predicts the positions of all others
+    index_of_position = {position: index for index, position in enumerate(all_positions)}
+    seed = torch.tensor([task.sequence.options.seed], device=logits.device)
+    positions = torch.tensor([all_positions], device=logits.device)
+    indices = []
+    for state_positions in task.positions:
+        indices += [index_of_position[position] for position in state_positions]
+    return gumbel_noise(seed, positions, logits.shape[-1])[0, indices]

@@ -1,7 +1,6 @@
-"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2 and
-5.2.
+"""The speedup of self speculative decoding on held-out prompts, as in SSD's sections 4.2 and 5.2.
 
-Every number comes from decoding. Step-by-step decoding is the first method.
+Every number is measured by decoding. Step-by-step decoding, the first method, is the baseline.
 """
 
 import math
@@ -10,25 +9,49 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.evaluation.evaluate import summarise_part
-from infer.evaluation.measuring import Progress, PromptSet, Variant, cut_at, measure
-from infer.evaluation.results import Evaluation
-from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
+from infer.evaluation.evaluate import summarise_prompt_set
+from infer.evaluation.measurement import (
+    DecodingVariant,
+    ProgressCallback,
+    PromptSet,
+    describe_time_limit,
+    measure_variants,
+)
+from infer.evaluation.results import Evaluation, MethodResult
+from infer.masked.config import MaskedConfig, MaskedOptions, merge_masked_options
 from infer.masked.model import MaskedModel
+from infer.masked.sequence import MaskedDecodeStats
 
-LENGTHS = (1, 2, 3, 4, 5)  # of drafts, each with as many states as a chain has
-NODES = 16  # states of a guided round with the longest drafts, the last method
+EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)  # each with as many states as a chain has
+# States of a guided round with the longest drafts: the last method.
+MAX_EVALUATED_STATES = 16
 
 
-def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
-    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that
-    all texts are equally long."""
+def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
+    """Return the options of an evaluation: outputs are whole blocks and continue after end tokens,
+    so that all outputs have the same length."""
     text = TextOptions(
-        max_new_tokens=masked.room(evaluation.max_new_tokens),
+        max_new_tokens=masked.output_positions(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
         ignore_eos=True,
     )
-    return masked_options(text, replace(masked, max_num_seqs=1))
+    return merge_masked_options(text, replace(masked, max_num_seqs=1))
+
+
+def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
+    """Return the measured ways of decoding, step-by-step decoding first."""
+    variants = [DecodingVariant("step by step", 1, replace(options, method="steps"))]
+    for length in EVALUATED_DRAFT_LENGTHS:
+        states = length + 1
+        for method in ("greedy", "mixed", "guided"):
+            method_options = replace(options, method=method, draft_length=length, budget=states)
+            variants.append(DecodingVariant(f"{method} {length}", states, method_options))
+
+    length = max(EVALUATED_DRAFT_LENGTHS)
+    states = MAX_EVALUATED_STATES
+    guided_options = replace(options, method="guided", draft_length=length, budget=states)
+    variants.append(DecodingVariant(f"guided {length}, {states} states", states, guided_options))
+    return variants
 
 
 def evaluate_masked(
@@ -36,32 +59,27 @@ def evaluate_masked(
     prompts: Sequence[Sequence[int]],
     evaluation: EvaluationConfig,
     masked: MaskedConfig,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt step by step and with drafts of every length and order, as many as there
-    is time for."""
-    options = evaluation_options(evaluation, masked)
-    drafts = [
-        (method, length, length + 1)
-        for length in LENGTHS
-        for method in ("greedy", "mixed", "guided")
-    ]
-    variants = [Variant("step by step", 1, replace(options, method="steps"))]
-    for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
-        way = replace(options, method=method, draft_length=length, budget=states)
-        variants.append(
-            Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way)
-        )
-    until = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
-    measured = measure(model, None, variants, prompts, progress, until=until)
-    cut = cut_at(evaluation.max_minutes, len(measured[0].texts), len(prompts))
-    found = summarise_part(model, None, PromptSet(None, [], [], options, cut), measured)
+    """Decode every prompt step by step and with drafts of every length and method, as many prompts
+    as there is time for."""
+    options = make_evaluation_options(evaluation, masked)
+    deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
+    measured = measure_variants(
+        model, None, make_variants(options), prompts, progress, deadline=deadline
+    )
+    cut = describe_time_limit(evaluation.max_minutes, len(measured[0].sequences), len(prompts))
+    result = summarise_prompt_set(model, None, PromptSet(None, [], [], options, cut), measured)
     methods = [
-        replace(  # all tokens are written by rounds, none by a prefill
-            method,
-            tau=sum(text.tokens for text in one.stats) / sum(text.rounds for text in one.stats),
-            tau_interval=None,
-        )
-        for method, one in zip(found.methods, measured, strict=True)
+        recompute_tau(method, variant.stats)
+        for method, variant in zip(result.methods, measured, strict=True)
     ]
-    return replace(found, methods=methods)
+    return replace(result, methods=methods)
+
+
+def recompute_tau(method: MethodResult, stats: Sequence[MaskedDecodeStats]) -> MethodResult:
+    """Return a method's result with τ = tokens per round. Unlike with causal targets, rounds write
+    all tokens and the prefill none."""
+    tokens = sum(sequence_stats.tokens for sequence_stats in stats)
+    rounds = sum(sequence_stats.rounds for sequence_stats in stats)
+    return replace(method, tau=tokens / rounds, tau_interval=None)

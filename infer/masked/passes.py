@@ -1,12 +1,14 @@
-"""Passes of a masked model over states of texts: every state's row, or its block with a cache.
+"""Passes of a masked model over states of sequences: each state as a whole row, or only its current
+block with a KV cache.
 
-The inputs of a step must not depend on rounds, or the text would: with Fast-dLLM's `cache="dual"` a
-step is a *full* pass when a block begins. Every other step computes its block only, and attends to
-the full pass's keys and values of everything outside. A round drafts up to the next full step and
-no further; the paper does not specify this.
+The input of a step must not depend on how steps are grouped into rounds, or the output would. So
+with Fast-dLLM's `cache="dual"`, the first step of a block is a *full* step, which computes the
+whole row. Every other step computes only its block, and attends to the keys and values of the full
+step everywhere else. A round drafts up to the next full step and no further; the paper does not
+specify this.
 
-B texts of a pass, T positions of the longest, N states, K computed positions of a block, Q queries
-or outputs asked for, S keys, H key/value heads, E head size, V vocabulary.
+B sequences of a pass, T positions of the longest, N states, K computed positions of a block, Q
+queries or predicted positions, S keys, H key/value heads, E head size, V vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -15,201 +17,264 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from infer.attention.masks import additive
-from infer.masked.config import LONGEST, MaskedConfig
-from infer.masked.drafting import Plan, State
+from infer.attention.masks import to_additive_mask
+from infer.masked.config import MAX_MASKED_DRAFT_LENGTH, MaskedConfig
+from infer.masked.drafting import DraftPlan, State
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedSequence
 
 
 @dataclass(frozen=True)
-class Task:
-    """A text's part in a round: the states that are computed, the current text first, and the
-    positions asked of each."""
+class SequenceTask:
+    """What a round computes for one sequence."""
 
-    text: MaskedSequence
-    plan: Plan
-    states: Sequence[State]
-    asked: Sequence[Sequence[int]]  # masked positions, state by state
+    sequence: MaskedSequence
+    plan: DraftPlan
+    states: Sequence[State]  # the current state first
+    positions: Sequence[Sequence[int]]  # by state: the masked positions to predict
 
 
-def with_writes(ids: torch.Tensor, states: Sequence[State]) -> torch.Tensor:
-    """Return the row of every state: ids (T,) -> (N, T)."""
-    rows = ids.repeat(len(states), 1)
-    edits = [(row, *write) for row, state in enumerate(states) for write in state]
-    if edits:
-        row, position, token = torch.tensor(edits, device=ids.device).T
-        rows[row, position] = token
+def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
+    """Return the row of every state, (N, T), from the sequence's row (T,)."""
+    assert row is not None
+    rows = row.repeat(len(states), 1)
+    writes = [
+        (index, position, token) for index, state in enumerate(states) for position, token in state
+    ]
+    if writes:
+        indices, positions, tokens = torch.tensor(writes, device=row.device).T
+        rows[indices, positions] = tokens
     return rows
 
 
-class Rows:
-    """Computes every state as a whole row of its own: exact, for any model."""
+def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
+    """Return the current rows of sequences, (B, T), padded to one length."""
+    rows = [task.sequence.row for task in tasks if task.sequence.row is not None]
+    return pad_sequence(rows, batch_first=True)
+
+
+class FullRowPasses:
+    """Computes every state as a whole row: exact, for any model."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model
         self.block_length = options.block_length
 
-    def plan(self, text: MaskedSequence) -> Plan:
-        """Plan drafts that may reach into later blocks, and leave one mask for the last step."""
-        return text.plan(self.block_length, min(LONGEST, len(text.masked) - 1))
+    def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
+        """Return a plan whose drafts may reach into later blocks, and leave one mask for the last
+        step."""
+        max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
+        return sequence.make_plan(self.block_length, max_writes)
 
-    def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
-        """Return the masks that this round or the next one may write, for every state."""
-        last = plan.masked[: 2 * (LONGEST + 1)][-1]
-        window = [position for position in plan.masked if plan.block(position) <= plan.block(last)]
-        return [window] * len(states)
+    def list_positions(
+        self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
+    ) -> list[list[int]]:
+        """Return for every state the positions that this round or the next one may write."""
+        reachable = plan.masked[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
+        last_block = plan.block_index(reachable[-1])
+        positions = [
+            position for position in plan.masked if plan.block_index(position) <= last_block
+        ]
+        return [positions] * len(states)
 
-    def kind(self, text: MaskedSequence) -> int:
-        """Return which texts go through one pass: all, or those of one length where the model takes
-        no padding."""
-        return 0 if self.model.native else len(text.row)
+    def get_pass_group(self, sequence: MaskedSequence) -> int:
+        """Return a number that is equal for sequences that can share a pass: all, or those of one
+        length if the model does not support padding."""
+        if self.model.takes_attention_masks:
+            return 0
+        assert sequence.row is not None
+        return len(sequence.row)
 
-    def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
-        """Return logits (Q, V) of all positions asked for: task by task, state by state, in the
-        order of the positions."""
-        rows = [row for task in tasks for row in with_writes(task.text.row, task.states)]
-        ids = pad_sequence(rows, batch_first=True)  # (all states, T)
-        lengths = [len(row) for row in rows]
-        allowed = (
-            torch.arange(max(lengths), device=ids.device)
-            < torch.tensor(lengths, device=ids.device)[:, None]
-        )
-        asked = [positions for task in tasks for positions in task.asked]
-        at = torch.tensor(
-            [(row, position) for row, some in enumerate(asked) for position in some],
-            device=ids.device,
-        )
-        return self.model.logits(ids, allowed, (at[:, 0], at[:, 1]))
+    def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
+        """Return the logits (Q, V) of all positions to predict, in the order of tasks, states and
+        positions."""
+        rows = []
+        row_positions: list[tuple[int, int]] = []
+        for task in tasks:
+            state_rows = make_state_rows(task.sequence.row, task.states)
+            for row, positions in zip(state_rows, task.positions, strict=True):
+                row_positions += [(len(rows), position) for position in positions]
+                rows.append(row)
+
+        ids = pad_sequence(rows, batch_first=True)  # (rows, T)
+        lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+        is_token = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        index = torch.tensor(row_positions, device=ids.device)
+        return self.model.logits(ids, is_token, (index[:, 0], index[:, 1]))
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One pass's view of the kept keys and values; Hugging Face's attention layers call `update`. A
-    full pass replaces those of its texts and attends to its own; any other attends to the kept
-    ones, then to its own."""
+class DualCacheView:
+    """One pass's view of the KV cache, whose `update` Hugging Face's attention layers call.
+
+    A full pass replaces the cached keys and values of its sequences and attends to the new ones.
+    Any other pass attends to the cached ones, followed by its own.
+    """
 
     buffer: torch.Tensor  # (2 * layers, rows, capacity, H, E)
-    slots: torch.Tensor  # (B,) the texts' rows
-    longest: int  # T
-    full: bool
+    cache_rows: torch.Tensor  # (B,)
+    length: int  # T
+    is_full: bool
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new positions (B, H, Q, E) of one layer; return all keys and values of the pass, (B,
-        H, S, E) each."""
-        if self.full:
-            for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
-                self.buffer[index, self.slots, : self.longest] = new[
-                    :, :, : self.longest
-                ].transpose(1, 2)
+        """Add the new positions (B, H, Q, E) of one layer. Return all keys and values of the pass,
+        (B, H, S, E) each."""
+        if self.is_full:
+            self._write(2 * layer, keys)
+            self._write(2 * layer + 1, values)
             return keys, values
-        kept = (
-            self.buffer[index, self.slots, : self.longest].transpose(1, 2)
-            for index in (2 * layer, 2 * layer + 1)
-        )
-        return torch.cat([next(kept), keys], 2), torch.cat([next(kept), values], 2)
+        cached_keys = self._read(2 * layer)
+        cached_values = self._read(2 * layer + 1)
+        return torch.cat([cached_keys, keys], 2), torch.cat([cached_values, values], 2)
+
+    def _write(self, plane: int, new: torch.Tensor) -> None:
+        """Write the first T positions of keys or values (B, H, Q, E)."""
+        new = new[:, :, : self.length].transpose(1, 2)
+        self.buffer[plane, self.cache_rows, : self.length] = new
+
+    def _read(self, plane: int) -> torch.Tensor:
+        """Return the cached keys or values, (B, H, T, E)."""
+        return self.buffer[plane, self.cache_rows, : self.length].transpose(1, 2)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        return 0 if self.full else self.longest
+        """Return the number of cached positions before the pass."""
+        return 0 if self.is_full else self.length
 
 
-class DualCache:
-    """Keeps keys and values of each text's last full pass. The blocks of its states follow side by
-    side, and each attends to what is kept outside the block, and to itself. A round that begins
-    with a full step computes the whole row and the blocks of its other states in one pass: in every
-    layer they attend to the full row's new keys."""
+class DualCachePasses:
+    """Computes blocks, with a cache of the keys and values of each sequence's last full step.
+
+    The blocks of a sequence's states are concatenated. Each attends to itself, and to the cached
+    positions outside the block. A round that begins with a full step computes the whole row and the
+    blocks of its other states in one pass; in every layer they attend to the new keys of the row.
+    """
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model = model
         self.block_length = options.block_length
-        # K: a shifted block's outputs begin one position before
+        # K: outputs of a shifted model start one position before the block.
         self.width = self.block_length + int(model.shifted)
-        self.buffer = model.cache(options.max_num_seqs, capacity)
+        self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
-    def plan(self, text: MaskedSequence) -> Plan:
-        """Plan drafts that do not reach the next full step."""
-        left = len(text.plan(self.block_length, 0).open(frozenset()))
-        text.full = left == self.block_length
-        return text.plan(self.block_length, min(LONGEST, left - 1))
+    def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
+        """Return a plan whose drafts do not reach the next full step. Also set whether the next
+        step is a full one."""
+        open_positions = sequence.make_plan(self.block_length, 0).open_positions(frozenset())
+        num_open = len(open_positions)
+        sequence.is_full_step = num_open == self.block_length
+        max_writes = min(MAX_MASKED_DRAFT_LENGTH, num_open - 1)
+        return sequence.make_plan(self.block_length, max_writes)
 
-    def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
-        """Return the masks of the block, and of the current text also those of the next block,
-        where a full step computes them."""
-        window = plan.open(frozenset())
-        following = plan.block(window[0]) + 1
-        ahead = [
-            position for position in plan.masked if text.full and plan.block(position) == following
-        ]
-        return [window + ahead, *([window] * (len(states) - 1))]
+    def list_positions(
+        self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
+    ) -> list[list[int]]:
+        """Return for every state the masks of the current block. A full step also predicts those of
+        the next block."""
+        positions = plan.open_positions(frozenset())
+        first_positions = positions
+        if sequence.is_full_step:
+            next_block = plan.block_index(positions[0]) + 1
+            next_positions = [
+                position for position in plan.masked if plan.block_index(position) == next_block
+            ]
+            first_positions = positions + next_positions
+        return [first_positions, *([positions] * (len(states) - 1))]
 
-    def kind(self, text: MaskedSequence) -> bool:
-        """Return which texts go through one pass: full steps, and the others; blocks padded to
-        whole rows would cost what they save."""
-        return text.full
+    def get_pass_group(self, sequence: MaskedSequence) -> bool:
+        """Return a value that is equal for sequences that can share a pass: full steps, and all
+        others. Padding blocks to whole rows would cost what the cache saves."""
+        return sequence.is_full_step
 
-    def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
-        """Return logits (Q, V) of all positions asked for: task by task, state by state, in the
-        order of the positions."""
-        full = tasks[0].text.full
-        width = self.width
+    def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
+        """Return the logits (Q, V) of all positions to predict, in the order of tasks, states and
+        positions."""
+        is_full = tasks[0].sequence.is_full_step
         device = self.model.device
-        begins = [self._begin(task) for task in tasks]
-        # states whose blocks follow the rows
-        apart = [task.states[1:] if full else task.states for task in tasks]
-        rows = pad_sequence([task.text.row for task in tasks], batch_first=True)  # (B, T)
-        blocks = pad_sequence(
-            [
-                with_writes(task.text.row, states)[:, begin : begin + width].flatten()
-                for task, states, begin in zip(tasks, apart, begins, strict=True)
-            ],
-            batch_first=True,
-        )  # (B, N * K)
-        # (B, 1)
-        longest = rows.shape[1]
-        first = torch.tensor(begins, device=device)[:, None]
-        places = first + torch.arange(width, device=device).repeat(blocks.shape[1] // width)
-        mask = self._mask(
-            [len(task.text.row) for task in tasks], first, longest, blocks.shape[1], full
-        )
-        if full:
-            blocks = torch.cat([rows, blocks], 1)
-            places = torch.cat(
-                [torch.arange(longest, device=device).expand(len(tasks), -1), places], 1
-            )
-        slots = torch.tensor([task.text.slot for task in tasks], device=device)
-        kept = Kept(self.buffer, slots, longest, full)
-        hidden = self.model.hidden(blocks, places, mask, kept)  # (B, Q, D)
+        starts = [self._block_start(task) for task in tasks]
+        rows = pad_rows(tasks)  # (B, T)
+        length = rows.shape[1]
+        ids = self._concatenate_blocks(tasks, starts, is_full)  # (B, N * K)
+        blocks_length = ids.shape[1]
 
-        shift = int(self.model.shifted)
-        at = []
-        for row, (task, begin) in enumerate(zip(tasks, begins, strict=True)):
-            for state, positions in enumerate(task.asked):
-                column = longest + (state - 1) * width - begin if full else state * width - begin
-                column = 0 if full and state == 0 else column
-                at += [(row, column + position - shift) for position in positions]
-        row, column = torch.tensor(at, device=device).T
-        return self.model.head(hidden[row, column])
+        block_starts = torch.tensor(starts, device=device)[:, None]  # (B, 1)
+        offsets = torch.arange(self.width, device=device).repeat(blocks_length // self.width)
+        positions = block_starts + offsets
+        row_lengths = [count_row_tokens(task) for task in tasks]
+        mask = self._build_mask(row_lengths, block_starts, length, blocks_length, is_full)
+        if is_full:
+            row_positions = torch.arange(length, device=device).expand(len(tasks), -1)
+            ids = torch.cat([rows, ids], 1)
+            positions = torch.cat([row_positions, positions], 1)
 
-    def _begin(self, task: Task) -> int:
-        """Return the first computed position of the block."""
-        block = task.plan.block(task.asked[0][0])
+        cache_rows = torch.tensor([task.sequence.cache_row for task in tasks], device=device)
+        cache = DualCacheView(self.buffer, cache_rows, length, is_full)
+        hidden = self.model.compute_hidden(ids, positions, mask, cache)  # (B, Q, D)
+        outputs = torch.tensor(self._list_outputs(tasks, starts, length, is_full), device=device)
+        return self.model.head(hidden[outputs[:, 0], outputs[:, 1]])
+
+    def _block_start(self, task: SequenceTask) -> int:
+        """Return the first computed position of the current block."""
+        block = task.plan.block_index(task.positions[0][0])
         return task.plan.start + (block + 1) * task.plan.block_length - self.width
 
-    def _mask(
-        self, lengths: Sequence[int], first: torch.Tensor, longest: int, apart: int, full: bool
+    def _concatenate_blocks(
+        self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
     ) -> torch.Tensor:
-        """Return the additive mask (B, 1, Q, S). Keys are the texts' rows, then `apart` positions
-        of blocks; queries are all of them, or those of the blocks alone."""
-        key = torch.arange(longest + apart, device=first.device)  # (S,)
-        row = key < longest
-        known = row & (key < torch.tensor(lengths, device=first.device)[:, None])  # (B, S)
-        outside = known & ((key < first) | (key >= first + self.width))
-        block = torch.where(row, -1, (key - longest) // self.width)
-        query = block if full else block[longest:]  # (Q,)
-        own = block == query[:, None]  # (Q, S)
-        seen = torch.where(
-            (query < 0)[:, None], known[:, None], outside[:, None] | own & ~row
-        )  # (B, Q, S)
-        return additive(seen[:, None], self.model.dtype)
+        """Return the tokens of the states' blocks, (B, N * K). In a full pass the first state is
+        computed as a row, and has no block."""
+        blocks = []
+        for task, start in zip(tasks, starts, strict=True):
+            states = task.states[1:] if is_full else task.states
+            state_rows = make_state_rows(task.sequence.row, states)
+            blocks.append(state_rows[:, start : start + self.width].flatten())
+        return pad_sequence(blocks, batch_first=True)
+
+    def _list_outputs(
+        self, tasks: Sequence[SequenceTask], starts: Sequence[int], length: int, is_full: bool
+    ) -> list[tuple[int, int]]:
+        """Return the batch row and the column of the pass that predict each position."""
+        shift = int(self.model.shifted)
+        outputs = []
+        for row, (task, start) in enumerate(zip(tasks, starts, strict=True)):
+            for state, positions in enumerate(task.positions):
+                if not is_full:
+                    first_column = state * self.width - start
+                elif state == 0:
+                    first_column = 0
+                else:
+                    first_column = length + (state - 1) * self.width - start
+                outputs += [(row, first_column + position - shift) for position in positions]
+        return outputs
+
+    def _build_mask(
+        self,
+        row_lengths: Sequence[int],
+        block_starts: torch.Tensor,
+        length: int,
+        blocks_length: int,
+        is_full: bool,
+    ) -> torch.Tensor:
+        """Return the additive mask (B, 1, Q, S). Keys are the `length` positions of the rows,
+        followed by the `blocks_length` positions of the blocks. Queries are all of them in a full
+        pass, else only those of the blocks. `block_starts` is (B, 1)."""
+        key = torch.arange(length + blocks_length, device=block_starts.device)  # (S,)
+        is_row = key < length
+        lengths = torch.tensor(row_lengths, device=block_starts.device)[:, None]
+        is_token = is_row & (key < lengths)  # (B, S)
+        is_outside = (key < block_starts) | (key >= block_starts + self.width)
+
+        key_block = torch.where(is_row, -1, (key - length) // self.width)
+        query_block = key_block if is_full else key_block[length:]  # (Q,)
+        is_same_block = (key_block == query_block[:, None]) & ~is_row  # (Q, S)
+        row_sees = is_token[:, None]
+        block_sees = (is_token & is_outside)[:, None] | is_same_block
+        allowed = torch.where((query_block < 0)[:, None], row_sees, block_sees)  # (B, Q, S)
+        return to_additive_mask(allowed[:, None], self.model.dtype)
+
+
+def count_row_tokens(task: SequenceTask) -> int:
+    """Return the length of a sequence's row."""
+    assert task.sequence.row is not None
+    return len(task.sequence.row)

@@ -1,12 +1,12 @@
-"""Count the n-grams of a corpus into a file for `infer.ngrams.model`.
+"""Count the n-grams of a corpus and write them to a file for `infer.ngrams.model`.
 
 Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each
-plus 1, the first in the highest bits; positions behind the document's end are 0. Sorted distinct
-keys with counts hold the nodes of all levels, as their prefixes. Rare n-grams are left out: one is
-never rarer than those that begin with it. The counts that stay are those of the corpus: Pr(token |
-context) is what it was, or 0. All of it is in memory, some 40 bytes a token.
+plus 1, the first in the highest bits; positions after the end of the document are 0. The sorted
+distinct keys, as prefixes, hold the nodes of all levels.
 
-N nodes, V ids, O order.
+Rare n-grams can be left out. An n-gram is never more frequent than its prefix, so the trie stays
+complete. The counts that stay are those of the corpus: Pr(token | context) is unchanged or becomes
+0. Everything is in memory, some 40 bytes per token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.ngrams.model import NGram, write
+from infer.ngrams.model import NGramModel, write_ngram_file
+
+NGRAM_KEY_BITS = 64
+MAX_DEFAULT_ORDER = 6
 
 
-def usual_order(vocabulary: int) -> int:
-    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key
-    holds, at most 6."""
-    return min(6, 64 // vocabulary.bit_length())
+def default_ngram_order(vocabulary: int) -> int:
+    """Return the default order: as many tokens as a 64-bit key holds, at most 6."""
+    return min(MAX_DEFAULT_ORDER, NGRAM_KEY_BITS // vocabulary.bit_length())
 
 
 def count_ngrams(
@@ -31,42 +33,50 @@ def count_ngrams(
     digest: str,
     progress: Callable[[int], None] = lambda tokens: None,
     threshold: int = 1,
-) -> NGram:
-    """Count all n-grams of 1 to `order` ids within the documents into the file `out`, and open it.
+) -> NGramModel:
+    """Count all n-grams of 1 to `order` tokens within the documents, write the file `out`, and open
+    it.
 
-    documents: sequences of ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal digits.
-    progress is told how many tokens were read. threshold: n-grams seen fewer times are left out.
+    documents: sequences of token ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal
+    digits. progress: is called with the number of tokens read so far. threshold: n-grams counted
+    fewer times are left out.
 
-    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside
-    the vocabulary, and a corpus without tokens.
+    `out` is written completely or not at all. Raises ValueError for an order that does not fit,
+    token ids outside the vocabulary, and a corpus without tokens.
     """
     bits = vocabulary.bit_length()
-    if not 1 <= order <= 64 // bits:
+    if not 1 <= order <= NGRAM_KEY_BITS // bits:
         raise ValueError(
-            f"n-grams of order {order} over {vocabulary} ids: {64 // bits} is the largest order possible for this "
-            f"vocabulary, whose ids take {bits} of 64 bits each, and 1 the smallest"
+            f"n-grams of order {order} over {vocabulary} ids: {NGRAM_KEY_BITS // bits} is the "
+            f"largest order possible for this vocabulary, whose ids take {bits} of "
+            f"{NGRAM_KEY_BITS} bits each, and 1 the smallest"
         )
-    pieces = []
+    keys_of_documents = []
     total = 0
-    for number, document in enumerate(documents):
-        pieces.append(document_keys(np.asarray(document, np.int64), number, vocabulary, order))
-        total += len(pieces[-1])
+    for index, document in enumerate(documents):
+        tokens = np.asarray(document, np.int64)
+        keys_of_documents.append(make_document_keys(tokens, index, vocabulary, order))
+        total += len(keys_of_documents[-1])
         progress(total)
     if not total:
         raise ValueError("there is nothing to count: no document has a token")
-    keys = np.concatenate(pieces)
-    pieces.clear()
+    keys = np.concatenate(keys_of_documents)
+    keys_of_documents.clear()  # frees the memory before sorting
     keys.sort()
-    return _build(Path(out), keys, vocabulary, order, digest, threshold)
+    return write_sorted_keys(Path(out), keys, vocabulary, order, digest, threshold)
 
 
-def document_keys(tokens: np.ndarray, number: int, vocabulary: int, order: int) -> np.ndarray:
-    """Return the keys of a document's positions, (n,) uint64. Raises ValueError for ids outside the
-    vocabulary."""
-    for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
+def make_document_keys(tokens: np.ndarray, index: int, vocabulary: int, order: int) -> np.ndarray:
+    """Return the keys of a document's positions, (n,) uint64.
+
+    index: number of the document, for messages. Raises ValueError for token ids outside the
+    vocabulary.
+    """
+    extremes = (int(tokens.min()), int(tokens.max())) if tokens.size else ()
+    for token in extremes:
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids"
+                f"document {index} has token id {token}, outside the vocabulary of {vocabulary} ids"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)
@@ -75,47 +85,56 @@ def document_keys(tokens: np.ndarray, number: int, vocabulary: int, order: int) 
     return keys
 
 
-def first_of_each(values: np.ndarray) -> np.ndarray:
-    """Return where each distinct value starts in a sorted, non-empty array."""
+def find_group_starts(values: np.ndarray) -> np.ndarray:
+    """Return the index of the first occurrence of each distinct value in a sorted, non-empty
+    array."""
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
 
 
-def _build(
+def write_sorted_keys(
     out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, threshold: int
-) -> NGram:
-    """Write the file of sorted keys, one a position, and open it."""
+) -> NGramModel:
+    """Write the n-gram file for sorted keys, one per position of the corpus, and open it."""
     bits = np.uint64(vocabulary.bit_length())
-    levels = []
-    starts = None
-    positions = len(keys)
-    first = first_of_each(keys)
-    keys = keys[first]
-    counts = np.diff(first, append=positions).astype(np.uint64)
-    for _ in range(order):  # the longest n-grams first
+    num_tokens = len(keys)
+    group_starts = find_group_starts(keys)
+    keys = keys[group_starts]
+    counts = np.diff(group_starts, append=num_tokens).astype(np.uint64)
+    # Of each level, the shortest n-grams first: last tokens, counts, and first children (indices
+    # within the next level).
+    levels: list[list] = []
+    child_starts = None
+    for _ in range(order):  # from the longest n-grams to the shortest
         tokens = keys & ((np.uint64(1) << bits) - np.uint64(1))
-        kept = (tokens > 0) & (
-            counts >= threshold
-        )  # no token: the n-gram would end behind its document
-        before = np.cumsum(kept) - kept  # where the parents' children start
-        levels.insert(
-            0,
-            [tokens[kept] - np.uint64(1), counts[kept], starts if starts is None else starts[kept]],
-        )
+        # Token 0 means that the n-gram would extend past the end of its document.
+        selected = (tokens > 0) & (counts >= threshold)
+        selected_before = np.cumsum(selected) - selected
+        if child_starts is not None:
+            child_starts = child_starts[selected]
+        levels.insert(0, [tokens[selected] - np.uint64(1), counts[selected], child_starts])
         keys = keys >> bits
-        first = first_of_each(keys)
-        keys = keys[first]
-        counts = np.add.reduceat(counts, first)
-        starts = before[first]
-    # level 1 has all tokens: an unseen one's children are where the next one's are
-    seen, times, starts = levels[0]
-    levels[0] = [np.arange(vocabulary, dtype=np.uint64), np.zeros(vocabulary, np.uint64), None]
-    levels[0][1][seen.astype(np.int64)] = times
-    if starts is not None:
-        ahead = np.searchsorted(seen, levels[0][0])
-        levels[0][2] = np.append(starts, len(levels[1][0]))[ahead]
-    nodes = [len(level[0]) for level in levels]
-    ends = np.cumsum(nodes)
-    children = [level[2] + end for level, end in zip(levels[:-1], ends, strict=False)]
-    tokens, counts = (np.concatenate([level[i] for level in levels]) for i in range(2))
-    write(out, tokens, counts, np.concatenate([*children, ends[-1:]]), nodes, positions, digest)
-    return NGram.open(out)
+        group_starts = find_group_starts(keys)
+        keys = keys[group_starts]
+        counts = np.add.reduceat(counts, group_starts)
+        child_starts = selected_before[group_starts]
+
+    # Level 1 gets a node for every token id. An unseen token has no children: its first child is
+    # that of the next token seen.
+    seen_tokens, seen_counts, child_starts = levels[0]
+    all_tokens = np.arange(vocabulary, dtype=np.uint64)
+    all_counts = np.zeros(vocabulary, np.uint64)
+    all_counts[seen_tokens.astype(np.int64)] = seen_counts
+    if child_starts is not None:
+        next_seen = np.searchsorted(seen_tokens, all_tokens)
+        child_starts = np.append(child_starts, len(levels[1][0]))[next_seen]
+    levels[0] = [all_tokens, all_counts, child_starts]
+
+    # Child starts become node numbers, which run over all levels.
+    level_nodes = [len(level_tokens) for level_tokens, _, _ in levels]
+    level_ends = np.cumsum(level_nodes)
+    children = [level[2] + end for level, end in zip(levels[:-1], level_ends, strict=False)]
+    children.append(level_ends[-1:])
+    tokens = np.concatenate([level[0] for level in levels])
+    counts = np.concatenate([level[1] for level in levels])
+    write_ngram_file(out, tokens, counts, np.concatenate(children), level_nodes, num_tokens, digest)
+    return NGramModel.open(out)

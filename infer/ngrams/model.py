@@ -1,23 +1,24 @@
-"""An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes a leaf,
-8 an inner node.
+"""An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes per
+leaf and 8 bytes per inner node.
 
-A node is an n-gram, and the nodes stand breadth first. Level 1 has one node for each of the V token
-ids, seen or not, so that there a node's number is its token; level k, for k = 2 .. order, has the
-k-grams that were seen, siblings sorted by token. Node numbers run over all levels. The file, little
-endian, sections aligned to 64 bytes:
+A node is an n-gram. Nodes are stored breadth first. Level 1 has one node for each of the V token
+ids, counted or not, so that its node numbers are token ids. Level k, for k = 2 .. order, has the
+k-grams that were counted; siblings are sorted by token. Node numbers run over all levels. The file,
+little endian, sections aligned to 64 bytes:
 
-    header           HEADER: what the file is, where its sections are, its own CRC32
-    entries          uint32 a node: token << count_bits | code; a code is the node's count, or the
-                     largest code
-    low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of
-                     node i are child(i) .. child(i + 1) - 1, child(i) = base[i >> GROUP_BITS] +
-                     low[i]
-    overflow_nodes   int64, sorted: the nodes whose counts do not fit a code, all with the largest code
-    overflow_counts  int64: these counts
+    header           HEADER_DTYPE: the format, the offsets of the sections, a CRC32 of the header
+    entries          uint32 per node: token << count_bits | code; the code is the node's count, or
+                     the largest code if the count does not fit
+    low, base        uint32 per inner node and one more; int64 per 65,536 of these. The children of
+                     node i are child(i) .. child(i + 1) - 1, where
+                     child(i) = base[i >> CHILD_GROUP_BITS] + low[i]
+    overflow_nodes   int64, sorted: the nodes whose counts do not fit into a code
+    overflow_counts  int64: the counts of these nodes
 
-Files of earlier versions end in a table of CRC32s, which nothing reads.
+Files of earlier versions end with a table of CRC32s, which is ignored.
 
-`infer.ngrams.count` makes such files of text. V tokens of vocabulary, N nodes.
+`infer.ngrams.count` writes such files. V size of the vocabulary, N nodes, O order, K tokens of a
+lookup, C tokens of a context.
 """
 
 import mmap
@@ -30,16 +31,15 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from infer.utils.files import replacing
+from infer.utils.files import atomic_replace_file
 from infer.utils.jit import njit
 
-# a transfer in text mode changes the line ending
-MAGIC = b"ngrams\r\n"
-VERSION = 1
-ALIGNMENT = 64  # bytes, of sections
-GROUP_BITS = 16
-MAX_ORDER = 64
-HEADER = np.dtype(
+NGRAM_FILE_MAGIC = b"ngrams\r\n"  # the line ending reveals transfers in text mode
+NGRAM_FILE_VERSION = 1
+SECTION_ALIGNMENT_BYTES = 64
+CHILD_GROUP_BITS = 16
+MAX_NGRAM_ORDER = 64
+HEADER_DTYPE = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
@@ -47,313 +47,359 @@ HEADER = np.dtype(
         ("vocabulary", "<u8"),
         ("tokens", "<u8"),
         ("digest", "S64"),
-        ("nodes", "<u8", MAX_ORDER),
-        (
-            "sections",
-            "<u8",
-            (6, 2),
-        ),  # offset and bytes of entries, low, base, ..., and of what follows them
+        ("nodes", "<u8", MAX_NGRAM_ORDER),
+        # offset and bytes of entries, low, base, overflow_nodes, overflow_counts, and of what
+        # follows them
+        ("sections", "<u8", (6, 2)),
         ("padding", "V60"),
         ("checksum", "<u4"),
     ]
 )
-DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")  # of the sections
+SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
 
 
-class Arrays(NamedTuple):
-    """The model for compiled code. A damaged file may hold any numbers: tokens that it names can be
-    V or larger."""
+# Node numbers, token ids and counts in compiled code, where both types are the same.
+Int64 = int | np.int64
+
+
+class TrieArrays(NamedTuple):
+    """The trie for compiled code.
+
+    A damaged file may hold any numbers, also token ids of V or more.
+    """
 
     entries: np.ndarray  # (N,) uint32
-    low: np.ndarray  # (inner + 1,) uint32
-    base: np.ndarray  # ((inner >> GROUP_BITS) + 1,) int64
-    overflow_nodes: np.ndarray  # (O,) int64
-    overflow_counts: np.ndarray  # (O,) int64
+    low: np.ndarray  # (inner_nodes + 1,) uint32
+    base: np.ndarray  # ((inner_nodes >> CHILD_GROUP_BITS) + 1,) int64
+    overflow_nodes: np.ndarray  # int64, sorted
+    overflow_counts: np.ndarray  # int64
     count_bits: int
     vocabulary: int
-    inner: int  # nodes of all levels but the last, which come first
+    inner_nodes: int  # nodes of all levels but the last; they come first
 
 
-def count_bits(vocabulary: int) -> int:
-    """Return how many bits of an entry a vocabulary's ids leave for the count."""
+def compute_count_bits(vocabulary: int) -> int:
+    """Return how many of the 32 bits of an entry are left for the count."""
     return 32 - max((vocabulary - 1).bit_length(), 1)
 
 
-def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
-    """Return (6, 2) uint64: offset and bytes of every section, for the nodes of each level and the
-    overflowing ones."""
-    inner = sum(nodes[:-1])
+def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> np.ndarray:
+    """Return the offset and size in bytes of every section, (6, 2) uint64.
+
+    level_nodes: nodes of each level. overflow_count: nodes whose counts do not fit into a code.
+    """
+    inner_nodes = sum(level_nodes[:-1])
     sizes = [
-        4 * sum(nodes),
-        4 * (inner + 1),
-        8 * ((inner >> GROUP_BITS) + 1),
-        8 * overflow,
-        8 * overflow,
+        4 * sum(level_nodes),
+        4 * (inner_nodes + 1),
+        8 * ((inner_nodes >> CHILD_GROUP_BITS) + 1),
+        8 * overflow_count,
+        8 * overflow_count,
     ]
     sections = []
-    offset = HEADER.itemsize
+    offset = HEADER_DTYPE.itemsize
     for size in sizes:
         sections.append((offset, size))
-        offset = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+        offset = -(-(offset + size) // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
     return np.array([*sections, (offset, 0)], np.uint64)
 
 
-def header_checksum(header: np.void) -> int:
+def compute_header_checksum(header: np.void) -> int:
     """Return the CRC32 of a header up to its last field."""
-    return zlib.crc32(header.tobytes()[: HEADER.fields["checksum"][1]])
+    checksum_bytes = np.dtype("<u4").itemsize
+    return zlib.crc32(header.tobytes()[:-checksum_bytes])
 
 
-def write(
-    out: Path,
+def write_ngram_file(
+    path: Path,
     tokens: np.ndarray,
     counts: np.ndarray,
-    starts: np.ndarray,
-    nodes: list[int],
-    counted: int,
+    child_starts: np.ndarray,
+    level_nodes: list[int],
+    num_tokens: int,
     digest: str,
 ) -> None:
-    """Write the file of nodes (N,) uint64, of which there are so many in each level, whole or not
-    at
-    all: `starts` (inner + 1,) says where the children of the inner nodes start, and at last how
-        many
-    nodes there are."""
-    vocabulary = nodes[0]
-    size = 1 << GROUP_BITS
-    largest = (1 << count_bits(vocabulary)) - 1
-    overflow = np.flatnonzero(counts >= largest)
-    base = starts[::size]
-    entries = tokens << np.uint64(count_bits(vocabulary)) | np.minimum(counts, np.uint64(largest))
-    low = starts - np.repeat(base, size)[: len(starts)]
+    """Write an n-gram file, completely or not at all.
+
+    tokens, counts: (N,) uint64 of the nodes, level by level. child_starts: (inner nodes + 1,), the
+    first child of each inner node, and N. level_nodes: nodes of each level. num_tokens: tokens
+    counted in the corpus. digest: of the tokenizer.
+    """
+    vocabulary = level_nodes[0]
+    group_size = 1 << CHILD_GROUP_BITS
+    count_bits = compute_count_bits(vocabulary)
+    largest_code = (1 << count_bits) - 1
+    overflow_nodes = np.flatnonzero(counts >= largest_code)
+    entries = tokens << np.uint64(count_bits) | np.minimum(counts, np.uint64(largest_code))
+    base = child_starts[::group_size]
+    low = child_starts - np.repeat(base, group_size)[: len(child_starts)]
     assert low.max() < 1 << 32, "too many continuations of neighbouring n-grams for this format"
-    sections = layout(nodes, len(overflow))
-    body = np.zeros(int(sections[-1, 0]) - HEADER.itemsize, np.uint8)
-    for (at, length), part, dtype in zip(
-        sections[:-1].astype(np.int64) - [HEADER.itemsize, 0],
-        (entries, low, base, overflow, counts[overflow]),
-        DTYPES,
-        strict=False,
-    ):
-        body[at : at + length] = part.astype(dtype).view(np.uint8)
-    header = np.zeros((), HEADER)
-    header["magic"], header["version"], header["order"] = MAGIC, VERSION, len(nodes)
-    header["vocabulary"], header["tokens"], header["digest"] = vocabulary, counted, digest
-    header["nodes"][: len(nodes)], header["sections"] = nodes, sections
-    header["checksum"] = header_checksum(header)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as fresh, fresh.open("wb") as file:
+
+    sections = compute_section_layout(level_nodes, len(overflow_nodes))
+    body = np.zeros(int(sections[-1, 0]) - HEADER_DTYPE.itemsize, np.uint8)
+    body_sections = sections[:-1].astype(np.int64) - [HEADER_DTYPE.itemsize, 0]
+    arrays = (entries, low, base, overflow_nodes, counts[overflow_nodes])
+    for (offset, size), array, dtype in zip(body_sections, arrays, SECTION_DTYPES, strict=True):
+        body[offset : offset + size] = array.astype(dtype).view(np.uint8)
+
+    header = np.zeros(1, HEADER_DTYPE)[0]
+    header["magic"] = NGRAM_FILE_MAGIC
+    header["version"] = NGRAM_FILE_VERSION
+    header["order"] = len(level_nodes)
+    header["vocabulary"] = vocabulary
+    header["tokens"] = num_tokens
+    header["digest"] = digest
+    header["nodes"][: len(level_nodes)] = level_nodes
+    header["sections"] = sections
+    header["checksum"] = compute_header_checksum(header)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_replace_file(path) as temporary_path, temporary_path.open("wb") as file:
         file.write(header.tobytes())
-        file.write(body)
+        file.write(body.data)
 
 
-def _read_header(path: Path, file: BinaryIO) -> np.void:
-    """Read a file's header; ValueError where it contradicts itself, its checksum or the file's
-    size."""
-    start = file.read(HEADER.itemsize)
-    if start[: len(MAGIC)] != MAGIC or len(start) < HEADER.itemsize:
+def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
+    """Read the header of an n-gram file.
+
+    Raises ValueError if it contradicts itself, its checksum or the size of the file.
+    """
+    content = file.read(HEADER_DTYPE.itemsize)
+    if content[: len(NGRAM_FILE_MAGIC)] != NGRAM_FILE_MAGIC or len(content) < HEADER_DTYPE.itemsize:
         raise ValueError(f"{path}: not an n-gram file of this program")
-    header = np.frombuffer(start, HEADER)[0]
-    if header["version"] != VERSION:
+    header = np.frombuffer(content, HEADER_DTYPE)[0]
+    if header["version"] != NGRAM_FILE_VERSION:
         raise ValueError(
-            f"{path}: version {header['version']} of the n-gram format, this program reads {VERSION}"
+            f"{path}: version {header['version']} of the n-gram format, this program reads "
+            f"{NGRAM_FILE_VERSION}"
         )
-    nodes = [int(count) for count in header["nodes"][: header["order"]]]
+
+    level_nodes = [int(count) for count in header["nodes"][: header["order"]]]
     sections = header["sections"]
-    whole = (
-        header["checksum"] == header_checksum(header)
-        and 1 <= header["order"] <= MAX_ORDER
-        and nodes[0] == header["vocabulary"]
-        and np.array_equal(sections[:-1], layout(nodes, int(sections[3, 1]) // 8)[:-1])
+    is_consistent = (
+        header["checksum"] == compute_header_checksum(header)
+        and 1 <= header["order"] <= MAX_NGRAM_ORDER
+        and level_nodes[0] == header["vocabulary"]
+        and np.array_equal(
+            sections[:-1], compute_section_layout(level_nodes, int(sections[3, 1]) // 8)[:-1]
+        )
     )
-    if not whole:
-        raise ValueError(f"{path}: its header is altered or damaged; copy it or count it again")
+    if not is_consistent:
+        raise ValueError(f"{path}: the header is damaged; copy the file or count it again")
+
     size = file.seek(0, os.SEEK_END)
-    expected = int(sections[-1].sum())
-    if size != expected:
-        raise ValueError(f"{path}: {size} bytes instead of {expected}; copy it or count it again")
+    expected_size = int(sections[-1].sum())
+    if size != expected_size:
+        raise ValueError(
+            f"{path}: {size} bytes instead of {expected_size}; copy the file or count it again"
+        )
     return header
 
 
 @dataclass(frozen=True, eq=False)
-class NGram:
-    """An n-gram model over token ids. Ids outside the vocabulary count as never seen. Its memory is
-    the mapped file, shared by every process that opens it; the file must not be written while it is
-    open (replacing it is safe)."""
+class NGramModel:
+    """An n-gram model over token ids. Token ids outside the vocabulary count as never seen.
+
+    Its memory is the mapped file, shared by all processes that open it. The file must not be
+    written to while it is open; replacing it is safe.
+    """
 
     path: Path
     order: int  # the longest n-grams counted
     vocabulary: int
-    tokens: int  # counted, in all
+    num_tokens: int  # tokens of the corpus
     nodes: tuple[int, ...]  # of level 1 .. order
     digest: str  # of the tokenizer
     size_bytes: int
-    arrays: Arrays
+    trie: TrieArrays
 
     @classmethod
-    def open(cls, path: Path | str, digest: str | None = None) -> "NGram":
-        """Map a file that `infer.ngrams.count` wrote, in milliseconds; entries are read when they
-        are looked up.
+    def open(cls, path: Path | str, digest: str | None = None) -> "NGramModel":
+        """Map a file that `infer.ngrams.count` wrote, in milliseconds. Entries are read from disk
+        when they are looked up.
 
-        `digest`: the tokenizer's, which must be the one that the file was counted with. Raises
-        FileNotFoundError, and ValueError, naming the file, if it is another kind of file, of
-        another version or tokenizer, truncated, too long, or its header altered; lookups in a
-        damaged body are wrong and do no harm.
+        digest: of the tokenizer; it must be the one that the file was counted with (None: not
+        checked).
+
+        Raises FileNotFoundError, or a ValueError that names the file if it is another kind of file,
+        of another version or tokenizer, truncated, too long, or its header damaged. Lookups in a
+        damaged body return wrong numbers but never read outside the file.
         """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: there is no such n-gram file")
         with path.open("rb") as file:
-            header = _read_header(path, file)
-            counted = header["digest"].decode(errors="replace")
-            sections = header["sections"][:-1].astype(np.int64)
-            if digest not in (None, counted):
+            header = read_ngram_header(path, file)
+            file_digest = header["digest"].decode(errors="replace")
+            if digest is not None and digest != file_digest:
                 raise ValueError(
-                    f"{path}: counted with another tokenizer ({counted[:12]}..., this one is {digest[:12]}...); "
-                    "count it again with this tokenizer"
+                    f"{path}: counted with another tokenizer ({file_digest[:12]}..., this one is "
+                    f"{digest[:12]}...); count it again with this tokenizer"
                 )
-            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-            views = [
-                memory[at : at + size].view(dtype)
-                for (at, size), dtype in zip(sections, DTYPES, strict=True)
-            ]
+            mapped_file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = np.frombuffer(mapped_file, np.uint8)
+        sections = header["sections"][:-1].astype(np.int64)
+        arrays = [
+            content[offset : offset + size].view(dtype)
+            for (offset, size), dtype in zip(sections, SECTION_DTYPES, strict=True)
+        ]
         vocabulary = int(header["vocabulary"])
         nodes = tuple(map(int, header["nodes"][: header["order"]]))
-        arrays = Arrays(*views, count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
-        tokens = int(header["tokens"])
-        return cls(path, len(nodes), vocabulary, tokens, nodes, counted, len(memory), arrays)
+        trie = TrieArrays(*arrays, compute_count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
+        num_tokens = int(header["tokens"])
+        return cls(path, len(nodes), vocabulary, num_tokens, nodes, file_digest, len(content), trie)
 
     @classmethod
-    def uniform(cls, vocabulary: int) -> "NGram":
-        """Return a model that saw every token once, and none behind another."""
-        bits = count_bits(vocabulary)
-        entries = (np.arange(vocabulary, dtype=np.int64) << bits | 1).astype(np.uint32)
-        parts = (
-            entries,
-            *(np.zeros(size, dtype) for size, dtype in zip((1, 1, 0, 0), DTYPES[1:], strict=False)),
-        )
-        for part in parts:
-            part.setflags(write=False)  # as a file's are: compiled code is made for one kind
-        arrays = Arrays(*parts, bits, vocabulary, 0)
-        return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, arrays)
+    def uniform(cls, vocabulary: int) -> "NGramModel":
+        """Return a model in which every token was counted once, and no n-gram of two tokens."""
+        count_bits = compute_count_bits(vocabulary)
+        entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
+        empty_sizes = (1, 1, 0, 0)
+        arrays = [entries]
+        for size, dtype in zip(empty_sizes, SECTION_DTYPES[1:], strict=True):
+            arrays.append(np.zeros(size, dtype))
+        for array in arrays:
+            # Read-only like the arrays of a mapped file: compiled code is specialised for that.
+            array.setflags(write=False)
+        trie = TrieArrays(*arrays, count_bits, vocabulary, 0)
+        return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, trie)
 
 
-# Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes
-# outside the arrays.
-
-
-@njit
-def _child(arrays, node):
-    """Return where the children of an inner node (or of the one behind the last) start."""
-    total = len(arrays.entries)
-    base = min(max(arrays.base[node >> GROUP_BITS], 0), total)
-    return min(base + np.int64(arrays.low[node]), total)
+# Lookups for compiled code, with a `TrieArrays`. A damaged file may hold any numbers, so every
+# index is clamped to the arrays.
 
 
 @njit
-def children(arrays, node):
-    """Return (first, last): a node's children are the nodes first .. last - 1; none for node -1 and
-    for a leaf."""
-    if node < 0 or node >= arrays.inner:
+def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
+    """Return the first child of an inner node (or of the node after the last inner node)."""
+    num_nodes = len(trie.entries)
+    base = min(max(trie.base[node >> CHILD_GROUP_BITS], 0), num_nodes)
+    return min(base + np.int64(trie.low[node]), num_nodes)
+
+
+@njit
+def get_child_range(trie: TrieArrays, node: Int64) -> tuple[Int64, Int64]:
+    """Return (first, end): the children of a node are the nodes first .. end - 1. A leaf and node
+    -1 have none."""
+    if node < 0 or node >= trie.inner_nodes:
         return 0, 0
-    first = _child(arrays, node)
-    return first, max(first, _child(arrays, node + 1))
+    first = get_first_child(trie, node)
+    return first, max(first, get_first_child(trie, node + 1))
 
 
 @njit
-def token_of(arrays, node):
-    return np.int64(arrays.entries[node]) >> arrays.count_bits
+def get_node_token(trie: TrieArrays, node: Int64) -> Int64:
+    """Return the last token of a node's n-gram."""
+    return np.int64(trie.entries[node]) >> trie.count_bits
 
 
 @njit
-def lower_bound(arrays, first, last, token):
-    """Return the first of the siblings first .. last - 1 whose token is not below `token`, or last:
-    a binary search."""
-    while first < last:
-        middle = (first + last) // 2
-        if token_of(arrays, middle) < token:
+def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -> Int64:
+    """Return the first of the siblings first .. end - 1 whose token is not below `token`, or end: a
+    binary search."""
+    while first < end:
+        middle = (first + end) // 2
+        if get_node_token(trie, middle) < token:
             first = middle + 1
         else:
-            last = middle
+            end = middle
     return first
 
 
 @njit
-def find(arrays, ids, start, end):
-    """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is
-    empty, or is longer than the order."""
-    if start >= end or ids[start] < 0 or ids[start] >= arrays.vocabulary:
+def find_ngram_node(trie: TrieArrays, ids: np.ndarray, start: Int64, end: Int64) -> Int64:
+    """Return the node of the n-gram ids[start:end] (int64), or -1 if it was not counted, is empty,
+    or is longer than the order."""
+    if start >= end or ids[start] < 0 or ids[start] >= trie.vocabulary:
         return -1
     node = ids[start]
     for i in range(start + 1, end):
-        first, last = children(arrays, node)
-        node = lower_bound(arrays, first, last, ids[i])
-        if node == last or token_of(arrays, node) != ids[i]:
+        first, child_end = get_child_range(trie, node)
+        node = find_lower_bound(trie, first, child_end, ids[i])
+        if node == child_end or get_node_token(trie, node) != ids[i]:
             return -1
     return node
 
 
 @njit
-def count_of(arrays, node):
-    """Return a node's count; 0 for node -1."""
-    if node < 0 or node >= len(arrays.entries):
+def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
+    """Return how often a node's n-gram was counted; 0 for node -1."""
+    if node < 0 or node >= len(trie.entries):
         return 0
-    largest = (1 << arrays.count_bits) - 1
-    code = np.int64(arrays.entries[node]) & largest
-    if code < largest:
+    largest_code = (1 << trie.count_bits) - 1
+    code = np.int64(trie.entries[node]) & largest_code
+    if code < largest_code:
         return code
-    at = np.searchsorted(arrays.overflow_nodes, node)
-    found = at < len(arrays.overflow_nodes) and arrays.overflow_nodes[at] == node
-    return max(arrays.overflow_counts[at], 0) if found else code
+    i = np.searchsorted(trie.overflow_nodes, node)
+    has_count = i < len(trie.overflow_nodes) and trie.overflow_nodes[i] == node
+    return max(trie.overflow_counts[i], 0) if has_count else code
 
 
 @njit
-def find_children(arrays, node, sorted_tokens, out):
-    """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending:
-    -1 where unseen; return how many children the node has in all.
+def find_children(
+    trie: TrieArrays, node: Int64, sorted_tokens: np.ndarray, out: np.ndarray
+) -> Int64:
+    """Fill out (K,) int64 with the children of a node for sorted_tokens (K,) int64, ascending; -1
+    where there is none. Return the number of all children of the node.
 
-    One traversal (DART appendix C.2): every search starts where the last ended."""
-    at, last = children(arrays, node)
-    total = last - at
+    One traversal (DART appendix C.2): each search starts where the last one ended.
+    """
+    child, end = get_child_range(trie, node)
+    num_children = end - child
     for i in range(len(sorted_tokens)):
-        at = lower_bound(arrays, at, last, sorted_tokens[i])
-        out[i] = at if at < last and token_of(arrays, at) == sorted_tokens[i] else -1
-    return total
+        child = find_lower_bound(trie, child, end, sorted_tokens[i])
+        is_match = child < end and get_node_token(trie, child) == sorted_tokens[i]
+        out[i] = child if is_match else -1
+    return num_children
 
 
 @njit
-def begin(arrays, context, suffixes):
-    """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64: the node of its last
-    k + 1 tokens, -1 if they were never seen."""
-    for k in range(len(suffixes)):
+def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.ndarray) -> None:
+    """Fill suffix_nodes (O - 1,) int64 for a sequence that ends with context (C,) int64: entry k is
+    the node of its last k + 1 tokens, -1 if they were not counted."""
+    for k in range(len(suffix_nodes)):
         start = len(context) - 1 - k
-        suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
+        suffix_nodes[k] = find_ngram_node(trie, context, start, len(context)) if start >= 0 else -1
 
 
 @njit
-def unigrams(arrays, total, tokens, out):
-    """Fill out (K,) with the unigram probabilities of tokens (K,) int64."""
+def fill_unigram_probabilities(
+    trie: TrieArrays, num_tokens: Int64, tokens: np.ndarray, out: np.ndarray
+) -> None:
+    """Fill out (K,) with the unigram probabilities of tokens (K,) int64. num_tokens: tokens of the
+    corpus."""
     for i in range(len(tokens)):
-        out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
+        out[i] = get_node_count(trie, find_ngram_node(trie, tokens, i, i + 1)) / max(num_tokens, 1)
 
 
 @njit
-def extend(arrays, suffixes, tokens, alone, grown, probabilities):
-    """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,)
-    int64, ascending, and grown (O, K) with the suffixes of the path behind each of them, and in its
-    last row with the n-grams of order O that end there.
+def extend_path(
+    trie: TrieArrays,
+    suffix_nodes: np.ndarray,
+    tokens: np.ndarray,
+    fallback_probabilities: np.ndarray,
+    child_suffix_nodes: np.ndarray,
+    probabilities: np.ndarray,
+) -> None:
+    """Extend a path by one token: compute Pr(token | path) for tokens (K,) int64, ascending.
 
-    DART section 4: count(context, token) / count(context), from the longest suffix of the context
-    in which the token was seen, without a discount for a shorter one; if in none `alone` (K,), its
-    share of all tokens or 0."""
+    Fills probabilities (K,). Fills child_suffix_nodes (O, K) with the suffix nodes of the path
+    after each token; its last row has the n-grams of order O that end there.
+
+    DART section 4: count(context, token) / count(context), for the longest suffix of the path after
+    which the token was counted, without a discount for shorter suffixes. If there is none, the
+    token's fallback probability (K,): its unigram probability or 0.
+    """
     for i in range(len(tokens)):
-        probabilities[i] = alone[i]
-        grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
-    for k in range(len(suffixes)):  # a longer context overrides a shorter one
-        found = grown[k + 1]
-        if find_children(arrays, suffixes[k], tokens, found) == 0:
+        probabilities[i] = fallback_probabilities[i]
+        child_suffix_nodes[0, i] = tokens[i] if tokens[i] < trie.vocabulary else -1
+    for k in range(len(suffix_nodes)):  # a longer context overrides a shorter one
+        child_nodes = child_suffix_nodes[k + 1]
+        if find_children(trie, suffix_nodes[k], tokens, child_nodes) == 0:
             continue
-        context = count_of(arrays, suffixes[k])
+        context_count = get_node_count(trie, suffix_nodes[k])
         for i in range(len(tokens)):
-            if found[i] >= 0 and context > 0:
-                count = count_of(arrays, found[i])
+            if child_nodes[i] >= 0 and context_count > 0:
+                count = get_node_count(trie, child_nodes[i])
                 if count > 0:
-                    probabilities[i] = count / context
+                    probabilities[i] = count / context_count

@@ -1,9 +1,9 @@
-"""What an answer is made of: thoughts, words, and calls of tools.
+"""Separates an answer into reasoning, content and tool calls.
 
-A model writes all of these as one text, each between marks of its family. transformers' response
-parser tells them apart, by the tokenizer's own `response_template` where it has one, else by a row
-of `FORMATS` whose mark the chat template has. Calls that a request demands are written under a
-grammar of the same row.
+A model generates all of these as one text, with marks of its family around each. The response
+parser of transformers separates them. It needs a response template: the tokenizer's own, or else
+the entry of `TOOL_CALL_FORMATS` whose marker is in the chat template. Tool calls that a request
+requires are generated under a grammar of the same entry.
 """
 
 import json
@@ -11,49 +11,62 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from infer.serving.dialogue import opens_thought
-from infer.serving.protocol import Tool
-from infer.utils.chat_template import arguments_text
+from infer.serving.messages import Tool
+from infer.serving.regeneration_task import opens_reasoning
+from infer.utils.chat_template import tool_arguments_to_json
 
-THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
-MARKS = {
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-}  # which may be special tokens
-# JSON as models learnt it
-SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Names of the reasoning field in response templates.
+REASONING_FIELDS = ("reasoning_content", "thinking")
+# Marks of reasoning and tool calls, which may be special tokens.
+ANSWER_MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+# llguidance's options for JSON with the white space that models learnt.
+JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SHARED_SCHEMA_KEYS = ("$defs", "definitions")
+SPECIAL_MARK_PATTERN = re.compile(r"<\|?\w+\|?>")
+OPENING_TAG_SEARCH_TOKENS = 16  # tokens at the end of a prompt that may open the reasoning
 
 
 @dataclass(frozen=True)
-class Format:
-    """How a family of models marks thoughts and calls."""
+class ToolCallFormat:
+    """How a family of models marks reasoning and tool calls.
 
-    mark: str  # in its chat template
-    calls: dict | None = None  # their field of a response template; None: it makes none
-    key: str | None = (
-        None  # under which calls in JSON have their arguments; None: calls are no JSON
-    )
-    around: tuple[str, str] = ("", "")  # what stands before and behind a call
-    several: bool = True  # whether calls may follow each other
+    template_marker: text in the chat templates of the family
+    call_field: the field "tool_calls" of a response template; None: the family calls no tools
+    arguments_key: key of the arguments in JSON calls; None: calls are not JSON
+    call_delimiters: text before and after a call
+    allows_several: whether a call may follow another one
+    """
+
+    template_marker: str
+    call_field: dict | None = None
+    arguments_key: str | None = None
+    call_delimiters: tuple[str, str] = ("", "")
+    allows_several: bool = True
 
     @property
-    def fields(self) -> dict:
-        """Return the fields of a response template. The body of calls stays a text: what is no JSON
-        must not be lost."""
-        fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}}
-        called = {"repeats": True, "content_args": {"strip": False}} | (self.calls or {})
-        return fields | ({"tool_calls": called} if self.calls else {})
+    def template_fields(self) -> dict:
+        """The fields of a response template.
+
+        The body of a call stays text, so that text which is not valid JSON is not lost.
+        """
+        fields: dict[str, dict] = {
+            "reasoning_content": {"open": "<think>", "close": "</think>"},
+            "content": {},
+        }
+        if self.call_field:
+            defaults = {"repeats": True, "content_args": {"strip": False}}
+            fields["tool_calls"] = defaults | self.call_field
+        return fields
 
 
-# The first row whose mark is there.
-FORMATS = {
-    "tags": Format(  # Qwen3-Coder, Qwen3.5
+# The first entry whose marker is in the chat template is used.
+TOOL_CALL_FORMATS = {
+    # Qwen3-Coder, Qwen3.5
+    "tags": ToolCallFormat(
         "<function=",
         {
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
@@ -68,215 +81,280 @@ FORMATS = {
             },
         },
     ),
-    "hermes": Format(  # Hermes, Qwen2.5, Qwen3
+    # Hermes, Qwen2.5, Qwen3
+    "hermes": ToolCallFormat(
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
         "arguments",
         ("<tool_call>\n", "\n</tool_call>"),
     ),
-    "llama3": Format(
+    "llama3": ToolCallFormat(
         "ipython",
         {"open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)"},
         "parameters",
-        several=False,
+        allows_several=False,
     ),
-    "thoughts": Format("<think>"),
+    "reasoning": ToolCallFormat("<think>"),
 }
 
 
-def call_schema(tool: Tool, arguments_key: str) -> dict:
-    """Return the JSON schema of a call of a tool: its name and, under a key, its arguments. What
-    the parameters refer to stands at the schema's top."""
-    properties = {"name": {"const": tool.name}, arguments_key: tool.parameters}
-    schema = {"type": "object", "properties": properties, "required": ["name", arguments_key]}
-    shared = {
-        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+def build_call_schema(tool: Tool, arguments_key: str) -> dict:
+    """Return the JSON schema of a call: {"name": tool.name, arguments_key: arguments}.
+
+    Definitions that the tool's schema refers to are moved to the top level.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, arguments_key: tool.parameters},
+        "required": ["name", arguments_key],
+        "additionalProperties": False,
+        "x-guidance": JSON_WHITESPACE,
     }
-    return schema | {"additionalProperties": False, "x-guidance": SPACED} | shared
+    for key in SHARED_SCHEMA_KEYS:
+        if key in tool.parameters:
+            schema[key] = tool.parameters[key]
+    return schema
 
 
-def quoted(text: str, special: Sequence[str] = ()) -> str:
-    """Return text in Lark's syntax, special tokens as such."""
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-    return " ".join(part if part in special else json.dumps(part) for part in parts if part)
+def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
+    """Return a text in the syntax of Lark grammars, in which special tokens have their own form."""
+    if not special_tokens:
+        return json.dumps(text) if text else ""
+    separator = "(" + "|".join(map(re.escape, special_tokens)) + ")"
+    literals = []
+    for piece in re.split(separator, text):
+        if piece:
+            literals.append(piece if piece in special_tokens else json.dumps(piece))
+    return " ".join(literals)
 
 
-def calls_in(body: str) -> list[dict]:
-    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError,
-    KeyError or TypeError."""
-    found = []
+def parse_json_calls(body: str) -> list[dict]:
+    """Parse consecutive calls in JSON. Returns {"name", "arguments"} of each.
+
+    Raises ValueError, KeyError or TypeError for text that is not a call.
+    """
+    calls = []
     decoder = json.JSONDecoder()
     body = body.strip()
     while body:
         call, end = decoder.raw_decode(body)
-        found.append(
-            {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))}
-        )
+        arguments = call.get("arguments", call.get("parameters", {}))
+        calls.append({"name": call["name"], "arguments": arguments})
         body = body[end:].lstrip("; \n")
-    return found
+    return calls
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the answers of one model are read. own: the tokenizer's response template."""
+class AnswerFormat:
+    """How the answers of one model are parsed, and its tool calls generated.
 
-    tokenizer: object
-    format: Format | None
-    own: dict | None = None
+    call_format: None if the chat template has no known marker
+    response_template: the tokenizer's own, if it has one
+    """
+
+    tokenizer: Any
+    call_format: ToolCallFormat | None
+    response_template: dict | None = None
 
     @property
-    def special(self) -> bool:
-        """Whether texts must be read with their special tokens, since marks are among them."""
-        return self.own is not None or not MARKS.isdisjoint(self.tokenizer.all_special_tokens)
+    def needs_special_tokens(self) -> bool:
+        """Whether answers must be decoded with special tokens, because marks are among them."""
+        if self.response_template is not None:
+            return True
+        return not ANSWER_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
 
-    def thinks(self, prompt: list[int]) -> bool:
-        """Return whether a prompt has opened the thought that the answer begins with."""
-        return opens_thought(self.tokenizer.decode(prompt[-16:]))
+    def prompt_opens_reasoning(self, prompt: list[int]) -> bool:
+        """Return whether a prompt ends with "<think>"."""
+        return opens_reasoning(self.tokenizer.decode(prompt[-OPENING_TAG_SEARCH_TOKENS:]))
 
-    def prefix(self, prompt: list[int]) -> str:
-        """Return what of a prompt the answer's parser is to see: the thought that it opens, or all
-        of it for the tokenizer's own response template."""
-        if self.own is not None:
+    def parser_prefix(self, prompt: list[int]) -> str:
+        """Return the text before the answer that its parser must know.
+
+        This is "<think>" if the prompt ends with it. The tokenizer's own response template needs
+        the whole prompt.
+        """
+        if self.response_template is not None:
             return self.tokenizer.decode(prompt)
-        return "<think>" if self.thinks(prompt) else ""
+        return "<think>" if self.prompt_opens_reasoning(prompt) else ""
 
-    def reader(self, tools: Sequence[Tool], prompt: list[int]) -> "AnswerReader":
-        """Return a reader of one answer to a prompt, which may call these tools."""
-        return AnswerReader(self, tools, self.prefix(prompt))
+    def create_parser(self, tools: Sequence[Tool], prompt: list[int]) -> "AnswerParser":
+        """Return a parser for one answer to a prompt, which may call the tools."""
+        return AnswerParser(self, tools, self.parser_prefix(prompt))
 
-    def template(self, calls: bool) -> dict:
-        """Return the response template; without `calls` these are words like all others."""
-        template = self.own or {"start_anchor_pattern": r"\A", "fields": self.format.fields}
-        fields = {
-            name: rule for name, rule in template["fields"].items() if calls or name != "tool_calls"
-        }
+    def parser_template(self, includes_calls: bool) -> dict:
+        """Return the response template. Without calls, their text becomes content."""
+        template: dict[str, Any] | None = self.response_template
+        if template is None:
+            assert self.call_format is not None
+            template = {"start_anchor_pattern": r"\A", "fields": self.call_format.template_fields}
+        fields = dict(template["fields"])
+        if not includes_calls:
+            fields.pop("tool_calls", None)
         return template | {"fields": fields}
 
-    def grammar(self, tools: Sequence[Tool], several: bool, thinking: bool) -> str:
-        """Return the grammar of an answer that is a call of one of these tools, or `several`,
-        behind a thought where the model thinks; `thinking`: the prompt has opened one. Raises
-        ValueError where that is not known here."""
-        form = self.format
-        if form is None or form.key is None:
-            raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
-        special = [
+    def build_grammar(
+        self, tools: Sequence[Tool], allows_several: bool, reasoning_is_open: bool
+    ) -> str:
+        """Return the Lark grammar of an answer that calls one of the tools.
+
+        allows_several: more calls may follow
+        reasoning_is_open: the prompt ends with "<think>"
+
+        If the model reasons, its reasoning comes before the call. Raises ValueError if the format
+        of the model's calls is unknown.
+        """
+        call_format = self.call_format
+        if call_format is None or call_format.arguments_key is None:
+            raise ValueError(
+                "tool_choice: the format of this model's tool calls is unknown, use auto"
+            )
+        special_tokens = [
             token
             for token in self.tokenizer.all_special_tokens
-            if re.fullmatch(r"<\|?\w+\|?>", token)
+            if SPECIAL_MARK_PATTERN.fullmatch(token)
         ]
-        begin, end = (quoted(part, special) for part in form.around)
-        names = " | ".join(f"call{i}" for i in range(len(tools)))
-        more = ' ("\\n" call)*' if several and form.several else ""
-        rules = [f"call: {begin} ({names}) {end}"]
-        rules += [
-            f"call{i}: %json {json.dumps(call_schema(tool, form.key))}"
-            for i, tool in enumerate(tools)
-        ]
-        thought = ""
-        if thinking or "<think>" in str(self.tokenizer.get_chat_template()):
-            thought = "thought " if thinking else "thought? "
-            rules.append('thinking[suffix="</think>"]: /(?s:.*)/')
-            rules.append(
-                rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/"
-            )
-        return "\n".join([f"start: {thought}call{more}", *rules])
+        opening, closing = call_format.call_delimiters
+        opening = to_lark_literal(opening, special_tokens)
+        closing = to_lark_literal(closing, special_tokens)
+        call_names = " | ".join(f"call{i}" for i in range(len(tools)))
+        rules = [f"call: {opening} ({call_names}) {closing}"]
+        for i, tool in enumerate(tools):
+            schema = build_call_schema(tool, call_format.arguments_key)
+            rules.append(f"call{i}: %json {json.dumps(schema)}")
+
+        reasoning = ""
+        if reasoning_is_open or "<think>" in str(self.tokenizer.get_chat_template()):
+            if reasoning_is_open:
+                reasoning = "reasoning "
+                reasoning_start = ""
+            else:
+                reasoning = "reasoning? "
+                reasoning_start = to_lark_literal("<think>", special_tokens)
+            rules.append('reasoning_text[suffix="</think>"]: /(?s:.*)/')
+            rules.append(rf"reasoning: {reasoning_start} reasoning_text /\s{{0,2}}/")
+        more_calls = ' ("\\n" call)*' if allows_several and call_format.allows_several else ""
+        return "\n".join([f"start: {reasoning}call{more_calls}", *rules])
 
 
-def reading_of(tokenizer: object) -> Reading | None:
-    """Return how a model's answers are read; None where they are words alone, as far as is known
-    here."""
+def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
+    """Return the format of a model's answers; None if they are only text, as far as is known."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    template = str(tokenizer.get_chat_template())
-    form = next((form for form in FORMATS.values() if form.mark in template), None)
-    own = getattr(tokenizer, "response_template", None)
-    return None if form is None and own is None else Reading(tokenizer, form, own)
+    chat_template = str(tokenizer.get_chat_template())
+    matching_formats = (
+        call_format
+        for call_format in TOOL_CALL_FORMATS.values()
+        if call_format.template_marker in chat_template
+    )
+    call_format = next(matching_formats, None)
+    response_template = getattr(tokenizer, "response_template", None)
+    if call_format is None and response_template is None:
+        return None
+    return AnswerFormat(tokenizer, call_format, response_template)
 
 
 @dataclass
-class AnswerReader:
-    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts,
-    as OpenAI's deltas have them. prefix: what the parser is to see before it."""
+class AnswerParser:
+    """Parses one answer piece by piece. `parse` takes new text and returns OpenAI's message delta.
 
-    reading: Reading
+    prefix: text before the answer that the parser must know
+    call_count: tool calls so far
+    call_body: text of the current call
+    trailing_spaces: white space at the end of "content" and "reasoning_content" so far; it is
+        dropped if nothing follows
+    started_fields: fields that have text
+    is_broken: the response template failed, and all further text is content
+    """
+
+    answer_format: AnswerFormat
     tools: Sequence[Tool]
     prefix: str
-    calls: int = 0  # that were begun
-    body: str = ""  # of the call in work
-    # by part, at its end so far: they may turn out its very end
-    spaces: dict[str, str] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)  # parts that have words
-    broken: bool = False
+    call_count: int = 0
+    call_body: str = ""
+    trailing_spaces: dict[str, str] = field(default_factory=dict)
+    started_fields: set[str] = field(default_factory=set)
+    is_broken: bool = False
 
     def __post_init__(self) -> None:
-        template = self.reading.template(bool(self.tools))
-        tools = [vars(tool) for tool in self.tools]
+        template = self.answer_format.parser_template(bool(self.tools))
+        tools = cast(list[Any], [vars(tool) for tool in self.tools])
         self.parser = ResponseParser(template, prefix=self.prefix, tools=tools)
-        self.thought = any(event["field"] in THOUGHTS for event in self.parser.initial_events)
+        self.has_reasoning = any(
+            event["field"] in REASONING_FIELDS for event in self.parser.initial_events
+        )
 
-    def read(self, text: str, final: bool) -> dict:
-        """Return the delta that `text` adds; `final`: the answer ends behind it."""
-        delta: dict = {}
-        try:
-            events = [] if self.broken else self.parser.feed(text)
-            events += self.parser.finalize()[1] if final and not self.broken else []
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # no call, under the tokenizer's own template: words from here on
-            self.broken = True
-            text = self.body + text
-            self.body = ""
-            events = []
-        if self.broken:
+    def parse(self, text: str, is_final: bool) -> dict:
+        """Return the delta that new text adds. `is_final`: the answer ends after this text."""
+        events = []
+        if not self.is_broken:
+            try:
+                events = self.parser.feed(text)
+                if is_final:
+                    events += self.parser.finalize()[1]
+            except (ValueError, KeyError, TypeError):
+                # The text is not a call under the tokenizer's own template.
+                self.is_broken = True
+                text = self.call_body + text
+                self.call_body = ""
+        if self.is_broken:
             return {"content": text} if text else {}
+
+        delta: dict = {}
         for event in events:
             if event["field"] == "tool_calls":
-                self._take_call(event, delta)
+                self._parse_call(event, delta)
             elif event["type"] == "region_chunk":
-                self._take_words(event["field"], event["text"], delta)
-        if final and not self.calls and self.spaces.get("content"):
-            add(delta, "content", self.spaces["content"])
+                self._parse_text(event["field"], event["text"], delta)
+        if is_final and not self.call_count and self.trailing_spaces.get("content"):
+            append_text(delta, "content", self.trailing_spaces["content"])
         return delta
 
-    def _take_words(self, field: str, text: str, delta: dict) -> None:
-        """Add to a thought or to the words; spaces around thoughts, and between words and calls,
-        are nobody's."""
-        name = "reasoning_content" if field in THOUGHTS else "content"
-        self.thought |= name != "content"
-        text = self.spaces.pop(name, "") + text
-        if name not in self.begun and (self.thought or self.calls):
-            text = text.lstrip()
-        solid = text.rstrip()
-        self.spaces[name] = text[len(solid) :]
-        if solid:
-            self.begun.add(name)
-            add(delta, name, solid)
+    def _parse_text(self, field: str, text: str, delta: dict) -> None:
+        """Add text to the reasoning or the content.
 
-    def _take_call(self, event: dict, delta: dict) -> None:
-        """Add a call at its end; one that cannot be read is words."""
+        White space around reasoning, and between content and calls, is dropped.
+        """
+        name = "reasoning_content" if field in REASONING_FIELDS else "content"
+        if name == "reasoning_content":
+            self.has_reasoning = True
+        text = self.trailing_spaces.pop(name, "") + text
+        if name not in self.started_fields and (self.has_reasoning or self.call_count):
+            text = text.lstrip()
+        stripped_text = text.rstrip()
+        self.trailing_spaces[name] = text[len(stripped_text) :]
+        if stripped_text:
+            self.started_fields.add(name)
+            append_text(delta, name, stripped_text)
+
+    def _parse_call(self, event: dict, delta: dict) -> None:
+        """Add a call when its text is complete. Text that is not a valid call becomes content."""
         if event["type"] == "region_chunk":
-            self.body += event["text"]
+            self.call_body += event["text"]
         if event["type"] != "region_close":
             return
-        body = self.body
-        self.body = ""
+        body = self.call_body
+        self.call_body = ""
+        functions = []
         try:
             value = event["value"]
-            called = calls_in(body) if isinstance(value, str) else [value["function"]]
-            found = [
-                {"name": call["name"], "arguments": arguments_text(call["arguments"])}
-                for call in called
-            ]
+            calls = parse_json_calls(body) if isinstance(value, str) else [value["function"]]
+            for call in calls:
+                arguments = tool_arguments_to_json(call["arguments"])
+                functions.append({"name": call["name"], "arguments": arguments})
         except (ValueError, KeyError, TypeError, AttributeError):
-            return add(delta, "content", body)
-        for call in found:
-            named = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-            delta.setdefault("tool_calls", []).append(named | {"function": call})
-            self.calls += 1
+            append_text(delta, "content", body)
+            return
+        for function in functions:
+            call_delta = {
+                "index": self.call_count,
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": function,
+            }
+            delta.setdefault("tool_calls", []).append(call_delta)
+            self.call_count += 1
 
 
-def add(delta: dict, name: str, text: str) -> None:
-    """Add words to a part of a delta."""
-    delta[name] = delta.get(name, "") + text
+def append_text(delta: dict, field: str, text: str) -> None:
+    """Append text to a field of a delta."""
+    delta[field] = delta.get(field, "") + text

@@ -1,5 +1,4 @@
-"""Answers from a server with OpenAI's API (vLLM, SGLang, ours), many requests under way, in the
-rows' order."""
+"""Answers from a server with OpenAI's API (vLLM, SGLang or ours), with many concurrent requests."""
 
 import asyncio
 import json
@@ -7,169 +6,213 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import httpx
 
 from infer.config import DecodeOptions, TextOptions
-from infer.serving.dialogue import Dialogue, Row, Turn, arguments_of, of_row, with_opening
+from infer.serving.regeneration_task import (
+    PromptExample,
+    RegenerationTask,
+    TargetOutput,
+    parse_call_arguments,
+    restore_reasoning_tag,
+    seed_options_for_turn,
+)
 
-TRIES = 3  # requests for one answer, before its row counts as failed
-REST = 1.0  # seconds before the second request, four times as long before the third
-PATIENCE = 60.0  # seconds without the server before the run ends
-SAYS_IDS = ("vllm", "local")  # owners of models that know return_token_ids: vLLM, and our server
+MAX_REQUEST_ATTEMPTS = 3  # for one output, before its example counts as failed
+RETRY_DELAY_SECONDS = 1.0  # before the second attempt, four times as long before the third
+MAX_OUTAGE_SECONDS = 60.0  # without a connection, before the run ends
+CONNECT_TIMEOUT_SECONDS = 10.0
+READ_TIMEOUT_SECONDS = 600.0
+# Tasks that are started for each concurrent request. Records are yielded in order, so a slow task
+# must not keep the others from starting.
+TASKS_PER_REQUEST = 4
+RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes
+# `owned_by` of models whose server supports return_token_ids: vLLM and our server.
+TOKEN_ID_MODEL_OWNERS = ("vllm", "local")
+# Sampling options that OpenAI's API does not have. They are sent only if they have an effect.
+EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 
 
-def request_body(dialogue: Dialogue, model: str, options: DecodeOptions) -> dict:
-    """Return what a server is asked next. Fields that OpenAI's API does not have are sent where not
-    neutral."""
-    row = dialogue.row
-    told = vars(options)
-    body = {
+def build_request_body(task: RegenerationTask, model: str, options: DecodeOptions) -> dict:
+    """Return the body of the request for a task's next output."""
+    example = task.example
+    body: dict[str, Any] = {
         "model": model,
         "max_tokens": options.max_new_tokens,
         "temperature": options.temperature,
+        "seed": seed_options_for_turn(options, example, task.turn).seed,
+        "top_p": options.top_p,
     }
-    body |= {"seed": of_row(options, row, dialogue.turns).seed, "top_p": options.top_p}
-    neutral = vars(TextOptions())
-    for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos"):
-        if told[name] != neutral[name]:
-            body[name] = told[name]
-    body |= {"stop": list(options.stop)} if options.stop else {}
-    body |= {"tools": row.tools} if row.tools else {}
-    body |= {"chat_template_kwargs": row.template} if row.template else {}
-    return body | (
-        {"messages": in_api(dialogue.prompt)} if dialogue.chat else {"prompt": dialogue.prompt}
-    )
+    values = vars(options)
+    defaults = vars(TextOptions())
+    for name in EXTRA_SAMPLING_OPTIONS:
+        if values[name] != defaults[name]:
+            body[name] = values[name]
+    if options.stop:
+        body["stop"] = list(options.stop)
+    if example.tools:
+        body["tools"] = example.tools
+    if example.template_options:
+        body["chat_template_kwargs"] = example.template_options
+
+    prompt = task.prompt
+    if isinstance(prompt, str):
+        body["prompt"] = prompt
+    else:
+        body["messages"] = to_openai_messages(prompt)
+    return body
 
 
-def in_api(messages: list[dict]) -> list[dict]:
-    """Return messages as OpenAI's API has them: the arguments of tool calls are texts there."""
-    sent = []
+def to_openai_messages(messages: list[dict]) -> list[dict]:
+    """Return messages with the arguments of tool calls as JSON text, as OpenAI's API takes them."""
+    converted_messages = []
     for message in messages:
-        if message.get("tool_calls"):
-            functions = [call["function"] for call in message["tool_calls"]]
-            functions = [
-                function | {"arguments": json.dumps(arguments_of(function))}
-                for function in functions
-            ]
-            calls = zip(message["tool_calls"], functions, strict=True)
-            message = message | {
-                "tool_calls": [call | {"function": function} for call, function in calls]
-            }
-        sent.append(message)
-    return sent
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = json.dumps(parse_call_arguments(call["function"]))
+            function = call["function"] | {"arguments": arguments}
+            calls.append(call | {"function": function})
+        converted_messages.append(message | {"tool_calls": calls} if calls else message)
+    return converted_messages
 
 
-def turn_of(response: dict, chat: bool, prompt_end: str = "") -> Turn:
-    """Return a server's response as a turn; `prompt_end`: the last words of the prompt, which may
-    open a thought. Raises LookupError, TypeError or AttributeError for one that is no answer."""
+def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> TargetOutput:
+    """Return the output in a server's response.
+
+    prompt_end: the last words of the prompt, which may open the reasoning of the output
+
+    Raises LookupError, TypeError or AttributeError for a response of another form.
+    """
     choice = response["choices"][0]
-    said = choice["message"] if chat else {"content": choice["text"]}
-    text = str(said["content"] or "")
-    finish = choice["finish_reason"] or "stop"
-    thought = said.get("reasoning_content") or said.get("reasoning")
-    # vLLM's: the text that stopped it, which is not the model's end
+    message = choice["message"] if is_chat else {"content": choice["text"]}
+    text = str(message["content"] or "")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    finish_reason = choice["finish_reason"] or "stop"
+    # In vLLM's responses, stop_reason is the stop string that ended the output. Such an output does
+    # not have the model's own end.
     if isinstance(choice.get("stop_reason"), str):
-        finish = "stop string"
-    if chat and not thought:
-        text = with_opening(text, prompt_end)
-    return Turn(
-        text, finish, choice.get("token_ids") or None, thought, said.get("tool_calls") or None
-    )
+        finish_reason = "stop string"
+    if is_chat and not reasoning:
+        text = restore_reasoning_tag(text, prompt_end)
+    token_ids = choice.get("token_ids") or None
+    tool_calls = message.get("tool_calls") or None
+    return TargetOutput(text, finish_reason, token_ids, reasoning, tool_calls)
 
 
-class Client:
-    """A server that answers rows, `at_once` requests under way. prompt_end: the last words of a
-    row's prompts. A request is tried three times before its row counts as failed; the key in
-    OPENAI_API_KEY is sent. Raises ValueError where no server has a model."""
+class OpenAIClient:
+    """Generates answers with a server.
+
+    url: address of the API, such as http://host:8000/v1
+    max_concurrent_requests: requests that are running at the same time
+    prompt_end: returns the last words of an example's prompts
+
+    The key in the environment variable OPENAI_API_KEY is sent. Raises ValueError if there is no
+    server with a model at the address.
+    """
 
     def __init__(
         self,
         url: str,
         options: DecodeOptions,
-        at_once: int,
-        prompt_end: Callable[[Row], str] = lambda row: "",
+        max_concurrent_requests: int,
+        prompt_end: Callable[[PromptExample], str] = lambda example: "",
     ) -> None:
         self.url = url.rstrip("/")
         self.options = options
-        self.at_once = at_once
+        self.max_concurrent_requests = max_concurrent_requests
         self.prompt_end = prompt_end
         key = os.environ.get("OPENAI_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            first = httpx.get(f"{self.url}/models", headers=self.headers, timeout=10).json()[
-                "data"
-            ][0]
-            self.model = str(first["id"])
-            self.says_ids = first.get("owned_by") in SAYS_IDS
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as wrong:
+            response = httpx.get(
+                f"{self.url}/models", headers=self.headers, timeout=CONNECT_TIMEOUT_SECONDS
+            )
+            model = response.json()["data"][0]
+            self.model = str(model["id"])
+            self.reports_token_ids = model.get("owned_by") in TOKEN_ID_MODEL_OWNERS
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule, several take a shard= each"
-            ) from wrong
+                f"server={url}: there are no models there ({error}); the address usually ends in "
+                "/v1. For several servers, start one run for each, with shard="
+            ) from error
 
-    def answers(
-        self, rows: Iterable[Row], finished: Callable[[], None] = lambda: None
+    def answer_examples(
+        self, examples: Iterable[PromptExample], on_finished: Callable[[], None] = lambda: None
     ) -> Iterator[dict]:
-        """Yield the answers in the rows' order, and call `finished` as each of them is there, in
-        any order. Who stops does not wait for those under way."""
-        begun: deque[asyncio.Task] = deque()
-        timeout = httpx.Timeout(10, read=600)
+        """Yield the records of the examples in order.
+
+        `on_finished` is called for each finished example, in any order. Closing the generator
+        cancels running requests.
+        """
+        started: deque[asyncio.Task] = deque()
+        timeout = httpx.Timeout(CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS)
         limits = httpx.Limits(max_connections=None)
         with asyncio.Runner() as runner:
             loop = runner.get_loop()
-            room = asyncio.Semaphore(self.at_once)
+            request_slots = asyncio.Semaphore(self.max_concurrent_requests)
             http = httpx.AsyncClient(headers=self.headers, timeout=timeout, limits=limits)
-            for row in rows:
-                begun.append(loop.create_task(self._answer(http, room, row, finished)))
-                if len(begun) == 4 * self.at_once:
-                    yield loop.run_until_complete(begun.popleft())
-            while begun:
-                yield loop.run_until_complete(begun.popleft())
+            for example in examples:
+                answer = self._answer_example(http, request_slots, example, on_finished)
+                started.append(loop.create_task(answer))
+                if len(started) == TASKS_PER_REQUEST * self.max_concurrent_requests:
+                    yield loop.run_until_complete(started.popleft())
+            while started:
+                yield loop.run_until_complete(started.popleft())
 
-    async def _answer(
+    async def _answer_example(
         self,
         http: httpx.AsyncClient,
-        room: asyncio.Semaphore,
-        row: Row,
-        finished: Callable[[], None],
+        request_slots: asyncio.Semaphore,
+        example: PromptExample,
+        on_finished: Callable[[], None],
     ) -> dict:
-        """Ask until the row has its answer. Raises ValueError where the server has been away for
-        long."""
-        dialogue = Dialogue(row)
-        tries = 0
-        last = time.monotonic()
-        while dialogue.answer is None:
-            async with room:
-                try:
-                    wrong = await self._ask(http, dialogue)
-                except httpx.ConnectError as away:  # the row is not at fault
-                    if time.monotonic() - last > PATIENCE:
-                        raise ValueError(
-                            f"server={self.url} has not answered for {PATIENCE:.0f} s: {away}"
-                        ) from away
-                    await asyncio.sleep(min(1.0, PATIENCE / 10))
-                    continue
-            last = time.monotonic()
-            tries = tries + (wrong is not None)
-            if tries == TRIES:
-                dialogue.fail(wrong)
-            elif wrong is not None:
-                await asyncio.sleep(REST * 4 ** (tries - 1))
-        finished()
-        return dialogue.answer
+        """Send requests until the example is finished, and return its record.
 
-    async def _ask(self, http: httpx.AsyncClient, dialogue: Dialogue) -> str | None:
-        """Let the server answer a row's next turn; return what is wrong where it may be another
-        time. Raises ConnectError."""
-        body = request_body(dialogue, self.model, self.options)
-        body |= {"return_token_ids": True} if self.says_ids and dialogue.chat else {}
-        path = "/chat/completions" if dialogue.chat else "/completions"
+        Raises ValueError if the server accepts no connection for MAX_OUTAGE_SECONDS.
+        """
+        task = RegenerationTask(example)
+        failed_attempts = 0
+        last_response_time = time.monotonic()
+        while task.record is None:
+            async with request_slots:
+                try:
+                    error = await self._request_output(http, task)
+                except httpx.ConnectError as connect_error:
+                    # The example is not the reason, so this is not one of its attempts.
+                    if time.monotonic() - last_response_time > MAX_OUTAGE_SECONDS:
+                        raise ValueError(
+                            f"server={self.url} has not answered for {MAX_OUTAGE_SECONDS:.0f} s: "
+                            f"{connect_error}"
+                        ) from connect_error
+                    await asyncio.sleep(min(1.0, MAX_OUTAGE_SECONDS / 10))
+                    continue
+            last_response_time = time.monotonic()
+            if error is None:
+                continue
+            failed_attempts += 1
+            if failed_attempts == MAX_REQUEST_ATTEMPTS:
+                task.fail(error)
+            else:
+                await asyncio.sleep(RETRY_DELAY_SECONDS * 4 ** (failed_attempts - 1))
+        on_finished()
+        return task.record
+
+    async def _request_output(self, http: httpx.AsyncClient, task: RegenerationTask) -> str | None:
+        """Request a task's next output and add it to the task.
+
+        Returns an error message if another attempt may succeed, else None. Raises ConnectError.
+        """
+        body = build_request_body(task, self.model, self.options)
+        if self.reports_token_ids and task.is_chat:
+            body["return_token_ids"] = True
+        path = "/chat/completions" if task.is_chat else "/completions"
         try:
             response = await http.post(self.url + path, json=body)
             if response.status_code == 200:
-                dialogue.take(
-                    turn_of(response.json(), dialogue.chat, self.prompt_end(dialogue.row))
-                )
+                prompt_end = self.prompt_end(task.example)
+                task.add_output(parse_response(response.json(), task.is_chat, prompt_end))
                 return None
         except httpx.ConnectError:
             raise
@@ -180,13 +223,14 @@ class Client:
             TypeError,
             AttributeError,
             RecursionError,
-        ) as wrong:
-            return f"no answer: {type(wrong).__name__}: {wrong}"
+        ) as error:
+            return f"no valid response: {type(error).__name__}: {error}"
+
         status = response.status_code
-        error = f"status {response.status_code}: {response.text[:200]}"
-        if not 400 <= status < 500 or status in (408, 429):
-            return error
-        dialogue.fail(
-            error, keep=status == 400
-        )  # asking again changes nothing; a chat may have grown too long
+        message = f"status {status}: {response.text[:200]}"
+        is_client_error = 400 <= status < 500 and status not in RETRYABLE_CLIENT_ERRORS
+        if not is_client_error:
+            return message
+        # Another attempt would fail, too. With status 400, a chat may have become too long.
+        task.fail(message, keep_answers=status == 400)
         return None

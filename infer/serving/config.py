@@ -1,17 +1,21 @@
-"""Options of the server. No torch here: a wrong option is refused before it loads."""
+"""Options of the server.
+
+This module does not import torch, so that an invalid option is refused before torch is loaded.
+"""
 
 import ipaddress
 import os
 from dataclasses import dataclass
 
-from infer.utils.checks import at_least
+from infer.utils.checks import require_at_least
 
-# the environment variable with the key that the server asks for and the chat sends
+# Environment variable with the API key that the server requires and the chat sends.
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"
+MIN_KEY_CHARACTERS = 16
 
 
-def loopback(host: str) -> bool:
-    """Return whether the address is reached from this machine only."""
+def is_loopback(host: str) -> bool:
+    """Return whether an address can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -47,27 +51,35 @@ class ServerConfig:
     allow_unauthenticated: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for options that no server can follow."""
+        """Raise ValueError for values out of range, and for an open server without a key."""
         if not 1 <= self.port < 65536:
-            raise ValueError(f"server.port={self.port}: 1 to 65535")
-        at_least(
+            raise ValueError(f"server.port={self.port}: must be 1 to 65535")
+        require_at_least(
             self, "server.", max_length=2, max_requests=1, max_body_bytes=1, memory_limit_mib=1024
         )
-        if self.key() is None and not self.allow_unauthenticated and not loopback(self.host):
+        if self.key() is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
-                f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a key, or say "
-                "server.allow_unauthenticated=true"
+                f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a "
+                "key, or give server.allow_unauthenticated=true"
             )
 
     @property
     def url(self) -> str:
-        """Where it is reached."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        """The address of the server."""
+        is_ipv6 = ":" in self.host
+        host = f"[{self.host}]" if is_ipv6 else self.host
+        return f"http://{host}:{self.port}"
 
     def key(self) -> bytes | None:
-        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for
-        a malformed key, without showing it."""
+        """Return the API key that requests must have; None: no key is required.
+
+        Raises ValueError for a malformed key. The message does not contain the key.
+        """
         key = os.environ.get(KEY_VARIABLE, "")
-        if key and (len(key) < 16 or not key.isascii() or len(key.split()) != 1):
-            raise ValueError(f"{KEY_VARIABLE}: a key is one word of at least 16 ASCII characters")
+        is_ascii_word = key.isascii() and len(key.split()) == 1
+        if key and (len(key) < MIN_KEY_CHARACTERS or not is_ascii_word):
+            raise ValueError(
+                f"{KEY_VARIABLE}: a key is one word of at least {MIN_KEY_CHARACTERS} ASCII "
+                "characters"
+            )
         return key.encode() or None

@@ -1,8 +1,9 @@
-"""Limits on requests: who may send them, and how large."""
+"""Limits on HTTP requests: who may send them, and how large they may be."""
 
 import asyncio
 import hmac
 from functools import partial
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import h11
@@ -12,150 +13,170 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from infer.serving.config import ServerConfig, loopback
-from infer.serving.protocol import error
+from infer.serving.config import ServerConfig, is_loopback
+from infer.serving.responses import make_error_response
 
-MAX_HEADERS = 16 * 1024  # bytes, names and values together
-MAX_CONNECTIONS = 1024  # open at once; further ones are told 503
-MAX_FRAMING_BYTES = (
-    64 * 1024
-)  # of chunk sizes, chunk extensions and trailers, beyond the bytes of the body
-MAX_PIECE_BYTES = 16 * 1024  # read before limits are looked at again
-MAX_PAUSE_SECONDS = 60  # in which nothing of a body comes
-CLOSE = {"Connection": "close"}  # the rest of the request is not read
-EXCESSIVE = "excessive"  # in a request's state: `BoundedProtocol` has found it too large
+MAX_HEADER_BYTES = 16 * 1024  # names and values together
+MAX_CONNECTIONS = 1024  # open at the same time; further ones get status 503
+# Bytes of chunk sizes, chunk extensions and trailers, beyond as many bytes as the body has.
+MAX_FRAMING_BYTES = 64 * 1024
+MAX_READ_BYTES = 16 * 1024  # processed before the limits are checked again
+MAX_PAUSE_SECONDS = 60  # between two parts of a body
+# `ApiServer` ends running answers after one second; after this time connections are closed.
+SHUTDOWN_TIMEOUT_SECONDS = 2
+MAX_QUOTED_HOST_CHARACTERS = 100
+CLOSE_CONNECTION = {"Connection": "close"}  # the rest of the request is not read
+# Key in a request's state: `LimitedH11Protocol` has found that the request is too large.
+TOO_LARGE_STATE = "too_large"
 
 
-class Guard:
-    """Middleware that asks for the key (except for /health), and stops reading a request that is
-    too large. A server for this machine that asks for no key answers to this machine's names only:
-    a page in a browser here can have a name of its own resolve to 127.0.0.1 (DNS rebinding), and
-    would read the answers."""
+class RequestGuard:
+    """Middleware that requires the API key (except for /health) and limits the size of requests.
+
+    A loopback server without a key accepts only the names of this machine in the Host header. A
+    web page could otherwise resolve a name of its own to 127.0.0.1 (DNS rebinding) and read
+    answers.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
-        self.most = options.max_body_bytes
+        self.max_body_bytes = options.max_body_bytes
+        self.too_large_message = f"a request may have {self.max_body_bytes} bytes"
         key = options.key()
-        self.too_large = f"a request may have {self.most} bytes"
-        self.expected = None if key is None else b"Bearer " + key
-        self.local = key is None and not options.allow_unauthenticated and loopback(options.host)
+        self.expected_authorization = None if key is None else b"Bearer " + key
+        self.requires_local_host = (
+            key is None and not options.allow_unauthenticated and is_loopback(options.host)
+        )
 
-    def refusal(self, scope: Scope) -> Response | None:
-        """Return what a request is told before its body is read; None: it may go on."""
+    def refuse(self, scope: Scope) -> Response | None:
+        """Return the response to a request that is refused before its body is read, else None."""
         headers = dict(scope["headers"])
-        if int(headers.get(b"content-length", 0)) > self.most:
-            refusal = error(413, self.too_large)
-            refusal.headers.update(CLOSE)
-            return refusal
+        if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
+            response = make_error_response(413, self.too_large_message)
+            response.headers.update(CLOSE_CONNECTION)
+            return response
         host = headers.get(b"host", b"").decode("latin-1")
-        if self.local and host and not loopback(hostname(host)):
-            return error(
+        if self.requires_local_host and host and not is_loopback(parse_hostname(host)):
+            return make_error_response(
                 403,
-                f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.allow_unauthenticated",
+                "this server answers to localhost and 127.0.0.1, not to "
+                f"{host[:MAX_QUOTED_HOST_CHARACTERS]}: see server.allow_unauthenticated",
             )
-        if self.expected is None or scope["path"] == "/health":
+        if self.expected_authorization is None or scope["path"] == "/health":
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+        authorization = headers.get(b"authorization", b"")
+        if hmac.compare_digest(authorization, self.expected_authorization):
             return None
-        refusal = error(401, "this server asks for a key: send it as Authorization: Bearer <key>")
-        refusal.headers["WWW-Authenticate"] = "Bearer"
-        return refusal
+        response = make_error_response(
+            401, "this server requires a key: send it as Authorization: Bearer <key>"
+        )
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        taken = 0
-        complete = False
+        refusal = self.refuse(scope)
+        if refusal is not None:
+            return await refusal(scope, receive, send)
+        received_bytes = 0
+        is_complete = False
 
-        async def bounded() -> Message:
-            nonlocal taken, complete
+        async def receive_limited() -> Message:
+            nonlocal received_bytes, is_complete
             try:
-                async with asyncio.timeout(None if complete else MAX_PAUSE_SECONDS):
+                async with asyncio.timeout(None if is_complete else MAX_PAUSE_SECONDS):
                     message = await receive()
-            except TimeoutError as late:
-                late_body = f"nothing more of the request came for {MAX_PAUSE_SECONDS} s"
-                raise HTTPException(408, late_body, CLOSE) from late
-            taken += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if taken > self.most or EXCESSIVE in scope.get("state", ()):
-                raise HTTPException(413, self.too_large, CLOSE)
+            except TimeoutError as error:
+                raise HTTPException(
+                    408,
+                    f"nothing more of the request came for {MAX_PAUSE_SECONDS} s",
+                    CLOSE_CONNECTION,
+                ) from error
+            received_bytes += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            is_too_large = TOO_LARGE_STATE in scope.get("state", ())
+            if received_bytes > self.max_body_bytes or is_too_large:
+                raise HTTPException(413, self.too_large_message, CLOSE_CONNECTION)
             return message
 
-        refusal = self.refusal(scope)
-        await (self.app(scope, bounded, send) if refusal is None else refusal(scope, receive, send))
+        await self.app(scope, receive_limited, send)
 
 
-class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 that reads no further where a body's next chunk is said to be larger than a body may
-    be (`max_body` bytes), or where a request sends too many bytes around its body. `Guard` then
-    answers."""
+class LimitedH11Protocol(H11Protocol):
+    """HTTP/1.1 that stops reading a request that announces or sends too much.
 
-    def __init__(self, *args: object, max_body: int, **options: object) -> None:
+    This is the case if the next chunk of a body is announced as larger than `max_body` bytes, or
+    if there are too many bytes around the body. `RequestGuard` then sends the response.
+    """
+
+    def __init__(self, *args: Any, max_body: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.max_body = max_body
-        self.framing = (
-            0  # bytes around the body of the request that is being read, beyond as many as it has
-        )
-        self.excessive = False
+        # Bytes around the body of the current request, beyond as many bytes as the body has.
+        self.framing_bytes = 0
+        self.is_too_large = False
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), MAX_PIECE_BYTES):
-            if self.excessive or self.transport.is_closing():
+        for start in range(0, len(data), MAX_READ_BYTES):
+            if self.is_too_large or self.transport.is_closing():
                 return
-            self.read_piece(data[start : start + MAX_PIECE_BYTES])
+            self.process_bytes(data[start : start + MAX_READ_BYTES])
 
-    def read_piece(self, piece: bytes) -> None:
-        """Read a piece of a request, and note whether the request is too large."""
+    def process_bytes(self, data: bytes) -> None:
+        """Process bytes of a request, then check the limits."""
         cycle = self.cycle
-        before = 0 if cycle is None else len(cycle.body)
-        super().data_received(piece)
+        previous_body_bytes = 0 if cycle is None else len(cycle.body)
+        super().data_received(data)
         if self.conn.their_state is not h11.SEND_BODY:
             return
 
         if self.cycle is cycle:
-            body_bytes = len(cycle.body) - before
-            self.framing = max(0, self.framing + len(piece) - 2 * body_bytes)
+            body_bytes = len(cycle.body) - previous_body_bytes
+            self.framing_bytes = max(0, self.framing_bytes + len(data) - 2 * body_bytes)
         else:
-            self.framing = 0
-        unread = self.cycle.response_complete  # what is sent of the body then is read by nobody
-        max_framing = MAX_FRAMING_BYTES + (self.max_body if unread else 0)
-        # h11 has no public name for the size of a chunk whose bytes are not there yet
-        chunk_bytes = getattr(getattr(self.conn, "_reader", None), "_bytes_in_chunk", 0)
-        if chunk_bytes <= self.max_body and self.framing <= max_framing:
+            self.framing_bytes = 0
+        # After the response, nothing reads the rest of the body.
+        is_answered = self.cycle.response_complete
+        max_framing_bytes = MAX_FRAMING_BYTES + (self.max_body if is_answered else 0)
+        # h11 has no public name for the size of a chunk whose bytes have not arrived.
+        reader = getattr(self.conn, "_reader", None)
+        chunk_bytes = getattr(reader, "_bytes_in_chunk", 0)
+        if chunk_bytes <= self.max_body and self.framing_bytes <= max_framing_bytes:
             return
-        self.excessive = True
-        self.scope["state"][EXCESSIVE] = True
+        self.is_too_large = True
+        self.scope["state"][TOO_LARGE_STATE] = True
         self.cycle.message_event.set()
-        if unread:
+        if is_answered:
             self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.excessive:
+        if self.is_too_large:
             self.transport.close()
 
 
-def hostname(host: str) -> str:
-    """Return a Host header without its port; an empty text where it is none."""
+def parse_hostname(host: str) -> str:
+    """Return a Host header without its port; an empty text if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's settings. A stopped server ends running answers after a second
-    (`infer.serving.server.Server`), and what is left after two."""
+def build_uvicorn_config(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
+    """Return uvicorn's settings for an application."""
+    protocol_class = partial(LimitedH11Protocol, max_body=options.max_body_bytes)
     return uvicorn.Config(
         app,
         host=options.host,
         port=options.port,
-        http=partial(BoundedProtocol, max_body=options.max_body_bytes),
+        http=cast(Any, protocol_class),  # uvicorn only calls it
         ws="none",
         log_level="warning",
         proxy_headers=False,
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADERS,
-        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )

@@ -1,202 +1,272 @@
-"""Answers of the target to the rows of a data set, for drafters to learn from.
+"""Generate the target's answers to the examples of a data set, as training data for drafters.
 
-Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on
-behind the last whole line. Our engine writes them, or a server with OpenAI's API
-(infer/serving/clients.py).
+Answers are written in the order of the examples, one JSON line each. A run that was stopped
+continues after the last complete line. They come from our engine, or from a server with OpenAI's
+API (infer/serving/clients.py).
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, TextIO, cast
 
-from infer.config import DecodeOptions, EngineConfig, TextOptions
-from infer.serving.dialogue import Answering, Dialogue, Row, Turn, of_row, with_opening
-from infer.utils.errors import disk, going_on
-from infer.utils.files import refuse_other_settings, write_json
+from infer.config import EngineConfig, TextOptions
+from infer.engine.sequence import Sequence
+from infer.serving.regeneration_task import (
+    AnswerExamples,
+    PromptExample,
+    RegenerationTask,
+    TargetOutput,
+    restore_reasoning_tag,
+    seed_options_for_turn,
+)
+from infer.utils.errors import abort_on_write_error, explain_interrupt
+from infer.utils.files import refuse_changed_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Settings that change no answer; the first one is of earlier versions.
-NO_INFLUENCE = ("data.bad_rows", "data.max_invalid_fraction")
+# Settings that change no answer. Earlier versions wrote the first one.
+SETTINGS_WITHOUT_EFFECT = ("data.bad_rows", "data.max_invalid_fraction")
+# Tasks that are started for each batch row of the engine. Records are yielded in order, so a slow
+# task must not keep the others from starting.
+TASKS_PER_BATCH_ROW = 4
+PROMPT_END_TOKENS = 8  # tokens at the end of a prompt that may open the reasoning
 
 
-def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
-    """Return a function that answers rows with our engine, `options.max_num_seqs` side by side, in the
-    rows' order."""
-    from infer.api import encode, open_engine
+@dataclass
+class EngineTask:
+    """A task, and the engine's sequence for its next output (None: there is none)."""
+
+    task: RegenerationTask
+    sequence: Sequence | None
+
+
+def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int) -> AnswerExamples:
+    """Return a function that answers examples with our engine, `options.max_num_seqs` at a time.
+
+    capacity: positions of the KV cache for every batch row, prompt and output together
+    """
+    from infer.api import encode_prompt, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
 
-    def submit(dialogue: Dialogue):
-        """Let the engine write a row's next turn; None where its prompt is at fault, or longer than
-        there is room."""
-        row = dialogue.row
+    def submit(task: RegenerationTask) -> Sequence | None:
+        """Submit a task's prompt. The task fails if the prompt is invalid or too long."""
+        example = task.example
         try:
-            ids = encode(target, dialogue.prompt, row.template, row.tools)
-            return engine.submit(ids, of_row(options, row, dialogue.turns))
-        except ValueError as wrong:
-            dialogue.fail(str(wrong), keep=True)
+            ids = encode_prompt(target, task.prompt, example.template_options, example.tools)
+            return engine.submit(ids, seed_options_for_turn(options, example, task.turn))
+        except ValueError as error:
+            task.fail(str(error), keep_answers=True)
             return None
 
-    def answers(rows: Iterable[Row], finished: Callable[[], None] = lambda: None) -> Iterator[dict]:
-        # [[row under way, its text or None]] in order
-        rows = iter(rows)
-        queue = []
+    def answer_examples(
+        examples: Iterable[PromptExample], on_finished: Callable[[], None] = lambda: None
+    ) -> Iterator[dict]:
+        remaining_examples = iter(examples)
+        engine_tasks: list[EngineTask] = []  # in the order of the examples
         while True:
-            for row in islice(rows, 4 * options.max_num_seqs - len(queue)):
-                dialogue = Dialogue(row)
-                queue.append([dialogue, submit(dialogue)])
-                if dialogue.answer is not None:
-                    finished()
-            if not queue:
+            missing_tasks = TASKS_PER_BATCH_ROW * options.max_num_seqs - len(engine_tasks)
+            for example in islice(remaining_examples, missing_tasks):
+                task = RegenerationTask(example)
+                engine_tasks.append(EngineTask(task, submit(task)))
+                if task.record is not None:
+                    on_finished()
+            if not engine_tasks:
                 return
-            for place in queue:
-                dialogue, text = place
-                if text is not None and text.finish is not None:
-                    dialogue.take(engine_turn(target, text, dialogue.chat))
-                    place[1] = None if dialogue.answer else submit(dialogue)
-                    if dialogue.answer is not None:
-                        finished()
-            while queue and queue[0][0].answer is not None:
-                yield queue.pop(0)[0].answer
+
+            for engine_task in engine_tasks:
+                task = engine_task.task
+                sequence = engine_task.sequence
+                if sequence is None or sequence.finish_reason is None:
+                    continue
+                task.add_output(output_from_sequence(target, sequence, task.is_chat))
+                engine_task.sequence = submit(task) if task.record is None else None
+                if task.record is not None:
+                    on_finished()
+
+            while engine_tasks:
+                record = engine_tasks[0].task.record
+                if record is None:
+                    break
+                engine_tasks.pop(0)
+                yield record
             if engine.busy:
                 engine.step()
 
-    return answers
+    return answer_examples
 
 
-def engine_turn(target, text, chat: bool) -> Turn:
-    """Return a finished text of our engine as a turn. In a chat special tokens within it stay: they
-    may be a thought's or a call's."""
-    from infer.api import answer_text
+def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> TargetOutput:
+    """Return the output of a finished sequence of our engine.
 
-    finish = text.finish
-    ids = list(text.ids)
-    if finish == "stop" and text.options.stop and ids[-1] not in target.end_ids:
-        finish = "stop string"
-    said = answer_text(target, ids, text.options)
-    if not chat:
-        return Turn(said, finish)
-    inner = ids[:-1] if ids and ids[-1] in target.end_ids else ids
-    if finish != "stop string" and set(inner) & set(target.tokenizer.all_special_ids):
-        said = target.tokenizer.decode(inner)
-    opened = target.tokenizer.decode(text.prompt[-8:])
-    return Turn(with_opening(said, opened), finish, ids)
+    In a chat, special tokens within the text are kept because they may mark reasoning or a tool
+    call.
+    """
+    from infer.api import decode_output
+
+    assert sequence.finish_reason is not None
+    finish_reason = sequence.finish_reason
+    ids = list(sequence.ids)
+    ends_with_end_token = bool(ids) and ids[-1] in target.eos_token_ids
+    if finish_reason == "stop" and sequence.options.stop and not ends_with_end_token:
+        finish_reason = "stop string"
+    text = decode_output(target, ids, sequence.options)
+    if not is_chat:
+        return TargetOutput(text, finish_reason)
+
+    inner_ids = ids[:-1] if ends_with_end_token else ids
+    special_ids = set(target.tokenizer.all_special_ids)
+    if finish_reason != "stop string" and special_ids.intersection(inner_ids):
+        text = target.tokenizer.decode(inner_ids)
+    prompt_end = target.tokenizer.decode(sequence.prompt[-PROMPT_END_TOKENS:])
+    return TargetOutput(restore_reasoning_tag(text, prompt_end), finish_reason, ids)
 
 
-def regenerate(
-    rows: Iterable[Row],
-    answers: Answering,
+def regenerate_answers(
+    examples: Iterable[PromptExample],
+    answer_examples: AnswerExamples,
     out: Path,
     settings: dict,
-    most_failures: int,
+    max_failures: int,
     total: int | None = None,
 ) -> dict[str, int]:
-    """Write the rows' answers to `out`, a line each, and {"index", "error"} lines to `out`.failed;
-    returns how many of each there are. `settings` say how the answers come about, their "content"
-    what target and rows are: a file that was begun with others is not gone on with. Raises
-    ValueError for that, and when more than `most_failures` rows failed; Stopped where the disk is
-    full. total: how many rows there are."""
+    """Write the records of the examples to `out`, one JSON line each.
+
+    settings: everything that determines the answers; its "content" identifies target and data
+    max_failures: examples that may fail
+    total: number of examples; None: `len(examples)`
+
+    Records of failed examples, {"index", "error"}, go to `out`.failed. A file that was started
+    with other settings is not continued. Returns {"answers": count, "failed": count}. Raises
+    ValueError for other settings or too many failures, and RunAborted if the disk is full.
+    """
     failed_path = Path(f"{out}.failed")
-    settings_path = Path(f"{out}.settings.json")
-    total = len(rows) if total is None else total
+    total = len(cast(Sized, examples)) if total is None else total
     settings = {"rows": total} | settings
     out.parent.mkdir(parents=True, exist_ok=True)
-    if settings_path.exists():
-        known = translate_saved_config(json.loads(settings_path.read_text()))
-        known = {
-            key: value for key, value in known.items() if key in settings
-        }  # options that are no more
-        if "content" not in known:  # of an earlier version, which had no record
-            known |= {"content": settings.get("content")}
-        message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
-        refuse_other_settings(known, settings, message, NO_INFLUENCE)
-    if out.exists() and not settings_path.exists():
-        raise ValueError(
-            f"out={out} exists already and is not ours to go on with: give another out"
-        )
-    with disk(str(out)):
-        write_json(settings_path, settings)
-    (count, answered), (lost, failed) = _begun(out), _begun(failed_path)
-    last = max(answered, failed)  # rows are answered in order: all up to this one are there
-    progress = Progress("regenerating", "rows", count + lost)
-    finished_rows = count + lost
+    check_and_save_settings(out, settings)
+
+    answers, last_answer = repair_and_count_lines(out)
+    failures, last_failure = repair_and_count_lines(failed_path)
+    # Records are written in order, so all examples up to this index are finished.
+    last_index = max(last_answer, last_failure)
+    remaining_examples = (example for example in examples if example.index > last_index)
+    finished = answers + failures
+    progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report a row that is finished, and may wait for those before it."""
-        nonlocal finished_rows
-        finished_rows += 1
-        progress(finished_rows, total, f"{lost} failed" if lost else "")
+        """Report an example that is finished but may not be written before earlier ones."""
+        nonlocal finished
+        finished += 1
+        progress(finished, total, f"{failures} failed" if failures else "")
 
-    keep = going_on(f"{out} has the answers so far, the same command goes on from there")
-    with keep, disk(str(out)), out.open("a", encoding="utf-8") as good:
-        for answer in answers((row for row in rows if row.index > last), count_finished):
-            error = answer.get("error")
+    interrupt_message = f"{out} has the answers so far, the same command goes on from there"
+    with (
+        explain_interrupt(interrupt_message),
+        abort_on_write_error(str(out)),
+        out.open("a", encoding="utf-8") as answer_file,
+    ):
+        for record in answer_examples(remaining_examples, count_finished):
+            error = record.get("error")
             if error is None:
-                count += 1
-                good.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                good.flush()
+                answers += 1
+                write_json_line(answer_file, record)
             else:
-                lost += 1
-                with failed_path.open(
-                    "a", encoding="utf-8"
-                ) as bad:  # only there where a row failed
-                    bad.write(
-                        json.dumps(answer | {"error": redact_text(error)}, ensure_ascii=False)
-                        + "\n"
-                    )
-            if lost > most_failures:
+                failures += 1
+                # Opened here, so that the file exists only if an example failed.
+                with failed_path.open("a", encoding="utf-8") as failed_file:
+                    write_json_line(failed_file, record | {"error": redact_text(error)})
+            if failures > max_failures:
                 raise ValueError(
-                    f"{lost} rows failed, at most {most_failures} may: the last said {error!r}"
+                    f"{failures} examples failed, at most {max_failures} may; the last error was "
+                    f"{error!r}"
                 )
-    return {"answers": count, "failed": lost}
+    return {"answers": answers, "failed": failures}
 
 
-def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
-    """Return how many rows there are, and a digest of them all."""
+def check_and_save_settings(out: Path, settings: dict) -> None:
+    """Write the settings to `out`.settings.json, after a check against those of an earlier run.
+
+    Raises ValueError if `out` was started with other settings or is not a file of this command.
+    """
+    settings_path = Path(f"{out}.settings.json")
+    if settings_path.exists():
+        saved = translate_saved_config(json.loads(settings_path.read_text()))
+        # Without options that no longer exist.
+        saved = {key: value for key, value in saved.items() if key in settings}
+        if "content" not in saved:  # an earlier version did not write it
+            saved["content"] = settings.get("content")
+        message = f"out={out} was started with another {{keys}}: give another out, or delete it"
+        refuse_changed_settings(saved, settings, message, SETTINGS_WITHOUT_EFFECT)
+    elif out.exists():
+        raise ValueError(
+            f"out={out} exists already and was not written by this command: give another out"
+        )
+    with abort_on_write_error(str(out)):
+        write_json(settings_path, settings)
+
+
+def write_json_line(file: TextIO, record: dict) -> None:
+    """Append a record as one line and flush it."""
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def digest_examples(examples: Iterable[PromptExample]) -> tuple[int, str]:
+    """Return the number of examples and the SHA-256 of all of them."""
     count = 0
     digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")
+    for example in examples:
+        content = {
+            "index": example.index,
+            "prompt": example.prompt,
+            "tools": example.tools,
+            "template": example.template_options,
+        }
+        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
         count += 1
     return count, digest.hexdigest()
 
 
-def _begun(path: Path) -> tuple[int, int]:
-    """Cut off a file's last line if it is not complete; return how many lines it has and the index
-    in the last one, -1 where there is none. Raises ValueError for lines that are not in the rows'
-    order, as two runs at once leave them."""
+def repair_and_count_lines(path: Path) -> tuple[int, int]:
+    """Cut off an incomplete last line of a file of records.
+
+    Returns the number of lines and the index in the last one (-1: there is no line). Raises
+    ValueError if the indices do not increase, as after two concurrent runs.
+    """
     count = 0
-    last = -1
-    end = 0
+    last_index = -1
+    complete_bytes = 0
     if not path.exists():
-        return count, last
+        return count, last_index
     with path.open("r+b") as file:
         for line in file:
             if not line.endswith(b"\n"):
-                file.truncate(end)
+                file.truncate(complete_bytes)
                 break
             try:
                 index = int(json.loads(line)["index"])
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {count + 1}: no answer of regenerate ({error})"
+                    f"{path}, line {count + 1}: not a record of this command ({error})"
                 ) from error
-            if index <= last:
+            if index <= last_index:
                 raise ValueError(
-                    f"{path}, line {count + 1}: row {index} stands behind row {last}: give another out"
+                    f"{path}, line {count + 1}: example {index} comes after example {last_index}: "
+                    "give another out"
                 )
-            count = count + 1
-            last = index
-            end = end + len(line)
-    return count, last
+            count += 1
+            last_index = index
+            complete_bytes += len(line)
+    return count, last_index
 
 
-def options_of(options: TextOptions) -> dict:
-    """Return the options that decide an answer, without those that only change the speed."""
-    speed = {*EngineConfig.__dataclass_fields__, "draft_length", "nodes"}
-    return {key: value for key, value in asdict(options).items() if key not in speed}
+def select_output_options(options: TextOptions) -> dict:
+    """Return the options that determine an output, without those that only change the speed."""
+    speed_options = {*EngineConfig.__dataclass_fields__, "draft_length", "nodes"}
+    return {key: value for key, value in asdict(options).items() if key not in speed_options}

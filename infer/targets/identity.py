@@ -1,35 +1,39 @@
-"""What a target is by content. A path says neither what is there today nor what was there when
-something was begun."""
+"""Digests that identify a target by its content. A path alone does not show whether the files are
+still those that a run started with."""
 
 import hashlib
 import json
 
-from infer.targets.loading import weight_files
+from infer.targets.loading import list_weight_files
 from infer.utils.files import json_digest
 
-# places of a weight file that are looked at to tell it from others, bytes at each
-SAMPLES = 256
-SAMPLE = 4096
+SAMPLES_PER_WEIGHT_FILE = 256  # read at evenly spaced offsets to identify a file
+WEIGHT_SAMPLE_BYTES = 4096
 
 
 def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
-    """Return what identifies the target at `path`; `tokenizer`: its `tokenizer_digest`."""
-    beside = [file.parent / "config.json" for file in weight_files(path)]
-    config = (
-        json_digest(json.loads(beside[0].read_text())) if beside and beside[0].is_file() else None
-    )
-    return {"weights": weights_digest(path), "config": config, "tokenizer": tokenizer}
+    """Return digests of the weights, config.json and tokenizer of the target at `path`.
+
+    tokenizer: its `tokenizer_digest`. The value is None for what the target does not have.
+    """
+    config_digest = None
+    files = list_weight_files(path)
+    if files:
+        config_file = files[0].parent / "config.json"
+        if config_file.is_file():
+            config_digest = json_digest(json.loads(config_file.read_text()))
+    return {"weights": weights_digest(path), "config": config_digest, "tokenizer": tokenizer}
 
 
 def weights_digest(path: str) -> str:
-    """A digest of a model's weight files: their names and sizes, and bytes from evenly spread
-    places of each."""
+    """Return the SHA-256, as hexadecimal digits, of names, sizes and samples of a model's weight
+    files."""
     digest = hashlib.sha256()
-    for file in weight_files(path):
+    for file in list_weight_files(path):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:
-            for i in range(SAMPLES):
-                weights.seek(i * size // SAMPLES)
-                digest.update(weights.read(SAMPLE))
+            for i in range(SAMPLES_PER_WEIGHT_FILE):
+                weights.seek(i * size // SAMPLES_PER_WEIGHT_FILE)
+                digest.update(weights.read(WEIGHT_SAMPLE_BYTES))
     return digest.hexdigest()

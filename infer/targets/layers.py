@@ -1,12 +1,13 @@
-"""Reading a target's own layers for the lean pass (`infer.targets.lean`): which it expresses, and
-their weights.
+"""Conversion of a target's Hugging Face layers to those of our own decoder
+(`infer.targets.kernel_decoder`): which layers it supports, and how their weights are read.
 
-D hidden size, H query heads, K key heads, E head size.
+N positions, D hidden size, H query heads, K key heads, E head size.
 """
 
 from collections.abc import Callable
 from copy import copy
 from pkgutil import resolve_name
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,222 +18,262 @@ from infer.kernels.operands import (
     SILU_COEFFICIENTS,
     TANH_GELU_COEFFICIENTS,
     Activation,
-    Linear,
-    Norm,
+    LinearWeights,
+    RMSNormWeights,
 )
 from infer.kernels.table import Kernels
-from infer.targets.lean import GatedMLP, Layer, LeanDecoder
+from infer.targets.kernel_decoder import DecoderLayer, GatedMLP, KernelDecoder
+from infer.targets.support import get_decoder_layers
 
-PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
-SANDWICH = PLAIN | {
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-}  # of Gemma 2's: before and after
-ROUNDING = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-}  # the most that rounding changes a result, relative
-COARSE = 0.05  # the same in 16 bits
-ACTIVATION_COEFFICIENTS = {
+# names of a layer's norms in models of the Llama kind
+LLAMA_NORM_NAMES = {"input_layernorm", "post_attention_layernorm"}
+# the same in Gemma 2 and 3, which also normalise the outputs of attention and MLP
+GEMMA2_NORM_NAMES = LLAMA_NORM_NAMES | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+# largest relative difference between two results that differ by rounding only
+ROUNDING_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
+LOW_PRECISION_RTOL = 0.05  # the same in 16 bits, and for int8 weights
+COEFFICIENTS_BY_ACTIVATION = {
     nn.SiLU: SILU_COEFFICIENTS,
     type(ACT2FN["silu"]): SILU_COEFFICIENTS,
     type(ACT2FN["gelu_pytorch_tanh"]): TANH_GELU_COEFFICIENTS,
 }
 
 
-class UnknownLayer(Exception):
-    """A layer is built in a way that this pass does not express; the message names the part."""
+class UnsupportedLayer(Exception):
+    """Our own decoder does not support a layer; the message names the component that differs."""
 
 
-def close(
-    ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False, onto: float = 0.0
+def equals_up_to_rounding(
+    actual: torch.Tensor, expected: torch.Tensor, int8: bool = False, residual_norm: float = 0.0
 ) -> bool:
-    """Return whether two results differ by rounding only; `coarse`: of codes. `onto`: the norm of
-    what both were added to, which was rounded with them."""
-    within = (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm()
-    return bool((ours - theirs).norm() <= within + torch.finfo(theirs.dtype).eps * onto)
+    """Return whether two tensors of the same shape differ by rounding only.
+
+    int8: they were computed with int8 weights. residual_norm: norm of the residual stream that both
+    were part of, and with which they were rounded.
+    """
+    rtol = LOW_PRECISION_RTOL
+    if not int8:
+        rtol = ROUNDING_RTOL.get(expected.dtype, LOW_PRECISION_RTOL)
+    tolerance = rtol * expected.norm() + torch.finfo(expected.dtype).eps * residual_norm
+    return bool((actual - expected).norm() <= tolerance)
 
 
-def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
-    """Return a linear layer, of floats or of int8 codes, with copies of some outputs (R,) of
-    another."""
-    part = copy(linear)
-    part._parameters = linear._parameters.copy()
+def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
+    """Return a linear layer, of floats or of int8 codes, with only the outputs `output_ids` (R,)
+    int64 of another, whose weights are copied."""
+    selected = copy(linear)
+    selected._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
-        if name != "smooth":  # of inputs
-            part._parameters[name] = nn.Parameter(weight.data[which], requires_grad=False)
-    return part
+        if name != "smooth":  # it has an entry for each input, not for each output
+            selected_weight = nn.Parameter(weight.data[output_ids], requires_grad=False)
+            selected._parameters[name] = selected_weight
+    return selected
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that `join_linears` takes: of floats, or of codes,
-    whose class has `joins` and `join` (`infer.int8_cpu.weights`)."""
-    return type(module) is nn.Linear or hasattr(module, "joins")
+    """Return whether `join_linears` supports a module: a linear layer of floats, or one of int8
+    codes, whose class has the methods `joins` and `join` (`infer.int8_cpu.modules`)."""
+    return type(module) is nn.Linear or hasattr(module, "can_join")
 
 
 def join_linears(modules: list[nn.Module]) -> object:
-    """Return the operand of linear layers that read the same states. Each module's weight becomes a
-    view of its part, so that this takes no memory. Raises UnknownLayer for modules that cannot be
-    joined."""
-    first = modules[0]
-    if hasattr(first, "joins"):
-        if not first.joins(modules):
-            raise UnknownLayer(
-                "int8 codes whose activations have other factors or digits in layers side by side"
+    """Return one operand of `Kernels.linear` for several linear layers with the same input.
+
+    The modules' weights become views of the joined weight, so that no additional memory is used.
+    Raises UnsupportedLayer for modules that cannot be joined.
+    """
+    first: Any = modules[0]
+    if hasattr(first, "can_join"):
+        if not first.can_join(modules):
+            raise UnsupportedLayer(
+                "int8 layers with the same input whose activations have other factors or digits"
             )
         return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
-        raise UnknownLayer(f"projections of another class ({type(first).__name__})")
+        raise UnsupportedLayer(f"projections of an unsupported class ({type(first).__name__})")
+    linears = cast(list[nn.Linear], modules)
     bias = None
     if first.bias is not None:
-        bias = join_in_place([module.bias for module in modules])
-    return Linear(join_in_place([module.weight for module in modules]).t(), bias)
-
-
-def join_copies(modules: list[nn.Module]) -> object:
-    """Return the operand of linear layers without biases that read the same states, over copies of
-    their weights."""
-    if hasattr(modules[0], "joins"):
-        return modules[0].join(modules, torch.cat)
-    return Linear(torch.cat([module.weight for module in modules]).detach().t())
-
-
-def join_in_place(parts: list[nn.Parameter]) -> torch.Tensor:
-    """Return parameters (R_i, ...) as one tensor (sum of R_i, ...) whose views they become, so that
-    it takes no memory of its own and sees what is written to them. Parameters that lie one behind
-    the other already stay where they are."""
-    whole = parts[0].data
-    expected = whole.data_ptr()
-    adjacent = True
-    for part in parts:
-        same_storage = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        adjacent = (
-            adjacent and same_storage and part.is_contiguous() and part.data_ptr() == expected
-        )
-        expected += part.numel() * part.element_size()
-    rows = [len(part) for part in parts]
-    if adjacent:
-        return whole.as_strided((sum(rows), *whole.shape[1:]), whole.stride())
-    with torch.inference_mode(
-        False
-    ):  # whoever decodes may, but nobody could write to the parameters afterwards
-        whole = torch.cat([part.data for part in parts])
-        for part, view in zip(parts, whole.split(rows), strict=True):
-            part.data = view
-    return whole
-
-
-def read_norm(module: nn.Module) -> Norm:
-    """Read a norm module as an RMS norm. Raises UnknownLayer for any other."""
-    weight = dict(module.named_parameters()).get("weight")
-    facts = vars(module)
-    eps = facts.get("variance_epsilon", facts.get("eps"))
-    if type(module) is nn.RMSNorm:
-        return Norm(weight, eps)
-    if weight is not None and eps is not None:
-        states = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-        for norm in (Norm(weight, eps), Norm(weight.float() + 1, eps)):
-            if close(reference.rms_norm(states, norm), module(states)):
-                return norm
-    raise UnknownLayer(f"other norms ({type(module).__name__})")
-
-
-def read_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what computes an MLP of normed states (N, D): a gated one with gate and up in one
-    matmul; any other module as it is."""
-    parts = dict(module.named_children())
-    function = parts.get("act_fn", parts.get("activation_fn"))
-    names = ["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"]
-    inner = [parts.get(name) for name in names]
-    gated = function is not None and all(
-        part is not None and is_linear(part) and part.bias is None for part in inner
+        bias = join_in_place([linear.bias for linear in linears])
+    return LinearWeights(
+        join_in_place([cast(nn.Parameter, linear.weight) for linear in linears]).t(), bias
     )
-    if gated:
-        activation = Activation(function, ACTIVATION_COEFFICIENTS.get(type(function)))
-        return GatedMLP(kernels, join_linears(inner), activation, join_linears([module.down_proj]))
+
+
+def join_linear_copies(modules: list[nn.Module]) -> object:
+    """Return one operand of `Kernels.linear` for several linear layers without bias and with the
+    same input. Their weights are copied."""
+    first: Any = modules[0]
+    if hasattr(first, "can_join"):
+        return first.join(modules, torch.cat)
+    linears = cast(list[nn.Linear], modules)
+    return LinearWeights(torch.cat([linear.weight for linear in linears]).detach().t())
+
+
+def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Return parameters (R_i, ...) as one tensor (sum of R_i, ...) and make them views of it.
+
+    So the tensor takes no memory of its own, and later writes to the parameters are visible in it.
+    Parameters that are already adjacent in memory are not moved.
+    """
+    first = parameters[0].data
+    first_storage = first.untyped_storage().data_ptr()
+    expected_address = first.data_ptr()
+    adjacent = True
+    for parameter in parameters:
+        same_storage = parameter.untyped_storage().data_ptr() == first_storage
+        follows = parameter.is_contiguous() and parameter.data_ptr() == expected_address
+        adjacent = adjacent and same_storage and follows
+        expected_address += parameter.numel() * parameter.element_size()
+    sizes = [len(parameter) for parameter in parameters]
+    if adjacent:
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    # The caller may be in inference mode, but nobody could write to inference tensors later.
+    with torch.inference_mode(False):
+        joined = torch.cat([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, joined.split(sizes), strict=True):
+            parameter.data = view
+    return joined
+
+
+def convert_norm(module: nn.Module) -> RMSNormWeights:
+    """Convert a norm module to an RMS norm. Raises UnsupportedLayer if it computes anything else.
+
+    A module of unknown class is compared on random states with an RMS norm that multiplies by the
+    weight, and with one that multiplies by the weight plus 1 (Gemma).
+    """
+    weight = dict(module.named_parameters()).get("weight")
+    attributes = vars(module)
+    eps = attributes.get("variance_epsilon", attributes.get("eps"))
+    if weight is not None and type(module) is nn.RMSNorm:
+        return RMSNormWeights(weight, eps)
+    if weight is not None and eps is not None:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(2, len(weight), generator=generator).to(weight)
+        for norm in (RMSNormWeights(weight, eps), RMSNormWeights(weight.float() + 1, eps)):
+            if equals_up_to_rounding(reference.rms_norm(states, norm), module(states)):
+                return norm
+    raise UnsupportedLayer(f"unsupported norms ({type(module).__name__})")
+
+
+def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that computes an MLP of normed states (N, D): a `GatedMLP` if possible,
+    else the module itself."""
+    children = dict(module.named_children())
+    activation = children.get("act_fn", children.get("activation_fn"))
+    names = ["gate_up_proj"] if "gate_up_proj" in children else ["gate_proj", "up_proj"]
+    projections = [children[name] for name in names if name in children]
+    is_gated = activation is not None and len(projections) == len(names)
+    if is_gated and all(is_linear(layer) and layer.bias is None for layer in projections):
+        function = cast(Callable[[torch.Tensor], torch.Tensor], activation)
+        coefficients = COEFFICIENTS_BY_ACTIVATION.get(type(activation))
+        return GatedMLP(
+            kernels,
+            join_linears(projections),
+            Activation(function, coefficients),
+            join_linears([children["down_proj"]]),
+        )
 
     def run_module(states: torch.Tensor) -> torch.Tensor:
-        result = module(states[None])
-        if isinstance(result, tuple):  # some return their router's scores
-            result = result[0]
-        return result[0]
+        output = module(states[None])
+        if isinstance(output, tuple):  # some also return the scores of their router
+            output = output[0]
+        return output[0]
 
     return run_module
 
 
-def read_layer(module: nn.Module, kind: str, heads: int, shared: int, kernels: Kernels) -> Layer:
-    """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer,
-    naming the part, for layers of another kind."""
-    parts = {name: part for name, part in module.named_children() if type(part) is not nn.Dropout}
-    if parts.keys() - {"self_attn", "mlp"} not in (PLAIN, SANDWICH) or not parts.keys() >= {
-        "self_attn",
-        "mlp",
-    }:
-        raise UnknownLayer(f"other parts ({', '.join(sorted(parts))})")
-    attention = module.self_attn
-    second = "post_attention_layernorm"
-    after = None
-    if parts.keys() >= SANDWICH:
-        second = "pre_feedforward_layernorm"
-        after = (
-            read_norm(parts["post_attention_layernorm"]),
-            read_norm(parts["post_feedforward_layernorm"]),
+def convert_layer(
+    module: nn.Module, layer_type: str, num_heads: int, num_key_heads: int, kernels: Kernels
+) -> DecoderLayer:
+    """Convert a Hugging Face decoder layer. Raises UnsupportedLayer, naming the component that
+    differs, if our own decoder does not support it."""
+    children = {
+        name: child for name, child in module.named_children() if type(child) is not nn.Dropout
+    }
+    norm_names = children.keys() - {"self_attn", "mlp"}
+    has_all_children = children.keys() >= {"self_attn", "mlp"}
+    if norm_names not in (LLAMA_NORM_NAMES, GEMMA2_NORM_NAMES) or not has_all_children:
+        raise UnsupportedLayer(
+            f"layers with unsupported components ({', '.join(sorted(children))})"
         )
-    inner = dict(attention.named_children())
-    names = ["qkv_proj"] if "qkv_proj" in inner else ["q_proj", "k_proj", "v_proj"]
-    projections = [inner.get(name) for name in names]
-    qk_norm = None
-    if None in projections:
-        raise UnknownLayer(f"projections of other names ({type(attention).__name__})")
-    if "q_norm" in inner:
-        norms = read_norm(inner["q_norm"]), read_norm(inner["k_norm"])
-        if any(len(norm.weight) != attention.head_dim for norm in norms):
-            raise UnknownLayer("norms over all heads together")
-        weights = [
-            norm.weight.expand(count, -1)
-            for norm, count in zip(norms, (heads, shared), strict=True)
-        ]
-        qk_norm = Norm(torch.cat(weights)[None], norms[0].eps)
-    return Layer(
+    attention: Any = children["self_attn"]
+    mlp_norm = children["post_attention_layernorm"]
+    output_norms = None
+    if norm_names == GEMMA2_NORM_NAMES:
+        mlp_norm = children["pre_feedforward_layernorm"]
+        output_norms = (
+            convert_norm(children["post_attention_layernorm"]),
+            convert_norm(children["post_feedforward_layernorm"]),
+        )
+    attention_children = dict(attention.named_children())
+    names = ["q_proj", "k_proj", "v_proj"]
+    if "qkv_proj" in attention_children:
+        names = ["qkv_proj"]
+    projections = [attention_children[name] for name in names if name in attention_children]
+    if len(projections) < len(names):
+        raise UnsupportedLayer(f"projections of other names ({type(attention).__name__})")
+    # before `join_linears`, which moves weights
+    qk_norm = convert_qk_norm(attention, num_heads, num_key_heads)
+    return DecoderLayer(
         kernels=kernels,
-        kind=kind,
-        heads=heads,
-        key_heads=shared,
-        attention_norm=read_norm(module.input_layernorm),
-        mlp_norm=read_norm(parts[second]),
-        output_norms=after,
+        layer_type=layer_type,
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        attention_norm=convert_norm(children["input_layernorm"]),
+        mlp_norm=convert_norm(mlp_norm),
+        output_norms=output_norms,
         qkv=join_linears(projections),
         qk_norm=qk_norm,
-        out=join_linears([attention.o_proj]),
-        mlp=read_mlp(module.mlp, kernels),
-        scale=attention.scaling,
-        residual=vars(module).get("residual_multiplier", 1.0),
-        rotates=bool(vars(attention).get("use_rope", True)),
+        attention_output=join_linears([attention.o_proj]),
+        mlp=convert_mlp(children["mlp"], kernels),
+        attention_scale=attention.scaling,
+        residual_scale=vars(module).get("residual_multiplier", 1.0),
+        uses_rope=bool(vars(attention).get("use_rope", True)),
     )
 
 
-def lean_decoder(
-    body: nn.Module,
-    kinds: list[str],
-    heads: int,
-    shared: int,
+def convert_qk_norm(attention: Any, num_heads: int, num_key_heads: int) -> RMSNormWeights | None:
+    """Return the norms of query and key heads of a Hugging Face attention module as one norm, with
+    a weight (1, H + K, E); None if it has none. Raises UnsupportedLayer for norms over several
+    heads."""
+    children = dict(attention.named_children())
+    if "q_norm" not in children:
+        return None
+    query_norm = convert_norm(children["q_norm"])
+    key_norm = convert_norm(children["k_norm"])
+    if any(len(norm.weight) != attention.head_dim for norm in (query_norm, key_norm)):
+        raise UnsupportedLayer("norms over all heads together")
+    query_weight = query_norm.weight.expand(num_heads, -1)
+    key_weight = key_norm.weight.expand(num_key_heads, -1)
+    return RMSNormWeights(torch.cat([query_weight, key_weight])[None], query_norm.eps)
+
+
+def build_kernel_decoder(
+    decoder: nn.Module,
+    layer_types: list[str],
+    num_heads: int,
+    num_key_heads: int,
     embed: Callable[[torch.Tensor], torch.Tensor],
     kernels: Kernels,
-) -> LeanDecoder:
-    """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose
-    layers attend in `kinds` of ways. Raises UnknownLayer with the part that it does not express."""
+) -> KernelDecoder:
+    """Convert a Hugging Face decoder whose layers have the attention types `layer_types`. `embed`
+    maps token ids to the first layer's input. Raises UnsupportedLayer, naming the component that
+    differs."""
+    children = dict(decoder.named_children())
     layers = [
-        read_layer(module, kind, heads, shared, kernels)
-        for module, kind in zip(body.layers, kinds, strict=True)
+        convert_layer(module, layer_type, num_heads, num_key_heads, kernels)
+        for module, layer_type in zip(get_decoder_layers(decoder), layer_types, strict=True)
     ]
-    return decoder_of(layers, kernels)(
-        kernels, layers, read_norm(body.norm), embed, body.rotary_emb
+    decoder_class = select_decoder_class(layers, kernels)
+    return decoder_class(
+        kernels, layers, convert_norm(children["norm"]), embed, children["rotary_emb"]
     )
 
 
-def decoder_of(layers: list[Layer], kernels: Kernels) -> type[LeanDecoder]:
-    """Return the class that runs layers: one that records passes, if there is one and all layers
-    are recordable."""
-    if kernels.recording_decoder is not None and all(layer.recordable for layer in layers):
+def select_decoder_class(layers: list[DecoderLayer], kernels: Kernels) -> type[KernelDecoder]:
+    """Return the class that runs layers: the kernels' recording decoder, if they have one and all
+    layers can be recorded, else `KernelDecoder`."""
+    if kernels.recording_decoder is not None and all(layer.is_recordable for layer in layers):
         return resolve_name(kernels.recording_decoder)
-    return LeanDecoder
+    return KernelDecoder

@@ -1,179 +1,156 @@
-"""Loading targets: by hub id, folder, GGUF file or name; whole, or the tokenizer, config.json or
-some layers alone."""
+"""Loading of targets, by hub id, folder, GGUF file or name: a whole model, or only its tokenizer,
+config.json or some of its layers."""
 
-import json
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateSyntaxError
-from safetensors.torch import load_file
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 from infer.config import TargetConfig
+from infer.targets.chat_template import check_chat_template, set_template_options
 from infer.targets.checks import (
-    DOWNLOAD_AGAIN,
-    INDEX,
+    DOWNLOAD_AGAIN_HINT,
+    WEIGHTS_INDEX_FILE,
+    Shape,
     check_config,
     check_finite,
     check_generation_config,
     check_layer_count,
     check_loading_info,
-    check_size,
-    check_tensors,
-    checkpoint_files,
-    find_bad_json,
-    hold_warnings,
-    one_line,
-    read_shapes,
-    read_small_json,
+    check_model_size,
+    delay_warnings,
+    find_checkpoint_files,
+    find_damaged_json,
+    format_error,
+    read_json_object,
+    read_tensor_shapes,
 )
-from infer.targets.gguf import PACKAGED, converted, packaged_file
-from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
+from infer.targets.gguf import PACKAGED_MODELS, convert_once, find_packaged_file
+from infer.targets.layer_weights import load_layer_weights
+from infer.targets.support import (
+    get_decoder_layers,
+    get_setting,
+    refuse_unsupported,
+    refuse_unsupported_modules,
+)
 from infer.targets.target import Target
 from infer.utils.optional import require_installed
-from infer.utils.progress import doing
+from infer.utils.progress import report_activity
 
-FAILURE = "this model cannot be loaded"
-INT8_PACKAGE = "infer.int8_cpu.loading"
-INT8_METHOD = (
-    "blockdraft-int8"  # quant_method in the config.json of targets that `infer.int8_cpu` wrote
-)
-EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
-DTYPES = {
-    str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LOAD_FAILURE = "this model cannot be loaded"
+INT8_LOADING_MODULE = "infer.int8_cpu.loading"
+# `quant_method` in the config.json of targets that `infer.int8_cpu` wrote
+INT8_QUANT_METHOD = "blockdraft-int8"
+EMBEDDED_TARGET_FOLDER = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
+TARGET_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
 }
-NVIDIA = Path("/dev/nvidia0")
-WITHOUT_CUDA = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use: install a torch built for the driver's CUDA"
+NVIDIA_DEVICE_FILE = Path("/dev/nvidia0")
+TORCH_CUDA_HINT = (
+    f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use: "
+    "install a torch built for the driver's CUDA"
+)
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is CUDA where there is one, else the CPU. Raises
-    ValueError for a device that cannot be used, and under "auto" where torch cannot use a GPU that
-    there is."""
-    cuda = torch.cuda.is_available()
+    """Return the device of the option target.device; "auto" is CUDA if available, else the CPU.
+    Raises ValueError for a device that cannot be used, and for "auto" if there is a GPU that torch
+    cannot use."""
+    has_cuda = torch.cuda.is_available()
     if name == "auto":
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        if NVIDIA.exists() and not cuda and not hidden:
+        hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+        if NVIDIA_DEVICE_FILE.exists() and not has_cuda and not hides_gpus:
             raise ValueError(
-                f"{NVIDIA} is a GPU that {WITHOUT_CUDA}; or ask for the CPU, target.device=cpu"
+                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {TORCH_CUDA_HINT}; "
+                "or choose the CPU with target.device=cpu"
             )
-        return torch.device("cuda" if cuda else "cpu")
+        return torch.device("cuda" if has_cuda else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"target.device={name}: torch knows no such device") from error
+        raise ValueError(f"target.device={name}: torch has no such device") from error
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(
             f"target.device={name}: torch {torch.__version__} finds no Metal here; use cpu"
         )
-    if device.type == "cuda" and not cuda:
-        raise ValueError(f"target.device={name}: there is no GPU that {WITHOUT_CUDA}")
+    if device.type == "cuda" and not has_cuda:
+        raise ValueError(f"target.device={name}: there is no GPU that {TORCH_CUDA_HINT}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"target.device={name}: there are {torch.cuda.device_count()} GPUs, counted from 0"
+            f"target.device={name}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
         )
     return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; "auto" is bfloat16 on CUDA and float32 elsewhere. Raises
-    ValueError for others."""
+    """Return the dtype of the option target.dtype; "auto" is bfloat16 on CUDA and float32
+    elsewhere. Raises ValueError for unknown names."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
+    if name not in TARGET_DTYPES:
         raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
-    return DTYPES[name]
+    return TARGET_DTYPES[name]
 
 
 def resolve_path(path: str) -> str:
-    """Return a hub id or folder; "embedded" is the repository's own target. A GGUF file, and the
-    one that "smollm2" names, stands for the folder that it was converted to. Raises ValueError and
-    FileNotFoundError for a file that cannot be."""
+    """Return the hub id or folder of the option target.path.
+
+    "embedded" is the target in this repository. A GGUF file, and the file that "smollm2" stands
+    for, is converted if necessary. Raises ValueError and FileNotFoundError if that is not possible.
+    """
     if path == "embedded":
-        return str(EMBEDDED)
-    file = packaged_file(path) if path in PACKAGED else Path(path)
-    return str(converted(file)) if file.suffix.lower() == ".gguf" and file.is_file() else path
+        return str(EMBEDDED_TARGET_FOLDER)
+    file = find_packaged_file(path) if path in PACKAGED_MODELS else Path(path)
+    if file.suffix.lower() == ".gguf" and file.is_file():
+        return str(convert_once(file))
+    return path
 
 
 def load_tokenizer(
     path: str = "embedded",
     trust_remote_code: bool = False,
-    told: Mapping[str, object] | None = None,
-):
-    """Load a target's tokenizer alone; its chat template is `told` that much (`tell_template`).
-    Raises FileNotFoundError, naming what could not be found, and ValueError for damaged files."""
+    chat_template_kwargs: Mapping[str, object] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load a target's tokenizer.
+
+    chat_template_kwargs: see `set_template_options`. Raises FileNotFoundError, naming what is
+    missing, and ValueError for damaged files.
+    """
     with explain_load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_path(path), trust_remote_code=trust_remote_code
         )
-        check_template(path, tokenizer)
-    tell_template(tokenizer, told or {})
+        tokenizer = cast(PreTrainedTokenizerBase, tokenizer)
+        check_chat_template(path, tokenizer)
+    set_template_options(tokenizer, chat_template_kwargs or {})
     return tokenizer
 
 
-def check_template(path: str, tokenizer) -> None:
-    """Raise ValueError for a chat template with a syntax error. What it makes of messages is not
-    checked: it may refuse some."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-    except TemplateSyntaxError as error:
-        reason = f"line {error.lineno}, {error.message}"
-        raise ValueError(
-            f"target.path={path}: the chat template is damaged ({reason}): {DOWNLOAD_AGAIN}"
-        ) from error
-    except Exception:  # of any kind: templates raise what they like
-        return
-
-
-def tell_template(tokenizer, told: Mapping[str, object]) -> None:
-    """Write settings of a chat template, such as {"enable_thinking": False}, into the tokenizer's
-    template, in place: everybody who uses the tokenizer asks the model so, unless told otherwise.
-    Raises ValueError for a name that the template does not read."""
-    template = tokenizer.chat_template
-    words = set(re.findall(r"\w+", str(template or "")))
-    for name in told:
-        if name not in words:
-            raise ValueError(
-                f"target.chat_template_kwargs.{name}: this model's chat template has no such option"
-            )
-    if told:
-        values = {
-            name: "none" if value is None else json.dumps(value) for name, value in told.items()
-        }
-        settings = "".join(
-            f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}"
-            for name, value in values.items()
-        )
-        several = type(template) is dict
-        tokenizer.chat_template = (
-            {n: settings + t for n, t in template.items()} if several else settings + template
-        )
-
-
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load a target's config.json alone. Raises FileNotFoundError, naming what could not be found,
-    and ValueError for a damaged file and for sizes that no model has."""
+    """Load a target's config.json. Raises FileNotFoundError, naming what is missing, and ValueError
+    for a damaged file and for sizes that no model can have."""
     source = resolve_path(path)
     if Path(source).is_dir():
-        check_layer_count(path, read_small_json(path, Path(source) / "config.json"))
+        check_layer_count(path, read_json_object(path, Path(source) / "config.json"))
     with explain_load_errors(path):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         check_config(path, config)
@@ -181,7 +158,7 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 
 
 def load_generation_config(path: str) -> GenerationConfig | None:
-    """Load a target's generation_config.json alone; None where there is none."""
+    """Load a target's generation_config.json; return None if it has none."""
     try:
         return GenerationConfig.from_pretrained(resolve_path(path))
     except OSError:
@@ -189,15 +166,18 @@ def load_generation_config(path: str) -> GenerationConfig | None:
 
 
 @contextmanager
-def explain_load_errors(path: str, failure: str = FAILURE) -> Iterator[None]:
-    """Turn whatever transformers raises while it reads a model into one sentence with the remedy:
-    FileNotFoundError for what is not there, else ValueError, with `failure` before the reason.
-    Errors of memory pass unchanged, and so do those that name the target."""
+def explain_load_errors(path: str, failure: str = LOAD_FAILURE) -> Generator[None]:
+    """Convert any exception that transformers raises while it reads a model to one sentence with a
+    remedy.
+
+    Raises FileNotFoundError for missing files, else ValueError with `failure` before the reason.
+    Out-of-memory errors are not converted, nor are errors whose message already names the target.
+    """
     folder = Path(resolve_path(path))
     if folder.is_file():
         raise ValueError(f"target.path={path} is a file: give the model's folder, or a GGUF file")
     try:
-        with hold_warnings():
+        with delay_warnings():
             yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -206,109 +186,34 @@ def explain_load_errors(path: str, failure: str = FAILURE) -> Iterator[None]:
             raise
         if not folder.is_dir() and isinstance(error, (OSError, ValueError)):
             raise FileNotFoundError(
-                f"target.path={path}: found neither as a local folder nor on the model hub from here. "
-                "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+                f"target.path={path}: found neither as a local folder nor on the model hub. "
+                "Download the model once on a machine with network access, then give its folder: "
+                "target.path=/path/to/folder"
             ) from error
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(
                 f"target.path={path}: there is no config.json in that folder"
             ) from error
-        if folder.is_dir() and (damage := find_bad_json(folder)) is not None:
-            raise ValueError(f"target.path={path}: {damage}: {DOWNLOAD_AGAIN}") from error
-        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
-        raise kind(f"target.path={path}: {failure}: {one_line(error)}") from error
+        damage = find_damaged_json(folder) if folder.is_dir() else None
+        if damage is not None:
+            raise ValueError(f"target.path={path}: {damage}: {DOWNLOAD_AGAIN_HINT}") from error
+        error_class = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise error_class(f"target.path={path}: {failure}: {format_error(error)}") from error
 
 
-def fill_weights(
-    path: str, model: nn.Module, layers: Iterable[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Load embedding, head, last norm and some decoder layers of a model on the meta device from
-    the safetensors files at `path`. Layers that are not stored under their own names (experts one
-    by one) are left out. Raises ValueError where embedding, head or norm are not, and for tensors
-    that are missing, of another shape or not finite."""
-    body = decoder_of(model)
-    embedding = model.get_input_embeddings()
-    if not hasattr(body, "norm"):
-        raise ValueError(
-            f"target.path={path}: the target's last norm has another name: train without features="
-        )
-    modules = {
-        "embedding": embedding,
-        "last norm": body.norm,
-        "head": model.get_output_embeddings(),
-    }
-    if model.config.get_text_config().tie_word_embeddings:
-        del modules["head"]
-    files = checkpoint_files(path, Path(model_folder(path)))
-    shapes = read_shapes(path, files)
-    check_layer_numbers(path, model, shapes)
-    model_names = model.state_dict().keys()  # with buffers, which are not loaded here
-    wanted = {}
-    for part, module in modules.items():
-        expected = named_shapes(model, module)
-        missing = [name for name in expected if name not in shapes]
-        if missing:
-            raise ValueError(
-                f"target.path={path}: the target's {part} ({missing[0]}) is not stored under its own name: "
-                f"{DOWNLOAD_AGAIN}, or train without features="
-            )
-        wanted |= expected
-    for i in layers:
-        expected = named_shapes(model, body.layers[i])
-        prefix = os.path.commonprefix([*expected])
-        missing = [name for name in expected if name not in shapes]
-        others = [name for name in shapes if name.startswith(prefix) and name not in model_names]
-        if missing and others:  # stored under other names
-            continue
-        check_tensors(path, model, missing, (), others)
-        wanted |= expected
-    mismatched = [
-        (name, shapes[name], shape) for name, shape in wanted.items() if shapes[name] != shape
-    ]
-    check_tensors(path, model, (), mismatched, ())
-    stored = {
-        name: tensor for file in files for name, tensor in load_file(file).items()
-    }  # mapped, not read
-    weights = {name: stored[name].to(device, dtype, copy=True) for name in wanted}
-    check_finite(f"target.path={path}", weights.items())
-    model.load_state_dict(weights, strict=False, assign=True)
-    if scale := vars(embedding).get(
-        "scalar_embed_scale"
-    ):  # Gemma's, in a buffer that no file holds
-        embedding.embed_scale = torch.tensor(scale, device=device)
-    model.tie_weights()
-
-
-def check_layer_numbers(path: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError where the files hold decoder layers that the model does not have."""
-    layers = decoder_of(model).layers
-    prefix = next(name for name, module in model.named_modules() if module is layers)
-    number = re.compile(re.escape(prefix) + r"\.(\d+)\.")
-    matches = filter(None, map(number.match, shapes))
-    check_tensors(
-        path, model, (), (), [match.string for match in matches if int(match[1]) >= len(layers)]
-    )
-
-
-def named_shapes(model: nn.Module, module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's parameters by their names in the model."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(parameter)]: tuple(parameter.shape) for parameter in module.parameters()}
-
-
-def model_folder(path: str) -> str:
-    """Return a model's folder on this machine; its safetensors files are downloaded where they are
-    missing."""
+def download_model_folder(path: str) -> str:
+    """Return a model's local folder. The safetensors files of a model on the hub are downloaded if
+    they are missing."""
     source = resolve_path(path)
     if Path(source).is_dir():
         return source
     with explain_load_errors(path):
-        return snapshot_download(source, allow_patterns=["*.safetensors", INDEX])
+        return snapshot_download(source, allow_patterns=["*.safetensors", WEIGHTS_INDEX_FILE])
 
 
-def weight_files(path: str) -> list[Path]:
-    """Return a model's safetensors files on this machine."""
-    return sorted(Path(model_folder(path)).glob("*.safetensors"))
+def list_weight_files(path: str) -> list[Path]:
+    """Return a model's local safetensors files, after downloading them if they are missing."""
+    return sorted(Path(download_model_folder(path)).glob("*.safetensors"))
 
 
 def load_target(
@@ -320,132 +225,170 @@ def load_target(
     chat_template_kwargs: Mapping[str, object] | None = None,
     quantization: str = "none",
 ) -> Target:
-    """Load a target from a local folder or the hub; "embedded" is the repository's own. With
-    `only_layers`, just these decoder layers, embedding, last norm and head get memory: nothing can
-    be run through it then, and they are not quantised.
-    `chat_template_kwargs`: see `tell_template`; `quantization`: none or int8 (`infer.int8_cpu`).
+    """Load a target from a local folder or the hub; "embedded" is the target in this repository.
 
-    Raises FileNotFoundError, naming what could not be found and how to give a local path;
-    ValueError for damaged files, for weights that do not fit config.json or are not finite, and for
-    quantised weights that this machine cannot run; OSError where a folder of the cache cannot be
-    written.
+    dtype, device: see `resolve_dtype` and `resolve_device`.
+    trust_remote_code: run code that comes with the model.
+    only_layers: load only these decoder layers, embedding, last norm and head. The model cannot be
+        run then, and its weights are not quantised.
+    chat_template_kwargs: see `set_template_options`.
+    quantization: none, or int8 (`infer.int8_cpu`).
+
+    Raises FileNotFoundError, naming what is missing and how to give a local path; ValueError for
+    damaged files, for weights that do not match config.json or are not finite, and for quantised
+    weights that this machine cannot run; OSError if a folder of the cache cannot be written.
     """
     logging.disable_progress_bar()
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if quantization == "int8" and only_layers is None:
-        if place.type != "cpu":
+        if torch_device.type != "cpu":
             raise ValueError(
-                f"target.quantization=int8 is for the CPU, not for {place}: use target.device=cpu"
+                f"target.quantization=int8 is for the CPU, not for {torch_device}: "
+                "use target.device=cpu"
             )
-        return int8_package().load_int8_target(path, trust_remote_code, chat_template_kwargs)
-    options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+        package = load_int8_package()
+        return package.load_int8_target(path, trust_remote_code, chat_template_kwargs)
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    options: dict[str, Any] = {"dtype": torch_dtype, "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code)
     refuse_unsupported(config)
     tokenizer = load_tokenizer(path, trust_remote_code, chat_template_kwargs)
-    quantised = setting(config, "quantization_config") is not None
-    folder = Path(resolve_path(path))
-    shapes = read_folder(path, folder) if folder.is_dir() else {}
-    if shapes and config.get_text_config().num_hidden_layers > len(shapes):
-        raise ValueError(
-            f"target.path={path}: config.json has num_hidden_layers={config.get_text_config().num_hidden_layers}, more "
-            f"than the {len(shapes)} tensors of the weight files allow: {DOWNLOAD_AGAIN}"
-        )
+    is_quantized = get_setting(config, "quantization_config") is not None
+    shapes = read_local_shapes(path, config)
     with explain_load_errors(path):
-        model = without_memory(config, **options)
-    refuse_unfit(model)
-    if only_layers is not None:  # quantised ones are not stored as the numbers that they stand for
-        fill_weights(path, model, () if quantised else only_layers, options["dtype"], place)
+        model = build_meta_model(config, **options)
+    refuse_unsupported_modules(model)
+    if only_layers is not None:
+        # quantised layers are not stored as the values that they stand for
+        layers = () if is_quantized else only_layers
+        files = find_checkpoint_files(path, Path(download_model_folder(path)))
+        load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
         return Target(model, tokenizer, name=path)
-    if shapes and not quantised:
-        check_size(path, model, shapes)
+    if shapes and not is_quantized:
+        check_model_size(path, model, shapes)
     options["attn_implementation"] = model.config.get_text_config()._attn_implementation
-    with doing(f"loading {path}"):
-        model = load_model(path, place, config, options)
+    with report_activity(f"loading {path}"):
+        model = load_model(path, torch_device, config, options)
     target = Target(model, tokenizer, path)
-    if quantised and not target.quantised:
-        target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
+    if is_quantized and not target.is_int8:
+        # one forward pass, so that kernels that cannot run here are reported now
+        target.cache_shapes  # noqa: B018
     return target
 
 
-def int8_package() -> ModuleType:
-    """Return `infer.int8_cpu.loading`, which loads targets and rounds drafters. Raises ValueError
-    where the optional package is missing."""
-    require_installed(INT8_PACKAGE, "quantization=int8")
-    return import_module(INT8_PACKAGE)
+def load_int8_package() -> Any:
+    """Return the module `infer.int8_cpu.loading`. Raises ValueError if this optional package is not
+    installed."""
+    require_installed(INT8_LOADING_MODULE, "quantization=int8")
+    return import_module(INT8_LOADING_MODULE)
 
 
-def read_folder(path: str, folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a model's folder, {} where they are not in safetensors
-    files. Raises ValueError for damaged files, and FileNotFoundError for missing ones."""
+def read_weight_shapes(path: str, folder: Path) -> dict[str, Shape]:
+    """Return the shapes of the tensors in a model's folder; {} if they are not in safetensors
+    files. Raises ValueError for damaged files, also of generation_config.json, and
+    FileNotFoundError for missing files."""
     check_generation_config(path, folder)
-    return read_shapes(path, checkpoint_files(path, folder))
+    return read_tensor_shapes(path, find_checkpoint_files(path, folder))
 
 
-def open_target(place: TargetConfig, only_layers: Iterable[int] | None = None) -> Target:
-    """Load the target that the options name, with `load_target`."""
-    known = place.chat_template_kwargs, place.quantization
+def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
+    """Return `read_weight_shapes` of a model in a local folder; {} for a model on the hub. Raises
+    ValueError also if config.json has more layers than the weight files have tensors."""
+    folder = Path(resolve_path(path))
+    shapes = read_weight_shapes(path, folder) if folder.is_dir() else {}
+    num_layers = config.get_text_config().num_hidden_layers
+    if shapes and num_layers > len(shapes):
+        raise ValueError(
+            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the "
+            f"{len(shapes)} tensors of the weight files allow: {DOWNLOAD_AGAIN_HINT}"
+        )
+    return shapes
+
+
+def load_configured_target(
+    config: TargetConfig, only_layers: Iterable[int] | None = None
+) -> Target:
+    """Load the target that options describe, as `load_target` does."""
     return load_target(
-        place.path, place.dtype, place.device, place.trust_remote_code, only_layers, *known
+        config.path,
+        config.dtype,
+        config.device,
+        config.trust_remote_code,
+        only_layers,
+        config.chat_template_kwargs,
+        config.quantization,
     )
 
 
-def spread(target: Target, device: torch.device) -> None:
-    """Spread the layers over the processes of the group, each on its `device`: a pass gathers them
-    one after the other and needs all processes (FSDP without gradients, like ZeRO stage 3).
-    Embedding, norm and head are whole in every process."""
+def shard_target(target: Target, device: torch.device) -> None:
+    """Shard the decoder layers over the processes of the default group, each on its `device`.
+
+    A pass gathers one layer after the other and needs all processes (FSDP without gradients, like
+    ZeRO stage 3). Embedding, norm and head are replicated.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    target.spread = True
-    body = target.body
+    target.is_sharded = True
+    decoder = target.decoder
+    layers = get_decoder_layers(decoder)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in body.layers:
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
-    inside = {parameter for layer in body.layers for parameter in layer.parameters()}
-    rest = {parameter for parameter in body.parameters() if parameter not in inside}
-    fully_shard(body, mesh=mesh, ignored_params=rest)
-    for parameter in {*rest, target.head_weight}:
+    layer_parameters = {parameter for layer in layers for parameter in layer.parameters()}
+    replicated = {
+        parameter for parameter in decoder.parameters() if parameter not in layer_parameters
+    }
+    fully_shard(decoder, mesh=mesh, ignored_params=replicated)
+    for parameter in {*replicated, target.head_weight}:
         parameter.data = parameter.data.to(device)
     for buffer in target.model.buffers():
         buffer.data = buffer.data.to(device)
 
 
 def load_model(
-    path: str, place: torch.device, config: PretrainedConfig, options: dict
-) -> nn.Module:
-    """Load a model whole onto the device; quantised weights as their method wants them, which no
-    `.to` may follow. Raises ValueError as `load_checked`."""
-    quantization = setting(config, "quantization_config")
+    path: str, device: torch.device, config: PretrainedConfig, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Load a whole model onto a device. Quantised weights are placed by their own method, since
+    they cannot be moved. Raises ValueError as `load_and_check_model`."""
+    quantization = get_setting(config, "quantization_config")
     if quantization is None:
-        return load_checked(path, options).to(place)
-    if quantization["quant_method"] == INT8_METHOD:
-        int8_package()  # it has transformers know the method
-        return load_checked(path, options)
-    options = options | {"device_map": {"": place}}
-    return load_checked(path, options, "quantised weights do not run on this machine")
+        return load_and_check_model(path, options).to(cast(Any, device))
+    if quantization["quant_method"] == INT8_QUANT_METHOD:
+        load_int8_package()  # which registers the method with transformers
+        return load_and_check_model(path, options)
+    options = options | {"device_map": {"": device}}
+    return load_and_check_model(path, options, "quantised weights do not run on this machine")
 
 
-def load_checked(path: str, options: dict, failure: str = FAILURE) -> nn.Module:
-    """Load a causal language model with transformers. Raises ValueError, which begins with
-    `failure`, for what transformers cannot load, and for tensors that are missing, of another
-    shape, unexpected or not finite, which it takes or fills with random numbers."""
-    report = {
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-    }  # it is refused below, by name
+def load_and_check_model(
+    path: str, options: dict[str, Any], failure: str = LOAD_FAILURE
+) -> PreTrainedModel:
+    """Load a causal language model with transformers.
+
+    Raises ValueError, beginning with `failure`, for what transformers cannot load, and ValueError
+    for tensors that are missing, of another shape, unexpected or not finite, which transformers
+    accepts or replaces by random numbers.
+    """
+    # mismatched sizes are reported by name below
+    report: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with explain_load_errors(path, failure):
-        model, info = AutoModelForCausalLM.from_pretrained(resolve_path(path), **report, **options)
+        source = resolve_path(path)
+        result: Any = AutoModelForCausalLM.from_pretrained(source, **report, **options)
+        model, info = result
         check_loading_info(path, model, info)
     check_finite(f"target.path={path}", [*model.named_parameters(), *model.named_buffers()])
     return model
 
 
-def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:
-    """Build a model on the meta device: weights have shapes only. Its attention is SDPA, or Hugging
-    Face's own ("eager") where SDPA does not support the model: soft-capped scores (Gemma 2),
-    attention sinks (gpt-oss)."""
+def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build a model on the meta device, whose weights have shapes only.
+
+    Its attention implementation is SDPA, or "eager" if the model does not support SDPA: soft-capped
+    scores (Gemma 2), attention sinks (gpt-oss).
+    """
     with torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
-        except ValueError:  # this model's class has no SDPA
+        except ValueError:  # the model's class does not support SDPA
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

@@ -1,228 +1,269 @@
-"""Properties of a target that its config.json decides: its layers' attention windows, its logits'
-scale, and whether draft trees can be verified through it.
+"""Properties of a target that its config.json decides: attention windows of its layers, scale of
+its logits, and whether draft trees can be verified through it.
 
-All of it is known before weights are loaded. docs/targets.md lists the families.
+All of this is known before weights are loaded. docs/targets.md lists the model families.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch import nn
 
-from infer.targets.recurrent import unknown_recurrence
+from infer.targets.recurrent_modules import find_unsupported_recurrence
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-CHUNKED = "chunked_attention"  # a query sees its own chunk of positions alone (Llama 4)
-LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    CHUNKED,
-}  # kinds whose attention is a mask over all cached positions
-STATEFUL = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state
-STATES = (
-    "mamba_",
-    "ssm_",
-    "lru_",
-    "linear_key_head_dim",
-    "conv_L_cache",
-)  # names of such layers' sizes, by prefix
-# models whose states follow trees (infer/targets/recurrent.py)
-FOLLOWED = {
+# A query attends only to the positions of its own chunk (Llama 4).
+CHUNKED_ATTENTION = "chunked_attention"
+# values of `layer_types` for layers whose attention is a mask over all cached positions
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION}
+# values of `layer_types` for layers that keep a state
+RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
+# prefixes of config.json keys that only models with recurrent layers have
+RECURRENT_CONFIG_PREFIXES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")
+# models whose recurrent layers can be run over draft trees (infer/targets/recurrent.py)
+SUPPORTED_RECURRENT_MODELS = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
     *("kimi_linear", "bailing_hybrid"),  # KDA
     *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # Mamba-2
     *("lfm2", "lfm2_moe", "lfm3"),  # short convolutions
 }
-# Config keys of features that our cache, masks or head do not support, and what they mean.
-FOREIGN = {
-    "cross_attention_layers": "layers that look at images",
-    "use_bidirectional_attention": "layers that look ahead",
-    "output_logit_soft_cap": "logits scaled in a way of its own",
-    "depth_decoder_config": "a second decoder, of sounds",
+# config.json keys of features that our cache, masks or head do not support -> what they mean
+UNSUPPORTED_CONFIG_KEYS = {
+    "cross_attention_layers": "layers that attend to images",
+    "use_bidirectional_attention": "layers that attend to later positions",
+    "output_logit_soft_cap": "a scale of the logits that is not supported",
+    "depth_decoder_config": "a second decoder for audio",
 }
 
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then
-    soft-capped (Gemma)."""
+    """The scale that is applied to the head's outputs (..., V): division (Cohere, Granite,
+    Falcon-H1), then a soft cap (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
 
-    def __call__(self, products: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the products; the products themselves where there is no scale."""
+    def __call__(self, raw_logits: torch.Tensor) -> torch.Tensor:
+        """Return the scaled logits; the input itself if there is no scale."""
         if self.divisor != 1:
-            products = products / self.divisor
-        return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the logits with respect to the products, at these logits; None
-        where it is 1."""
+            raw_logits = raw_logits / self.divisor
         if self.cap is None:
-            return None if self.divisor == 1 else 1 / self.divisor
-        return (1 - (logits / self.cap).square()) / self.divisor
+            return raw_logits
+        return torch.tanh(raw_logits / self.cap) * self.cap
+
+    def derivative(self, logits: torch.Tensor) -> torch.Tensor | float | None:
+        """Return the derivative of the scaled logits with respect to the head's outputs, given the
+        scaled logits; None if it is 1."""
+        if self.cap is not None:
+            return (1 - (logits / self.cap).square()) / self.divisor
+        if self.divisor == 1:
+            return None
+        return 1 / self.divisor
 
 
-PLAIN = LogitScale()
+IDENTITY_LOGIT_SCALE = LogitScale()
 
 
-def setting(config: "PretrainedConfig", *names: str) -> object | None:
-    """Return what a config.json says under the first of the names that it has; None for 0, false
-    and nothing too."""
-    return next((value for name in names if (value := getattr(config, name, None))), None)
+def get_setting(config: "PretrainedConfig", *names: str) -> Any:
+    """Return the value of the first of the attributes `names` that a config has and that is true in
+    a condition; None if there is none. 0, false and empty values count as missing."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return value
+    return None
 
 
-def logit_scale(config: "PretrainedConfig") -> LogitScale:
+def get_logit_scale(config: "PretrainedConfig") -> LogitScale:
     """Return the scale of a target's logits."""
-    factor = setting(config, "logit_scale", "lm_head_multiplier") or 1
-    divisor = setting(config, "logits_scaling") or 1 / factor
-    return LogitScale(float(divisor), setting(config, "final_logit_softcapping"))
+    factor = get_setting(config, "logit_scale", "lm_head_multiplier") or 1
+    divisor = get_setting(config, "logits_scaling") or 1 / factor
+    return LogitScale(float(divisor), get_setting(config, "final_logit_softcapping"))
 
 
-def windows(config: "PretrainedConfig") -> dict[str, int | None]:
-    """Return the attention window, or chunk, of each kind of the target's layers: positions, the
-    query's own included; None: all before it.
+def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
+    """Return the sliding window, or attention chunk, of each layer type of a target, in positions
+    with the query's own included; None: all earlier positions.
 
-    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3)
-    takes a single mask, with a window if its config has one.
+    A model with `layer_types` takes one mask per type. A model whose class has no layer types
+    (Mistral, Phi-3) takes a single mask, here under the key "all".
     """
-    width = setting(config, "sliding_window")
-    if config.model_type in FOLLOWED:
-        kinds = {"full_attention", *(setting(config, "layer_types") or [])} & LAYERS
-        return {kind: width if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    known = dir(type(config))
-    if "layer_types" not in known or not config.layer_types:
-        return {"all": width if "sliding_window" in known else None}
-    widths = {"sliding_attention": width, CHUNKED: setting(config, "attention_chunk_size")}
-    return {kind: widths.get(kind) for kind in sorted(set(config.layer_types))}
+    window = get_setting(config, "sliding_window")
+    layer_types = get_setting(config, "layer_types") or []
+    if config.model_type in SUPPORTED_RECURRENT_MODELS:
+        types = {"full_attention", *layer_types} & ATTENTION_LAYER_TYPES
+        windows = dict.fromkeys(sorted(types))
+        if "sliding_attention" in windows:
+            windows["sliding_attention"] = window
+        return windows
+    class_attributes = dir(type(config))
+    if "layer_types" not in class_attributes or not config.layer_types:
+        return {"all": window if "sliding_window" in class_attributes else None}
+    windows_by_type = {
+        "sliding_attention": window,
+        CHUNKED_ATTENTION: get_setting(config, "attention_chunk_size"),
+    }
+    types = sorted(set(config.layer_types))
+    return {layer_type: windows_by_type.get(layer_type) for layer_type in types}
 
 
-def attention_layers(config: "PretrainedConfig") -> list[int]:
-    """Return the numbers of the layers that attend: all but those with a state."""
-    kinds = setting(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
-    return [i for i, kind in enumerate(kinds) if kind not in STATEFUL]
+def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
+    """Return the indices of the attention layers: all layers that keep no recurrent state."""
+    default_types = ["full_attention"] * config.num_hidden_layers
+    layer_types = get_setting(config, "layer_types") or default_types
+    return [
+        layer
+        for layer, layer_type in enumerate(layer_types)
+        if layer_type not in RECURRENT_LAYER_TYPES
+    ]
 
 
-def norm_eps(config: "PretrainedConfig") -> float:
-    """Return the epsilon of the target's norms, whatever its family calls it."""
+def get_norm_eps(config: "PretrainedConfig") -> float:
+    """Return the epsilon of the target's norms, under any of the names that model families use."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
-    return setting(config, *names) or 1e-6
+    return get_setting(config, *names) or 1e-6
 
 
-def rope(config: "PretrainedConfig") -> dict:
-    """Return the rotary parameters; of the full-attention layers, where each kind has its own
-    (Gemma 3)."""
-    parameters = setting(config, "rope_parameters") or {}
+def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return the rotary parameters; those of the full-attention layers, if layer types have their
+    own (Gemma 3)."""
+    parameters = get_setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
-def longest(config: "PretrainedConfig") -> int | None:
-    """Return the longest text whose rotary angles do not depend on its length, nor its queries'
-    scales on their place (Llama 4: transformers takes the place in the cache for the position);
-    None: they never do."""
-    if setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
+def get_max_supported_length(config: "PretrainedConfig") -> int | None:
+    """Return the largest sequence length up to which rotary angles and query scales are the same
+    for every length; None if they never depend on it.
+
+    Angles depend on the length under the rope types longrope and dynamic. Llama 4 scales queries by
+    position, for which transformers takes the index in the cache.
+    """
+    if get_setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
-    parameters = rope(config)
+    parameters = get_rope_parameters(config)
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
         return None
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
-def refuse_longer(config: "PretrainedConfig", length: int, remedy: str) -> None:
-    """Raise ValueError where positions up to `length` change a target's rotary angles or scales."""
-    most = longest(config)
-    if most is not None and length > most:
+def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str) -> None:
+    """Raise ValueError, ending with `remedy`, if sequences of `length` positions change a target's
+    rotary angles or query scales."""
+    max_length = get_max_supported_length(config)
+    if max_length is not None and length > max_length:
         raise ValueError(
-            f"this target's rotary angles or scales change beyond {most} positions, {length} are asked for: {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or query scales "
+            f"change beyond {max_length} positions: {remedy}"
         )
 
 
-def mlp_size(config: "PretrainedConfig") -> int:
-    """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a
-    mixture of experts may not), else three times the hidden size."""
-    size = setting(config, "intermediate_size")
+def get_mlp_size(config: "PretrainedConfig") -> int:
+    """Return the inner size for a drafter's MLP: that of the target's MLP, if all its layers have
+    the same (a mixture of experts may not), else three times the hidden size."""
+    size = get_setting(config, "intermediate_size")
     return size if type(size) is int else 3 * config.hidden_size
 
 
-def first_layer(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the configuration of the first layer, where a model's layers have sizes of their own
-    (Gemma 4)."""
-    return config.per_layer_config[0] if setting(config, "is_heterogeneous") else config
+def get_first_layer_config(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Return the configuration of the first layer, if layers have different sizes (Gemma 4), else
+    the configuration itself."""
+    if get_setting(config, "is_heterogeneous"):
+        return config.per_layer_config[0]
+    return config
 
 
-def head_size(config: "PretrainedConfig") -> int:
-    """Return E, the head size (of the first layer), from a model's config.json."""
-    config = first_layer(config)
-    return setting(config, "head_dim") or config.hidden_size // config.num_attention_heads
+def get_head_size(config: "PretrainedConfig") -> int:
+    """Return the head size of the first layer."""
+    layer_config = get_first_layer_config(config)
+    head_size = get_setting(layer_config, "head_dim")
+    return head_size or layer_config.hidden_size // layer_config.num_attention_heads
 
 
-def key_heads(config: "PretrainedConfig") -> int:
-    """Return H, the number of key/value heads (of the first layer), from a model's config.json."""
-    config = first_layer(config)
-    return setting(config, "num_key_value_heads") or config.num_attention_heads
+def get_num_key_heads(config: "PretrainedConfig") -> int:
+    """Return the number of key/value heads of the first layer."""
+    layer_config = get_first_layer_config(config)
+    return get_setting(layer_config, "num_key_value_heads") or layer_config.num_attention_heads
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
-    """Raise ValueError, from config.json alone, for targets that draft trees cannot be verified
-    through."""
+    """Raise ValueError, from config.json alone, if draft trees cannot be verified through a
+    target."""
 
-    def refuse(what: str) -> None:
+    def refuse(feature: str) -> NoReturn:
         raise ValueError(
-            f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it"
-        )
-
-    if setting(config, "is_encoder_decoder"):
-        refuse("an encoder beside its decoder")
-    if setting(config, "masked_diffusion"):
-        refuse("no order from left to right (masked_diffusion: such models draft for themselves)")
-    text = config.get_text_config()
-    names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
-    kinds = set(setting(text, "layer_types") or [])
-    followed = text.model_type in FOLLOWED
-    if not followed and (kinds & {*STATEFUL} or any(name.startswith(STATES) for name in names)):
-        refuse("recurrent layers of another form than those that follow trees here")
-    if not followed and kinds - LAYERS:
-        refuse(f"layers of another kind ({', '.join(sorted(kinds - LAYERS))})")
-    if setting(text, "alibi") or not (followed or names & {"rope_parameters", "rope_theta"}):
-        refuse("no rotary positions (ALiBi or learned ones, or no attention)")
-    try:
-        head_size(text), key_heads(text)
-    except AttributeError:
-        refuse("no attention heads")
-    for name in sorted(names & FOREIGN.keys()):
-        refuse(f"{FOREIGN[name]} ({name})")
-
-
-def decoder_of(model: "nn.Module") -> "nn.Module":
-    """Return the decoder of a causal language model, embedding to last norm."""
-    body = model.get_decoder()
-    return getattr(body, "model", body) if body is model else body  # Llama 4 does not find its own
-
-
-def refuse_unfit(model: "nn.Module") -> None:
-    """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
-    config = model.config.get_text_config()
-    body = decoder_of(model)
-    head = model.get_output_embeddings()
-    if len(dict(body.named_children()).get("layers", ())) != config.num_hidden_layers:
-        raise ValueError(
-            f"this target ({config.model_type}) has no list of decoder layers that can be listened to"
-        )
-    if (unknown := unknown_recurrence(body)) is not None:
-        raise ValueError(
-            f"this target ({config.model_type}) has recurrent layers of another form ({unknown}): "
+            f"this target ({config.model_type}) has {feature}: "
             "draft trees cannot be verified through it"
         )
+
+    if get_setting(config, "is_encoder_decoder"):
+        refuse("an encoder besides its decoder")
+    if get_setting(config, "masked_diffusion"):
+        refuse("no left-to-right order (masked_diffusion): such models draft for themselves")
+    text_config = config.get_text_config()
+    values = text_config.to_dict()
+    names = {name for name, value in values.items() if value not in (None, False, 0, [])}
+    layer_types = set(get_setting(text_config, "layer_types") or [])
+    if text_config.model_type not in SUPPORTED_RECURRENT_MODELS:
+        has_recurrent_type = bool(layer_types & {*RECURRENT_LAYER_TYPES})
+        if has_recurrent_type or any(name.startswith(RECURRENT_CONFIG_PREFIXES) for name in names):
+            refuse("recurrent layers of an unsupported form")
+        unknown_types = layer_types - ATTENTION_LAYER_TYPES
+        if unknown_types:
+            refuse(f"layers of unsupported types ({', '.join(sorted(unknown_types))})")
+        if not names & {"rope_parameters", "rope_theta"}:
+            refuse("no rotary positions (but ALiBi, learned positions or no attention)")
+    if get_setting(text_config, "alibi"):
+        refuse("no rotary positions (but ALiBi)")
+    try:
+        get_head_size(text_config)
+        get_num_key_heads(text_config)
+    except AttributeError:
+        refuse("no attention heads")
+    for name in sorted(names & UNSUPPORTED_CONFIG_KEYS.keys()):
+        refuse(f"{UNSUPPORTED_CONFIG_KEYS[name]} ({name})")
+
+
+def find_decoder(model: "PreTrainedModel") -> nn.Module:
+    """Return the decoder of a causal language model, from embedding to last norm."""
+    decoder = model.get_decoder()
+    if decoder is model:  # Llama 4's `get_decoder` does not find its decoder
+        decoder = getattr(model, "model", model)
+    return cast(nn.Module, decoder)
+
+
+def get_decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers of a decoder."""
+    return cast(nn.ModuleList, decoder.layers)
+
+
+def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
+    """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
+    config = model.config.get_text_config()
+    decoder = find_decoder(model)
+    layers = dict(decoder.named_children()).get("layers")
+    num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
+    if num_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"this target ({config.model_type}) has no list of decoder layers to take features from"
+        )
+    class_name = find_unsupported_recurrence(decoder)
+    if class_name is not None:
+        raise ValueError(
+            f"this target ({config.model_type}) has recurrent layers of an unsupported form "
+            f"({class_name}): draft trees cannot be verified through it"
+        )
+    head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no plain head without bias: not supported"
+            f"this target ({config.model_type}) has no language model head without bias, "
+            "which is the only supported head"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention {config._attn_implementation} takes no masks of trees: "
+            f"attention {config._attn_implementation} does not support the masks of draft trees: "
             "load the target with attn_implementation='eager' or 'sdpa'"
         )

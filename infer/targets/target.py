@@ -1,8 +1,8 @@
-"""The target: any Hugging Face causal language model, frozen, tapped and verified through one
-wrapper.
+"""The target: any Hugging Face causal language model, frozen, behind one wrapper that extracts
+features and verifies draft trees.
 
-B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V
-vocabulary.
+B batch rows, Q new positions, T packed length, M tree nodes, F feature layers, D hidden size, V
+vocabulary size.
 """
 
 import hashlib
@@ -11,69 +11,93 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import Mask, additive, packed_mask, tree_mask
-from infer.kernels.table import Kernels, kernels_for
-from infer.targets.ends import end_tokens
-from infer.targets.layers import UnknownLayer, close, lean_decoder
-from infer.targets.lean import LeanDecoder
-from infer.targets.recurrent import Lineage, PackedWindow, Shapes, States, follow_trees
-from infer.targets.support import (
-    CHUNKED,
-    STATEFUL,
-    decoder_of,
-    key_heads,
-    logit_scale,
-    longest,
-    refuse_longer,
-    refuse_unfit,
-    refuse_unsupported,
-    setting,
-    windows,
+from infer.attention.kv_cache import CacheView, KVCache
+from infer.attention.masks import AttentionMask, build_packed_mask, to_additive_mask
+from infer.kernels.table import Kernels, select_kernels
+from infer.targets.end_tokens import find_eos_token_ids
+from infer.targets.kernel_decoder import KernelDecoder
+from infer.targets.layer_masks import (
+    build_causal_mask,
+    build_masks_by_layer_type,
+    build_tree_masks,
 )
-from infer.targets.watch import Watch
+from infer.targets.layers import UnsupportedLayer, build_kernel_decoder, equals_up_to_rounding
+from infer.targets.predecessors import Predecessors
+from infer.targets.recurrent import CacheShapes, PackedCacheView, RecurrentStates
+from infer.targets.recurrent_modules import patch_recurrent_modules
+from infer.targets.support import (
+    RECURRENT_LAYER_TYPES,
+    find_decoder,
+    get_attention_windows,
+    get_decoder_layers,
+    get_logit_scale,
+    get_max_supported_length,
+    get_num_key_heads,
+    get_setting,
+    refuse_longer_sequences,
+    refuse_unsupported,
+    refuse_unsupported_modules,
+)
+from infer.targets.weight_watcher import WeightWatcher
 from infer.trees.tree import DraftTree
 
-NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# a lock for each model: its hooks serve one pass at a time, whatever targets are made of it
-LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# cuDNN's attention spends 40 ms on planning at every new length
+SDPA_BACKENDS_WITHOUT_CUDNN = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# One lock for each model: its hooks serve one pass at a time, even if several targets wrap it.
+MODEL_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 
 
-def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock of a model's passes with hooks."""
-    return LOCKS.setdefault(model, threading.RLock())
+def get_model_lock(model: nn.Module) -> threading.RLock:
+    """Return the lock for passes of a model with hooks."""
+    return MODEL_LOCKS.setdefault(model, threading.RLock())
 
 
 @dataclass(frozen=True)
 class Features:
-    """The outputs of one target pass: the drafter's input and the head's."""
+    """The outputs of one target pass, which the drafter and the language model head read."""
 
-    context: torch.Tensor  # (B, Q, K*D) outputs of the tapped layers, concatenated
-    last: torch.Tensor  # (B, Q, D) final hidden state, after the target's last norm
+    context: torch.Tensor  # (B, Q, F * D), outputs of the feature layers, concatenated
+    last_hidden_states: torch.Tensor  # (B, Q, D), after the target's last norm
 
 
 @contextmanager
-def tapped(
-    layers: nn.ModuleList, wanted: tuple[int, ...], stream: int | None
-) -> Iterator[dict[int, torch.Tensor]]:
-    """Keep the outputs of the `wanted` layers of a pass inside. `stream`: which of several residual
-    streams is the model's own (Gemma 3n); None: there is one."""
-    outputs = {}
+def capture_layer_outputs(
+    layers: nn.ModuleList, layer_ids: tuple[int, ...], residual_stream: int | None
+) -> Generator[dict[int, torch.Tensor]]:
+    """Yield a dictionary to which passes within the block add the outputs of the layers
+    `layer_ids`, by layer id. Ids beyond the last layer are ignored.
 
-    def keep(layer: int, module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
-        output = output[0] if type(output) is tuple else output
-        outputs[layer] = output if stream is None else output[stream]
+    residual_stream: index of the model's main residual stream, if a layer returns several (Gemma
+        3n); None: it returns one.
+    """
+    outputs: dict[int, torch.Tensor] = {}
 
-    hooks = [layers[i].register_forward_hook(partial(keep, i)) for i in wanted if i < len(layers)]
+    def store_output(layer_id: int, module: nn.Module, args: tuple, output: Any) -> None:
+        states = output[0] if type(output) is tuple else output
+        outputs[layer_id] = states if residual_stream is None else states[residual_stream]
+
+    hooks = [
+        layers[layer_id].register_forward_hook(partial(store_output, layer_id))
+        for layer_id in layer_ids
+        if layer_id < len(layers)
+    ]
     try:
         yield outputs
     finally:
@@ -83,368 +107,427 @@ def tapped(
 
 @dataclass
 class Target:
-    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0; the id
-    one past the last layer's means the last layer's output behind the last norm."""
+    """A frozen causal language model. Layer id k stands for the output of decoder layer k, counted
+    from 0; the id after the last layer's stands for its output after the last norm."""
 
-    model: nn.Module
-    tokenizer: object | None = None
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase | None" = None
     name: str = "target"
-    spread: bool = (
-        False  # over processes: a pass takes all of them, so that none may decide by its own clock
-    )
+    # Layers are sharded over processes (`infer.targets.loading.shard_target`). A pass needs all
+    # processes, so that no process may decide by its own clock whether to run one.
+    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         refuse_unsupported(self.model.config)
-        refuse_unfit(self.model)
+        refuse_unsupported_modules(self.model)
         self.config = self.model.config.get_text_config()
-        self.scale, self.windows = logit_scale(self.config), windows(self.config)
-        self.body, self.embedding = decoder_of(self.model), self.model.get_input_embeddings()
-        self.number = numbers(self.embedding)  # tells device and dtype
-        head = self.model.get_output_embeddings()
-        self.vocabulary = len(numbers(head))  # V
-        self.quantised = hasattr(
-            head, "joins"
-        )  # its linear layers are of int8 codes (`infer.int8_cpu.weights`)
-        self.recurrent = follow_trees(self.body)
-        self.watch = Watch(self.model)
-        self.changes = 0
-        self.calibrations = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
-        self._stream = self.config.to_dict().get("altup_active_idx")
+        self.logit_scale = get_logit_scale(self.config)
+        self.attention_windows = get_attention_windows(self.config)
+        self.decoder = find_decoder(self.model)
+        self.embedding = self.model.get_input_embeddings()
+        self.vocab_size = len(first_float_parameter(self.head_module))  # V
+        # whether linear layers have int8 codes (`infer.int8_cpu.modules`)
+        self.is_int8 = hasattr(self.head_module, "can_join")
+        self.has_recurrent_layers = patch_recurrent_modules(self.decoder)
+        self.weight_watcher = WeightWatcher(self.model)
+        self.weight_version = 0  # how many changes of the weights have been detected
+        # drafter -> measured costs of passes (`infer.engine.budget`)
+        self.cost_calibrations = weakref.WeakKeyDictionary()
+        self._reference_parameter = first_float_parameter(self.embedding)
+        self._residual_stream = self.config.to_dict().get("altup_active_idx")
 
     @property
     def device(self) -> torch.device:
-        return self.number.device
+        return self._reference_parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.number.dtype
+        return self._reference_parameter.dtype
 
     @property
     def kernels(self) -> Kernels:
-        """The operations that serve for its weights."""
-        return kernels_for(self.device, torch.int8 if self.quantised else self.dtype)
+        """Return the operations for the device and dtype of its weights."""
+        return select_kernels(self.device, torch.int8 if self.is_int8 else self.dtype)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """Return the language model head."""
+        return cast(nn.Module, self.model.get_output_embeddings())
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """(V, D), shared with the drafter and frozen; of codes what they stand for, made anew."""
-        return self.model.get_output_embeddings().weight
+        """Return the weight of the language model head, (V, D), frozen and shared with the drafter.
+        For int8 weights it is dequantised at every access."""
+        return cast(torch.Tensor, self.head_module.weight)
 
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end an output (`infer.targets.ends`)."""
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the tokens that end an output (`infer.targets.end_tokens`)."""
         configs = (self.model.generation_config, self.model.config, self.config)
-        return end_tokens(configs, self.tokenizer, self.vocabulary)
+        return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """`tokenizer_digest` of the tokenizer; None where there is no tokenizer."""
+        """Return the `tokenizer_digest` of the tokenizer; None if there is no tokenizer."""
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
-    def follow_weights(self) -> int:
-        """Drop all copies of weights if the model's were changed since they were made; return how
-        often that was."""
-        if self.watch.changed():
-            self.__dict__.pop("lean", None)
-            self.changes += 1
-        return self.changes
+    def refresh_weights(self) -> int:
+        """Drop all copies of weights if the model's weights have changed; return `weight_version`,
+        which counts such changes."""
+        if self.weight_watcher.detect_changes():
+            self.__dict__.pop("kernel_decoder", None)
+            self.weight_version += 1
+        return self.weight_version
 
     def graph_references(self) -> list[object]:
-        """Return what a pass reads beside its arguments: the memory of weights and buffers, the
-        lean pass and its tables of angles. A graph holds them, since all of these may be replaced
-        meanwhile."""
-        tables = [] if self.lean is None else [self.lean, *self.lean.angles.values()]
-        return [*tables, *memory_of(self.model)]
+        """Return what a pass reads besides its arguments: memory of weights and buffers, our own
+        decoder and its rotary tables. A CUDA graph must hold references to them, since all of these
+        may be replaced while it exists."""
+        references: list[object] = [*parameter_aliases(self.model)]
+        if self.kernel_decoder is not None:
+            references += [self.kernel_decoder, *self.kernel_decoder.rope_tables.values()]
+        return references
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer, (..., D), for token ids (...,)."""
         embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
-        multiplier = setting(self.config, "embedding_multiplier")
+        multiplier = get_setting(self.config, "embedding_multiplier")
         return embedded * multiplier if multiplier else embedded
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (..., V) of final hidden states (..., D)."""
-        return self.scale(
-            self.model.get_output_embeddings()(hidden.contiguous())
-        )  # one product, not one a row
+        # contiguous, so that it is one matmul instead of one for each row
+        return self.logit_scale(self.head_module(hidden.contiguous()))
 
-    def cache(self, rows: int, capacity: int) -> KVCache:
-        """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a
-        sliding window keep all positions too, at the memory of full attention, so that a row has
-        one length and the window is in the masks alone. Raises ValueError where rotary angles
-        change within the capacity."""
-        refuse_longer(self.config, capacity, "shorten prompts or answers")
-        states = (
-            States.zeros(self.shapes, rows, self.dtype, self.device) if self.recurrent else None
-        )
-        return KVCache(self.shapes.attention, rows, capacity, self.dtype, self.device, states)
+    def allocate_cache(self, num_rows: int, capacity: int) -> KVCache:
+        """Allocate a cache for up to `num_rows` sequences of up to `capacity` positions.
+
+        Layers with a sliding window keep all positions too, so that a row has one length, and only
+        the masks know of windows. Raises ValueError if rotary angles change within the capacity.
+        """
+        refuse_longer_sequences(self.config, capacity, "shorten prompts or outputs")
+        states = None
+        if self.has_recurrent_layers:
+            states = RecurrentStates.allocate(self.cache_shapes, num_rows, self.dtype, self.device)
+        shapes = self.cache_shapes.attention
+        return KVCache(shapes, num_rows, capacity, self.dtype, self.device, states)
 
     @cached_property
     @torch.no_grad()
-    def shapes(self) -> Shapes:
-        """What the layers keep of a text, found by a pass over one token. Raises ValueError where
-        the model does not get through it: kernels of quantised weights that want other sizes,
-        say."""
-        first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        window = PackedWindow(first)
-        try:
-            self.library_pass(
-                first, first, by_kind(self.windows, partial(packed_mask, first, first)), window, ()
-            )
-        except (
+    def cache_shapes(self) -> CacheShapes:
+        """Return what the layers keep of a sequence, from a pass over one token. Raises ValueError
+        if the pass fails, for example because kernels of quantised weights need other sizes."""
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        masks = build_masks_by_layer_type(
+            self.attention_windows, partial(build_packed_mask, zero, zero)
+        )
+        cache_view = PackedCacheView(zero)
+        failures = (
             AssertionError,
             AttributeError,
             ImportError,
             LookupError,
             RuntimeError,
             TypeError,
-        ) as error:
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        )
+        try:
+            self.run_transformers_layers(zero, zero, masks, cache_view, ())
+        except failures as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"this target ({self.config.model_type}) does not run on this machine: {why}"
+                f"this target ({self.config.model_type}) does not run on this machine: {reason}"
             ) from error
-        return window.shapes
+        return cache_view.shapes
 
-    def library_pass(
+    def run_transformers_layers(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        masks: dict[str, Mask],
-        window: Window | None,
-        layers: tuple[int, ...],
+        masks: dict[str, AttentionMask],
+        cache_view: CacheView | PackedCacheView | None,
+        feature_layer_ids: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one pass over ids (B, Q) at absolute positions (B, Q), under the masks of the kinds
-        of layers, through Hugging Face's layers; return the outputs of `layers`, concatenated, and
-        the final hidden states. On CUDA without cuDNN's attention, which plans for 40 ms at every
-        new length."""
-        found = {kind: additive(mask.dense, self.dtype) for kind, mask in masks.items()}
-        found |= dict.fromkeys(STATEFUL) if self.recurrent else {}
-        kernels = sdpa_kernel(NOT_CUDNN) if self.device.type == "cuda" else nullcontext()
+        """Run token ids (B, Q) at absolute positions (B, Q) through Hugging Face's layers.
+
+        masks: by layer type. Returns the outputs of the feature layers, concatenated, (B, Q, F *
+        D), and the last hidden states (B, Q, D).
+        """
+        additive_masks: dict[str, torch.Tensor | None] = {
+            layer_type: to_additive_mask(mask.dense, self.dtype)
+            for layer_type, mask in masks.items()
+        }
+        if self.has_recurrent_layers:
+            additive_masks |= dict.fromkeys(RECURRENT_LAYER_TYPES)
+        attention_mask: Any = additive_masks
+        if len(additive_masks) == 1:
+            attention_mask = next(iter(additive_masks.values()))
+        backend = nullcontext()
+        if self.device.type == "cuda":
+            backend = sdpa_kernel(SDPA_BACKENDS_WITHOUT_CUDNN)
+        layers = get_decoder_layers(self.decoder)
         with (
-            lock_of(self.model),
-            tapped(self.body.layers, layers, self._stream) as outputs,
-            kernels,
+            get_model_lock(self.model),
+            capture_layer_outputs(layers, feature_layer_ids, self._residual_stream) as outputs,
+            backend,
         ):
-            last = self.body(
+            last = self.decoder(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=found if len(found) > 1 else found.popitem()[1],
-                past_key_values=window,
-                use_cache=window is not None,
+                attention_mask=attention_mask,
+                past_key_values=cache_view,
+                use_cache=cache_view is not None,
             ).last_hidden_state
-            outs = [last if layer == len(self.body.layers) else outputs[layer] for layer in layers]
-        return torch.cat(outs, dim=-1) if outs else last[..., :0], last
+            outputs[len(layers)] = last
+            features = [outputs[layer_id] for layer_id in feature_layer_ids]
+        context = torch.cat(features, dim=-1) if features else last[..., :0]
+        return context, last
 
     @torch.no_grad()
-    def packed_features(
+    def compute_packed_features(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
         documents: torch.Tensor,
-        layers: tuple[int, ...],
-        library: bool = False,
+        feature_layer_ids: tuple[int, ...],
+        use_transformers: bool = False,
     ) -> Features:
-        """Features of packed documents for training: all arguments (B, T), documents -1 on padding.
-        `library`: through Hugging Face's layers whatever the lean pass may do."""
+        """Compute the features of packed documents for training.
+
+        ids, positions, documents: (B, T) int64; document numbers are -1 on padding.
+        use_transformers: run Hugging Face's layers even if our own decoder supports the target.
+        """
         length = ids.shape[1]
-        masks = by_kind(self.windows, partial(packed_mask, positions, documents))
-        if setting(self.config, "floor_scale"):  # queries are scaled by their place in the row
-            refuse_longer(self.config, length, "pack shorter rows (data.length)")
-        if not library and self.lean is not None and length <= (longest(self.config) or length):
-            window = PackedWindow(documents, len(self.lean.layers))
-            return Features(*self.lean(ids, positions, masks, window, layers))
-        window = PackedWindow(documents) if self.recurrent else None
-        return Features(*self.library_pass(ids, positions, masks, window, layers))
+        make_mask = partial(build_packed_mask, positions, documents)
+        masks = build_masks_by_layer_type(self.attention_windows, make_mask)
+        if get_setting(self.config, "floor_scale"):  # queries are scaled by their index in the row
+            refuse_longer_sequences(self.config, length, "pack shorter rows (data.length)")
+        max_length = get_max_supported_length(self.config) or length
+        if not use_transformers and self.kernel_decoder is not None and length <= max_length:
+            cache_view = PackedCacheView(documents, len(self.kernel_decoder.layers))
+            outputs = self.kernel_decoder(ids, positions, masks, cache_view, feature_layer_ids)
+            return Features(*outputs)
+        cache_view = PackedCacheView(documents) if self.has_recurrent_layers else None
+        outputs = self.run_transformers_layers(ids, positions, masks, cache_view, feature_layer_ids)
+        return Features(*outputs)
 
     @cached_property
-    def context_reach(self) -> float:
-        """The length of a context whose attention takes a position as many multiplications as its
-        weights do, of all layers together and without the head. Of experts, those count that a
-        position goes through."""
-        experts = setting(self.config, "num_experts_per_tok") or 1
-        weights = sum(w.numel() for w in self.body.layers.parameters() if w.ndim == 2)
-        weights += sum(
-            experts * w.numel() // len(w) for w in self.body.layers.parameters() if w.ndim == 3
-        )
-        sizes = sum(
-            size for pair in self.shapes.attention.values() for _, size in pair
-        )  # of keys and values
-        return weights / (self.config.num_attention_heads * sizes) if sizes else math.inf
+    def attention_break_even_length(self) -> float:
+        """Return the context length at which attention takes as many multiplications per position
+        as the layers' weights do, head excluded. Of a mixture of experts, only the experts that a
+        position uses count."""
+        experts_per_token = get_setting(self.config, "num_experts_per_tok") or 1
+        weight_macs = 0
+        for weight in get_decoder_layers(self.decoder).parameters():
+            if weight.ndim == 2:
+                weight_macs += weight.numel()
+            elif weight.ndim == 3:  # experts, outputs, inputs
+                weight_macs += experts_per_token * weight.numel() // len(weight)
+        head_sizes = [size for pair in self.cache_shapes.attention.values() for _, size in pair]
+        attention_macs = self.config.num_attention_heads * sum(head_sizes)  # per context position
+        return weight_macs / attention_macs if attention_macs else math.inf
 
     @property
-    def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that
-        computes the same."""
-        return self.lean or self.library_pass
+    def run_decoder(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Return the function that runs the decoder over cached sequences: our own decoder if it
+        computes the same as Hugging Face's layers, else `run_transformers_layers`."""
+        return self.kernel_decoder or self.run_transformers_layers
 
     @cached_property
-    def lean(self) -> LeanDecoder | None:
-        """The lean pass where it computes what Hugging Face's layers do; None where it does not,
-        which a warning says, or layers keep states, or their weights are here one layer at a
-        time."""
-        if self.spread or self.recurrent:
+    def kernel_decoder(self) -> KernelDecoder | None:
+        """Return our own decoder (`infer.targets.kernel_decoder`) if it computes the same as
+        Hugging Face's layers. Else None, after a warning; also None, without a warning, for sharded
+        targets and for targets with recurrent layers."""
+        if self.is_sharded or self.has_recurrent_layers:
             return None
-        alone = list(self.windows) * self.config.num_hidden_layers
-        kinds = alone if len(self.windows) == 1 else self.config.layer_types
-        heads = self.config.num_attention_heads, key_heads(self.config)
+        if len(self.attention_windows) == 1:
+            layer_types = list(self.attention_windows) * self.config.num_hidden_layers
+        else:
+            layer_types = self.config.layer_types
         try:
-            with lock_of(self.model):
-                # before any pass: weights are packed once
-                lean = lean_decoder(self.body, kinds, *heads, self.embed, self.kernels)
-                if not self.shapes.alike:
-                    raise UnknownLayer("keys and values of several sizes")
-                compare(self, lean)
-        except UnknownLayer as error:
+            with get_model_lock(self.model):
+                # first of all, because it moves weights
+                decoder = build_kernel_decoder(
+                    self.decoder,
+                    layer_types,
+                    self.config.num_attention_heads,
+                    get_num_key_heads(self.config),
+                    self.embed,
+                    self.kernels,
+                )
+                if not self.cache_shapes.is_uniform_attention:
+                    raise UnsupportedLayer("keys and values of several sizes")
+                compare_with_transformers(self, decoder)
+        except UnsupportedLayer as error:
             warnings.warn(
-                f"{self.name} runs through transformers' own layers: it has {error}", stacklevel=2
+                f"{self.name} runs through transformers' own layers, because it has {error}",
+                stacklevel=2,
             )
             return None
-        self.watch.note()  # joining weights has moved them
-        return lean
+        self.weight_watcher.take_snapshot()  # joining weights has moved them
+        return decoder
 
-    def extend(
+    def extend_cache(
         self,
         ids: list[list[int]],
         cache: KVCache,
-        layers: tuple[int, ...],
-        run: Callable | None = None,
+        feature_layer_ids: tuple[int, ...],
+        run_decoder: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Features:
-        """Runs the next tokens of every row behind what the cache holds, padded on the right: (B,
-        Q), Q the most."""
+        """Run the next tokens `ids` of every row, and commit them to the cache.
+
+        run_decoder: used in place of `Target.run_decoder`. Returns features (B, Q, ...), where Q is
+        the largest number of tokens of a row; shorter rows are padded on the right.
+        """
         rows = len(ids)
         width = max(map(len, ids))
-        causal = (
-            torch.ones(width, width, dtype=torch.bool, device=self.device)
-            .tril()
-            .expand(rows, -1, -1)
+        causal_mask = build_causal_mask(rows, width, self.device)
+        cache_view = cache.make_view(width)
+        positions = cache.next_positions(rows, width)
+        cached_lengths = cache.get_device_lengths(rows)
+        masks = build_tree_masks(
+            self.attention_windows, causal_mask, positions, cached_lengths, cache_view
         )
-        window = cache.window(width)
-        positions = cache.positions(rows, width)
-        masks = tree_masks(self.windows, causal, positions, cache.ends_of(rows), window)
-        if self.recurrent:
-            cache.states.lineage = Lineage.chain([len(row) for row in ids], width, self.device)
-        features = (run or self.decoder_pass)(
-            pad_ids(ids, self.device), positions, masks, window, layers
-        )
-        cache.advance([len(row) for row in ids])
-        return Features(*features)
+        counts = [len(row) for row in ids]
+        if self.has_recurrent_layers:
+            states = cast(RecurrentStates, cache.recurrent_states)
+            states.predecessors = Predecessors.of_chains(counts, width, self.device)
+        tokens = pad_token_ids(ids, self.device)
+        run = run_decoder or self.run_decoder
+        outputs = run(tokens, positions, masks, cache_view, feature_layer_ids)
+        cache.advance_lengths(counts)
+        return Features(*outputs)
 
     def verify(
-        self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
+        self,
+        tree: DraftTree,
+        ancestors: torch.Tensor,
+        cache: KVCache,
+        feature_layer_ids: tuple[int, ...] = (),
     ) -> Features:
-        """Score the nodes of the draft trees in one pass (DDTree section 4.4): positions by depth,
-        each node attends to its row's cache, its ancestors (B, M, M) and itself. The cache holds
-        the nodes until `commit` keeps a path."""
+        """Run the nodes of the draft trees in one pass (DDTree section 4.4).
+
+        A node's position follows from its depth. It attends to the cache of its row, to its
+        ancestors and to itself. ancestors: (B, M, M) bool, see `DraftTree.ancestors`. The cache
+        holds the nodes until `KVCache.commit` keeps a path.
+        """
         rows, width = tree.tokens.shape
-        window = cache.window(width, tree.real)
-        ends = cache.ends_of(rows)
-        positions = tree.positions(ends)
+        cache_view = cache.make_view(width, tree.node_mask)
+        cached_lengths = cache.get_device_lengths(rows)
+        positions = tree.positions(cached_lengths)
         tokens = tree.tokens
-        real = tree.real
-        masks = tree_masks(self.windows, ancestors, positions, ends, window)
-        if self.recurrent:
-            cache.states.lineage = Lineage.tree(tree.parents, ancestors)
-        if real is None:
-            return Features(*self.decoder_pass(tokens, positions, masks, window, layers))
-        found = self.lean(tokens[real], positions[real], masks, window, layers)
-        return Features(
-            *(
-                part.new_zeros(rows, width, part.shape[-1]).index_put((real,), part)
-                for part in found
-            )
+        valid_mask = tree.node_mask
+        masks = build_tree_masks(
+            self.attention_windows, ancestors, positions, cached_lengths, cache_view
         )
+        if self.has_recurrent_layers:
+            states = cast(RecurrentStates, cache.recurrent_states)
+            states.predecessors = Predecessors.of_trees(tree.parents, ancestors)
+        if valid_mask is None:
+            outputs = self.run_decoder(tokens, positions, masks, cache_view, feature_layer_ids)
+            return Features(*outputs)
+        assert self.kernel_decoder is not None, "rows of different sizes need our own decoder"
+        outputs = self.kernel_decoder(
+            tokens[valid_mask], positions[valid_mask], masks, cache_view, feature_layer_ids
+        )
+        padded_outputs = []
+        for states in outputs:
+            padded = states.new_zeros(rows, width, states.shape[-1])
+            padded_outputs.append(padded.index_put((valid_mask,), states))
+        return Features(*padded_outputs)
 
 
-def takes_uneven(target: Target) -> bool:
-    """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.real`)."""
-    return target.lean is not None and target.kernels.ragged
+def supports_ragged(target: Target) -> bool:
+    """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.node_mask`)."""
+    return target.kernel_decoder is not None and target.kernels.supports_ragged
 
 
-def numbers(module: nn.Module) -> torch.Tensor:
-    """Return a parameter of a layer in the dtype that it computes in: its weight, or the scales of
-    its codes."""
+def first_float_parameter(module: nn.Module) -> nn.Parameter:
+    """Return the first parameter of a layer that is not of integers: its weight, or the scales of
+    its int8 codes. It has the dtype in which the layer computes."""
     return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
 
 
-def by_kind(windows: dict[str, int | None], make: Callable[..., Mask]) -> dict[str, Mask]:
-    """Return the mask of every kind of layers, `make(width=, chunked=)` of its window or chunk."""
-    return {kind: make(width=width, chunked=kind == CHUNKED) for kind, width in windows.items()}
-
-
-def tree_masks(
-    windows: dict[str, int | None],
-    ancestors: torch.Tensor,
-    positions: torch.Tensor,
-    ends: torch.Tensor,
-    window: Window,
-) -> dict[str, Mask]:
-    """Return the masks of nodes at positions (B, M) with `ancestors` (B, M, M) behind the `ends`
-    (B,) of a cache. Rows of one length whose nodes are roots alone see all that was written, which
-    is the common case, and cheap."""
-    whole = ancestors.shape[1] == 1 and window.cache.even
-    make = partial(tree_mask, ends, positions, ancestors, window.extent, whole=whole)
-    return by_kind(windows, make)
-
-
 @torch.no_grad()
-def compare(target: Target, lean: LeanDecoder, context: int = 9, width: int = 5) -> None:
-    """Run random tokens behind a random context through Hugging Face's layers, and each lean layer
-    on the same input. Raises UnknownLayer for the first whose results differ by more than
-    rounding."""
+def compare_with_transformers(
+    target: Target, decoder: KernelDecoder, context_length: int = 9, width: int = 5
+) -> None:
+    """Compare our own decoder with Hugging Face's layers.
+
+    After a random context, `width` random tokens of two rows are run through Hugging Face's layers,
+    and each of our layers is run on the same input as its counterpart. Raises UnsupportedLayer for
+    the first layer whose outputs differ by more than rounding.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.config.vocab_size, (2, context + width), generator=generator).to(
-        target.device
+    ids = torch.randint(
+        target.config.vocab_size, (2, context_length + width), generator=generator
+    ).to(target.device)
+    cache = target.allocate_cache(2, context_length + width)
+    with cache.add_rows(2) as new_rows:
+        context_ids = ids[:, :context_length].tolist()
+        target.extend_cache(context_ids, new_rows, (), target.run_transformers_layers)
+    causal_mask = build_causal_mask(2, width, ids.device)
+    cache_view = cache.make_view(width)
+    positions = cache.next_positions(2, width)
+    masks = build_tree_masks(
+        target.attention_windows, causal_mask, positions, cache.device_lengths, cache_view
     )
-    cache = target.cache(2, context + width)
-    with cache.add(2) as rows:
-        target.extend(ids[:, :context].tolist(), rows, (), target.library_pass)
-    causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril().expand(2, -1, -1)
-    window = cache.window(width)
-    positions = cache.positions(2, width)
-    masks = tree_masks(target.windows, causal, positions, cache.ends, window)
-    every = tuple(range(len(lean.layers)))
-    outputs, last = target.library_pass(ids[:, context:], positions, masks, window, every)
-    states = target.embed(ids[:, context:]).flatten(0, 1)
-    rotations = lean.rotations(states, positions, window.capacity)
-    for layer, memory, module, theirs in zip(
-        lean.layers,
-        window.layers(),
-        target.body.layers,
-        outputs.chunk(len(every), dim=-1),
+    new_ids = ids[:, context_length:]
+    layer_ids = tuple(range(len(decoder.layers)))
+    outputs, last = target.run_transformers_layers(new_ids, positions, masks, cache_view, layer_ids)
+    states = target.embed(new_ids).flatten(0, 1)
+    rotations = decoder.look_up_rotations(states, positions, cache_view.capacity)
+    pairs = zip(
+        decoder.layers,
+        cache_view.layer_views(),
+        get_decoder_layers(target.decoder),
+        outputs.chunk(len(layer_ids), dim=-1),
         strict=True,
-    ):
-        theirs = theirs.flatten(0, 1)
-        normed = lean.kernels.rms_norm(states, layer.attention_norm)
-        ours, _ = layer.run(
-            states, normed, lean.norm, rotations[layer.kind], masks[layer.kind], memory
+    )
+    for layer, layer_view, module, output in pairs:
+        expected = output.flatten(0, 1)
+        layer_type = layer.layer_type
+        normed = decoder.kernels.rms_norm(states, layer.attention_norm)
+        actual, _ = layer.run(
+            states,
+            normed,
+            decoder.final_norm,
+            rotations[layer_type],
+            masks[layer_type],
+            layer_view,
         )
-        if not close(ours - states, theirs - states, target.quantised, float(states.norm())):
-            raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
-        states = theirs
-    if not close(lean.kernels.rms_norm(states, lean.norm), last.flatten(0, 1), target.quantised):
-        raise UnknownLayer("another last norm")
+        # what the layer adds, because the residual stream itself may be much larger
+        if not equals_up_to_rounding(
+            actual - states, expected - states, target.is_int8, float(states.norm())
+        ):
+            raise UnsupportedLayer(f"layers that compute something else ({type(module).__name__})")
+        states = expected
+    last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
+    if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
+        raise UnsupportedLayer("another last norm")
 
 
-def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Return token ids of several rows, padded on the right: (B, Q) int64."""
+def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Return the token ids of several rows, padded on the right with 0, (B, Q) int64."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
 
-def tokenizer_digest(tokenizer: object) -> str:
-    """Return the SHA-256 of what a tokenizer's output follows from, its vocabulary and its chat
-    template, as 64 hexadecimal digits: two tokenizers with the same digest write the same ids."""
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the SHA-256 of a tokenizer's vocabulary and chat template, as 64 hexadecimal digits.
+    Two tokenizers with the same digest give the same token ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps([vocabulary, tokenizer.chat_template]).encode()).hexdigest()
+    content = json.dumps([vocabulary, tokenizer.chat_template])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
-def memory_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return aliases of a module's parameters and buffers, which keep their memory whatever the
-    parameters are given."""
+def parameter_aliases(module: nn.Module) -> list[torch.Tensor]:
+    """Return aliases of a module's parameters and buffers. They keep the memory alive even if a
+    parameter is given other memory."""
     return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
 
 
-def number_format(target: Target) -> str:
-    """Return what reports call the numbers that a target computes with, such as "float32" or
-    "int8"."""
-    return "int8" if target.quantised else str(target.dtype).removeprefix("torch.")
+def number_format_name(target: Target) -> str:
+    """Return the name, for reports, of the number format of a target's weights, such as "float32"
+    or "int8"."""
+    return "int8" if target.is_int8 else str(target.dtype).removeprefix("torch.")

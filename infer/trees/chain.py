@@ -1,21 +1,25 @@
-"""The chain: the most probable token of each position, which DFlash verifies. A tree of width
-one."""
+"""The chain: the likeliest token of each position, as DFlash verifies it. A tree of width one."""
 
 import torch
 
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind
+from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 
 
-def chain(proposal: Proposal) -> DraftTree:
-    """Return the likeliest token of each of the first min(budget, L) positions, one behind the
-    other; with a conditional head the likeliest one behind those before it."""
-    bonus = proposal.bonus
-    steps = proposal.steps
+def build_chain(proposal: Proposal) -> DraftTree:
+    """Return the greedy chain of min(budget, L) tokens.
+
+    Each token is the likeliest of its position, or with a conditional head the likeliest after the
+    tokens before it.
+    """
+    assert proposal.marginals is not None
     length = min(proposal.budget, proposal.marginals.shape[1])
-    if steps is not None:
-        tokens, log_probs = steps.chain(length)
+    if proposal.conditionals is not None:
+        tokens, log_probs = proposal.conditionals.chain(length)
     else:
         log_probs, columns = proposal.marginals[:, :length].max(-1)  # (B, length)
-        tokens = proposal.vocabulary.ids(columns)
-    order = torch.arange(length, device=bonus.device).expand(len(bonus), -1)
-    return behind(bonus, Nodes(tokens, order, order + 1, log_probs.cumsum(1)), length)
+        tokens = proposal.vocabulary.columns_to_ids(columns)
+
+    rows = len(proposal.bonus)
+    parents = torch.arange(length, device=proposal.bonus.device).expand(rows, -1)
+    nodes = DraftNodes(tokens, parents, parents + 1, log_probs.cumsum(1))
+    return with_root(proposal.bonus, nodes, length)

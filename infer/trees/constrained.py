@@ -1,160 +1,232 @@
-"""Draft trees of texts that must follow a grammar: the likeliest prefixes among those that it
+"""Draft trees of sequences that must follow a grammar: the likeliest prefixes that the grammar
 allows.
 
-Where only some tokens may follow a prefix, the drafter's distribution over these, normalised, takes
-the place of its own: q(v | prefix, grammar). A prefix never scores above its parent, so that
-DDTree's best-first search finds the best nodes here too. What the grammar forces behind the root,
-as the tokenizer writes it, comes first: it has probability 1.
+If the grammar allows only some tokens after a prefix, the drafter's distribution is renormalised
+over these: q(v | prefix, grammar). A prefix never scores above its parent, so DDTree's best-first
+search finds the best nodes here too. Tokens that the grammar forces after the root come first, with
+probability 1.
 
-L drafted positions, V vocabulary, M nodes, C candidates of a position.
+L drafted positions, V vocabulary size, M nodes including the root, C candidates per position.
 """
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from infer.trees.tree import DraftTree, Nodes, Proposal
+from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
-Pairs = tuple[np.ndarray, np.ndarray]  # log-probabilities and tokens, likeliest first
-# probability of the allowed candidates of a conditional drafter below which all tokens are looked
-# at
-TRUST = 1e-3
+# Renormalise over a conditional head's candidates only if the allowed ones have at least this
+# probability together; otherwise search the whole vocabulary.
+MIN_ALLOWED_CANDIDATE_PROBABILITY = 1e-3
+
+
+class TokenScores(NamedTuple):
+    """Tokens in descending order of probability, with their log-probabilities."""
+
+    log_q: np.ndarray  # (C,)
+    tokens: np.ndarray  # (C,) int64
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What a row's grammar says."""
+class GrammarRule:
+    """The grammar of one batch row, seen from the row's root."""
 
-    allowed: Callable[
-        [list[int]], np.ndarray
-    ]  # drafted tokens behind the root -> which may follow, (V,) bool
-    forced: list[int]  # tokens that write what must follow the root
+    # drafted tokens after the root -> allowed next tokens, (V,) bool
+    allowed: Callable[[list[int]], np.ndarray]
+    forced: list[int]  # tokens that the grammar forces after the root
 
 
-def constrain(
-    tree: DraftTree, proposal: Proposal, rows: dict[int, Rule], branches: bool
+def build_constrained_trees(
+    tree: DraftTree, proposal: Proposal, rules: dict[int, GrammarRule], branches: bool
 ) -> DraftTree:
-    """Return the trees with those of some rows built anew, of the same size, from what their
-    grammars
-    allow: best first, or the likeliest path alone if not `branches`."""
-    parts = [part.clone() for part in (tree.tokens, tree.parents, tree.depths, tree.log_probs)]
-    for row, rule in rows.items():
-        nodes = search(proposal, row, tree.budget, rule, branches)
-        for part, new, left_over in zip(
-            parts, nodes, (proposal.bonus[row], 0, 1, -torch.inf), strict=True
-        ):
-            part[row, 1:] = left_over  # an unlikely child
-            part[row, 1 : len(new) + 1] = new.to(part)
-    return DraftTree(*parts, max_depth=tree.max_depth)
+    """Return the trees with those of the rows in `rules` rebuilt under their grammars.
+
+    Shapes stay the same. `rules` maps batch rows to grammars. Without `branches` the rebuilt trees
+    are chains. Nodes that are left over become children of the root with probability 0.
+    """
+    tokens = tree.tokens.clone()
+    parents = tree.parents.clone()
+    depths = tree.depths.clone()
+    log_probs = tree.log_probs.clone()
+    for row, rule in rules.items():
+        nodes = search_constrained(proposal, row, tree.max_drafted, rule, branches)
+        end = len(nodes.tokens) + 1
+        tokens[row, 1:] = proposal.bonus[row]
+        parents[row, 1:] = 0
+        depths[row, 1:] = 1
+        log_probs[row, 1:] = -torch.inf
+        tokens[row, 1:end] = nodes.tokens.to(tokens)
+        parents[row, 1:end] = nodes.parents.to(parents)
+        depths[row, 1:end] = nodes.depths.to(depths)
+        log_probs[row, 1:end] = nodes.log_probs.to(log_probs)
+    return DraftTree(tokens, parents, depths, log_probs, max_depth=tree.max_depth)
 
 
-class RowScores:
-    """A row's distributions, narrowed to what may follow."""
+class RowDistributions:
+    """The drafter's distributions of one batch row, restricted to allowed tokens on request."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
-        self.many = 4 * proposal.budget
-        self.log_q = (
-            proposal.vocabulary.whole(proposal.marginals[row]).float().cpu().numpy()
-        )  # (L, V)
-        self.likely = cache(self._likely)
-        steps = proposal.steps
-        self.tokens = None
-        if steps is not None and not steps.recurrent:
-            self.tokens = steps.tokens[row].cpu().numpy()  # (L, C)
-            # (C,), (L - 1, C, C)
-            self.first, self.table = (part[row].float().cpu().numpy() for part in steps.table)
+        assert proposal.marginals is not None
+        self.num_top_tokens = 4 * proposal.budget
+        log_q = proposal.vocabulary.expand_to_full(proposal.marginals[row])
+        self.log_q = log_q.float().cpu().numpy()  # (L, V)
+        self.top_tokens = cache(self._find_top_tokens)
 
-    def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
-        """Return the `most` likeliest tokens behind a path, and their log q among those that are
-        allowed."""
+        self.candidates: np.ndarray | None = None  # (L, C) of a conditional head
+        conditionals = proposal.conditionals
+        if conditionals is not None and not conditionals.recurrent:
+            first, others = conditionals.table
+            self.candidates = conditionals.tokens[row].cpu().numpy()
+            self.first_table = first[row].float().cpu().numpy()  # (C,)
+            self.table = others[row].float().cpu().numpy()  # (L - 1, C, C)
+
+    def best_children(self, path: list[int], allowed: np.ndarray, count: int) -> TokenScores:
+        """Return the `count` likeliest allowed tokens after a path, with log q renormalised over
+        all allowed tokens (V,) bool."""
         slot = len(path)
         allowed = allowed[: self.log_q.shape[1]]
-        log_q, tokens = self._candidates(path)
-        may = allowed[tokens] & (log_q > -np.inf)
-        if np.exp(log_q[may]).sum() > TRUST:
-            return normalised(log_q[may], tokens[may], most)
-        log_q, (top, q) = self.log_q[slot], self.likely(slot)
-        tokens = top[allowed[top]][:most]
-        if len(tokens) == most and log_q[tokens[-1]] > -np.inf:
-            return log_q[tokens] - np.log(q @ allowed.astype(np.float32)), tokens
-        tokens = np.flatnonzero(allowed & (log_q > -np.inf))
-        return normalised(log_q[tokens], tokens, most)
 
-    def _candidates(self, path: list[int]) -> Pairs:
-        """Return a head's table behind a path; nothing where it has no row for that."""
-        slot = len(path)
-        which = (
-            []
-            if self.tokens is None or not slot
-            else np.flatnonzero(self.tokens[slot - 1] == path[-1])
-        )
-        if self.tokens is None or (slot and not len(which)):
-            return np.empty(0), np.empty(0, np.int64)
-        return self.table[slot - 1, which[0]] if slot else self.first, self.tokens[slot]
+        candidates = self._candidates_after(path)
+        usable = allowed[candidates.tokens] & (candidates.log_q > -np.inf)
+        if np.exp(candidates.log_q[usable]).sum() > MIN_ALLOWED_CANDIDATE_PROBABILITY:
+            return normalise_and_keep_top(
+                candidates.log_q[usable], candidates.tokens[usable], count
+            )
 
-    def _likely(self, slot: int) -> Pairs:
-        """Return the likeliest tokens of a slot's marginals, likeliest first, and all probabilities
-        (V,)."""
+        # Usually enough of the likeliest tokens are allowed, and no sort of the vocabulary is
+        # needed.
         log_q = self.log_q[slot]
-        count = min(self.many, len(log_q) - 1)
-        top = np.argpartition(-log_q, count)[:count]
-        return top[np.argsort(-log_q[top], kind="stable")], np.exp(log_q)
+        top_tokens, probabilities = self.top_tokens(slot)
+        tokens = top_tokens[allowed[top_tokens]][:count]
+        if len(tokens) == count and log_q[tokens[-1]] > -np.inf:
+            log_total = np.log(probabilities @ allowed.astype(np.float32))
+            return TokenScores(log_q[tokens] - log_total, tokens)
+
+        tokens = np.flatnonzero(allowed & (log_q > -np.inf))
+        return normalise_and_keep_top(log_q[tokens], tokens, count)
+
+    def _candidates_after(self, path: list[int]) -> TokenScores:
+        """Return the conditional head's candidates after a path. Without such a head, or if the
+        path's last token is no candidate, return no tokens."""
+        slot = len(path)
+        nothing = TokenScores(np.empty(0), np.empty(0, np.int64))
+        if self.candidates is None:
+            return nothing
+        if slot == 0:
+            return TokenScores(self.first_table, self.candidates[0])
+        table_rows = np.flatnonzero(self.candidates[slot - 1] == path[-1])
+        if not len(table_rows):
+            return nothing
+        return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
+
+    def _find_top_tokens(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the likeliest tokens of a slot's marginals in descending order, and the
+        probabilities of all tokens (V,)."""
+        log_q = self.log_q[slot]
+        count = min(self.num_top_tokens, len(log_q) - 1)
+        top_tokens = np.argpartition(-log_q, count)[:count]
+        order = np.argsort(-log_q[top_tokens], kind="stable")
+        return top_tokens[order], np.exp(log_q)
 
 
-def normalised(log_q: np.ndarray, tokens: np.ndarray, most: int) -> Pairs:
-    """Return the `most` likeliest of tokens, and their log q among all of these."""
-    order = np.argsort(-log_q, kind="stable")[:most]
-    return log_q[order] - np.logaddexp.reduce(log_q), tokens[order]
+def normalise_and_keep_top(log_q: np.ndarray, tokens: np.ndarray, count: int) -> TokenScores:
+    """Return the `count` likeliest of the given tokens, with log q normalised over all given
+    tokens."""
+    order = np.argsort(-log_q, kind="stable")[:count]
+    return TokenScores(log_q[order] - np.logaddexp.reduce(log_q), tokens[order])
 
 
-def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool) -> Nodes:
-    """Search for a row's likeliest prefixes best first: nodes (M - 1,), fewer than `budget` where
-    no more are allowed. Nothing follows a token that ends the text."""
-    scores = RowScores(proposal, row)
-    length = proposal.marginals.shape[1]
-    paths: list[list[int]] = [[]]
-    found: list[tuple[int, int, int, float]] = []
-    heap: list[
-        tuple[float, int, int, int]
-    ] = []  # minus the score, depth, parent, which of its children
-    children: dict[int, Pairs] = {}  # of a node: log q of their paths, and tokens
+class ConstrainedSearch:
+    """The state of a best-first search over the allowed prefixes of one batch row."""
 
-    def open_node(node: int, score: float, spine: int | None = None) -> None:
-        path = paths[node]
-        if len(path) == length or len(found) == budget or (path and path[-1] in proposal.ends):
+    def __init__(
+        self, proposal: Proposal, row: int, budget: int, rule: GrammarRule, branches: bool
+    ) -> None:
+        assert proposal.marginals is not None
+        self.distributions = RowDistributions(proposal, row)
+        self.max_depth = proposal.marginals.shape[1]
+        self.eos_token_ids = proposal.eos_token_ids
+        self.budget = budget
+        self.rule = rule
+        self.branches = branches
+        self.paths: list[list[int]] = [[]]  # by node, the root first
+        self.nodes: list[tuple[int, int, int, float]] = []  # token, parent, depth, log-probability
+        # (negative log-probability, depth of the parent, parent, index among its children)
+        self.heap: list[tuple[float, int, int, int]] = []
+        self.children: dict[int, TokenScores] = {}  # by node; log q of the whole paths
+
+    @property
+    def newest_node(self) -> int:
+        """The number of the node that was added last; 0 is the root."""
+        return len(self.nodes)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.nodes) == self.budget
+
+    def add_node(self, token: int, parent: int, log_prob: float) -> None:
+        """Add a node to the tree."""
+        path = [*self.paths[parent], token]
+        self.paths.append(path)
+        self.nodes.append((token, parent, len(path), log_prob))
+
+    def open_newest_node(self, log_prob: float, excluded_token: int | None = None) -> None:
+        """Compute the allowed children of the newest node and queue the best of them, except one
+        that is in the tree already."""
+        node = self.newest_node
+        path = self.paths[node]
+        ends_sequence = bool(path) and path[-1] in self.eos_token_ids
+        if len(path) == self.max_depth or self.is_full or ends_sequence:
             return
-        values, tokens = scores.children(
-            path, rule.allowed(path), budget - len(found) if branches else 1
-        )
-        if spine is not None:
-            values = values[tokens != spine]
-            tokens = tokens[tokens != spine]
-        children[node] = score + values, tokens
-        push(node, 0)
 
-    def push(node: int, which: int) -> None:
-        if which < len(children[node][1]):
-            heapq.heappush(heap, (-float(children[node][0][which]), len(paths[node]), node, which))
+        count = self.budget - len(self.nodes) if self.branches else 1
+        log_q, tokens = self.distributions.best_children(path, self.rule.allowed(path), count)
+        if excluded_token is not None:
+            log_q = log_q[tokens != excluded_token]
+            tokens = tokens[tokens != excluded_token]
+        self.children[node] = TokenScores(log_prob + log_q, tokens)
+        self.queue_child(node, 0)
 
-    def add(token: int, parent: int, score: float) -> None:
-        paths.append([*paths[parent], token])
-        found.append((token, parent, len(paths[-1]), score))
+    def queue_child(self, node: int, index: int) -> None:
+        """Queue a child of a node by its index, if the node has that many children."""
+        if index < len(self.children[node].tokens):
+            log_prob = float(self.children[node].log_q[index])
+            heapq.heappush(self.heap, (-log_prob, len(self.paths[node]), node, index))
 
-    for token in rule.forced[: min(length, budget)]:
+    def add_best_child(self) -> None:
+        """Move the likeliest queued child into the tree, queue its next sibling, and open it."""
+        negative_log_prob, _, parent, index = heapq.heappop(self.heap)
+        self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
+        self.queue_child(parent, index + 1)
+        self.open_newest_node(-negative_log_prob)
+
+
+def search_constrained(
+    proposal: Proposal, row: int, budget: int, rule: GrammarRule, branches: bool
+) -> DraftNodes:
+    """Search for the likeliest allowed prefixes of a row, best first.
+
+    Returns nodes (M - 1,), fewer than `budget` if the grammar allows no more. No node follows an
+    end token. Without `branches` the nodes form a chain.
+    """
+    search = ConstrainedSearch(proposal, row, budget, rule, branches)
+    for token in rule.forced[: min(search.max_depth, budget)]:
+        parent = search.newest_node
         if branches:
-            open_node(len(found), 0.0, token)
-        add(token, len(found), 0.0)
-    open_node(len(found), 0.0)
-    while heap and len(found) < budget:
-        minus, _, parent, which = heapq.heappop(heap)
-        add(int(children[parent][1][which]), parent, -minus)
-        push(parent, which + 1)
-        open_node(len(found), -minus)
-    tokens, parents, depths, log_probs = zip(*found, strict=True) if found else ((),) * 4
-    return Nodes(
-        torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths), torch.tensor(log_probs)
+            search.open_newest_node(0.0, excluded_token=token)
+        search.add_node(token, parent, 0.0)
+    search.open_newest_node(0.0)
+    while search.heap and not search.is_full:
+        search.add_best_child()
+
+    return DraftNodes(
+        torch.tensor([token for token, _, _, _ in search.nodes]),
+        torch.tensor([parent for _, parent, _, _ in search.nodes]),
+        torch.tensor([depth for _, _, depth, _ in search.nodes]),
+        torch.tensor([log_prob for _, _, _, log_prob in search.nodes]),
     )

@@ -1,119 +1,157 @@
-"""DART's continuity-aware tree: a beam over the drafter's tokens, scored by the drafter and by how
-often a token followed the ones before it in a corpus (algorithm 1; scores as in appendix D, what
-that leaves open as in the authors' code: a token never seen behind any suffix of the path has
-probability 0, and the drafter's probabilities are those among the likeliest tokens of the
-position).
+"""DART's continuity-aware tree: a beam search over the drafter's tokens, scored by the drafter and
+by how often a token followed the tokens before it in a corpus.
 
-L drafted positions, K tokens a position, S prefixes seen, W width of the beam.
+DART algorithm 1, with the scores of appendix D. Where the paper is silent, this follows the
+authors' code: a token that was never seen after any suffix of its path has probability 0, and the
+drafter's probabilities are normalised over the likeliest tokens of the position.
+
+L drafted positions, K candidates per position, S prefixes that the beam search visits, W beam
+width, O order of the n-gram model, C tokens of context.
 """
 
 import numpy as np
 import torch
 
-from infer.kernels.cpu_search import next_best
-from infer.kernels.reference_search import comparable
-from infer.ngrams.factor import LOWEST
-from infer.ngrams.model import begin, extend
-from infer.trees.guided import RANKS, contexts
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind
+from infer.kernels.cpu_search import find_next_best
+from infer.kernels.reference_search import replace_nan_log_probs
+from infer.ngrams.model import extend_path, find_suffix_nodes
+from infer.ngrams.rescoring import MIN_LOG_PROB
+from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
+from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 from infer.utils.jit import njit
 
-BEAM = 20  # DART appendix D: prefixes kept at a depth
 # DART appendix D
-LOGIT_DECAY = 0.9
-NGRAM_WEIGHT = 0.5
-LEVEL_POWER = -0.7
-EPSILON = 1e-10  # of the authors' code: added to both probabilities
-UNSEEN = np.log(EPSILON)
-ENDED = 1e6  # more than any score: a prefix that ends its text is extended after all others
+BEAM_WIDTH = 20  # prefixes kept per depth
+LOGIT_DECAY = 0.9  # per position
+DART_NGRAM_WEIGHT = 0.5
+LEVEL_EXPONENT = -0.7
+
+PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
+LOG_UNSEEN_PROBABILITY = np.log(PROBABILITY_EPSILON)
+# Larger than any score, so that prefixes that end with an end token are extended last.
+END_TOKEN_PENALTY = 1e6
 
 
-def continuity(proposal: Proposal) -> DraftTree:
-    """Run DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals
-    (B, L, V), and of all prefixes seen the `budget` best, in descending order of score. log_probs
-    are the drafter's alone."""
-    top, columns = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
-    tokens, by_token = proposal.vocabulary.ids(columns).cpu().sort(-1)
-    log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=LOWEST)
-    rows, length, ranks = tokens.shape
-    of_logit = LOGIT_DECAY ** np.arange(length)[:, None] * np.log(
-        log_q.softmax(-1).numpy() + EPSILON
+def build_continuity_tree(proposal: Proposal) -> DraftTree:
+    """Run DART algorithm 1: a beam search over the 25 likeliest tokens of every position.
+
+    The tree consists of the `budget` best of all visited prefixes, in descending order of score.
+    Its `log_probs` are those of the drafter alone.
+    """
+    assert proposal.marginals is not None and proposal.ngram is not None
+    count = min(NGRAM_CANDIDATES_PER_POSITION, proposal.marginals.shape[-1])
+    top_log_q, columns = proposal.marginals.topk(count, dim=-1)
+    tokens, token_order = proposal.vocabulary.columns_to_ids(columns).cpu().sort(-1)  # (B, L, K)
+    log_q = (
+        replace_nan_log_probs(top_log_q.cpu().double())
+        .gather(-1, token_order)
+        .clamp(min=MIN_LOG_PROB)
     )
-    candidates = (
-        tokens.numpy(),
-        log_q.numpy(),
-        of_logit,
-        np.isin(tokens.numpy(), list(proposal.ends)),
-    )
-    seen = 0
-    active = 1
-    for _ in range(length):
-        seen = seen + active * ranks
-        active = min(BEAM, active * ranks)
-    size = min(proposal.budget, seen)
-    suffixes = np.empty((BEAM, max(proposal.ngram.order - 1, 1)), np.int64)
-    nodes = torch.empty(rows, 3, size, dtype=torch.long)
-    log_probs = torch.empty(rows, size)
-    for row, (context, *some) in enumerate(zip(contexts(proposal), *candidates, strict=True)):
-        prefixes = np.empty((3, seen), np.int64)
-        scores = np.empty((2, seen))
-        beam(proposal.ngram.arrays, *some, context, suffixes, prefixes, scores)
-        order = np.argsort(-scores[0], kind="stable")[:size]
-        place = np.zeros(seen + 1, np.int64)  # of a prefix among the nodes; its last: of the root
-        place[order] = np.arange(1, size + 1)
-        prefixes[1] = place[prefixes[1]]
-        nodes[row], log_probs[row] = (
-            torch.from_numpy(prefixes[:, order]),
-            torch.from_numpy(scores[1, order]),
+    rows, length, num_candidates = tokens.shape
+
+    decay = LOGIT_DECAY ** np.arange(length)[:, None]
+    drafter_scores = decay * np.log(log_q.softmax(-1).numpy() + PROBABILITY_EPSILON)
+    is_end = np.isin(tokens.numpy(), list(proposal.eos_token_ids))
+
+    num_visited = count_visited_prefixes(length, num_candidates)
+    num_nodes = min(proposal.budget, num_visited)
+    suffixes = np.empty((BEAM_WIDTH, max(proposal.ngram.order - 1, 1)), np.int64)
+    nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)
+    log_probs = torch.empty(rows, num_nodes)
+    for row, context in enumerate(get_contexts(proposal)):
+        prefixes = np.empty((3, num_visited), np.int64)
+        scores = np.empty((2, num_visited))
+        search_beam(
+            proposal.ngram.trie,
+            tokens.numpy()[row],
+            log_q.numpy()[row],
+            drafter_scores[row],
+            is_end[row],
+            context,
+            suffixes,
+            prefixes,
+            scores,
         )
-    return behind(proposal.bonus, Nodes(*nodes.unbind(1), log_probs), length)
+        order = np.argsort(-scores[0], kind="stable")[:num_nodes]
+        # Node number of every visited prefix. The last entry is for parent -1, the root.
+        node_of_prefix = np.zeros(num_visited + 1, np.int64)
+        node_of_prefix[order] = np.arange(1, num_nodes + 1)
+        prefixes[1] = node_of_prefix[prefixes[1]]
+        nodes[row] = torch.from_numpy(prefixes[:, order])
+        log_probs[row] = torch.from_numpy(scores[1, order])
+    return with_root(proposal.bonus, DraftNodes(*nodes.unbind(1), log_probs), length)
+
+
+def count_visited_prefixes(length: int, num_candidates: int) -> int:
+    """Return how many prefixes the beam search visits in `length` positions."""
+    num_visited = 0
+    num_active = 1
+    for _ in range(length):
+        num_visited = num_visited + num_active * num_candidates
+        num_active = min(BEAM_WIDTH, num_active * num_candidates)
+    return num_visited
 
 
 @njit
-def beam(arrays, tokens, log_q, of_logit, ends, context, suffixes, nodes, scores):
-    """Run the beam for one row: tokens (L, K) int64, ascending in each position, log_q and what
-    scores make of it, of_logit, (L, K) float64, ends (L, K) bool, a context (C,) int64 that ends
-    with the bonus token. suffixes (W, O - 1) int64 is scratch. Fills nodes (3, S), that is tokens,
-    parents among all prefixes, -1 for the root, and depths, and scores (2, S), theirs and the
-    drafter's alone.
+def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
+    """Run the beam search for one row.
 
-    As in the authors' code: the first position is judged by the drafter alone, and a prefix that
-    ends its text is extended only where others are lacking. A step is at most 0, which rounding
-    could
-    exceed: no child before its parent."""
-    length, ranks = tokens.shape
-    width, longest = suffixes.shape
+    Inputs: tokens (L, K) int64, ascending in each position; log_q and drafter_scores (L, K)
+    float64; is_end (L, K) bool; context (C,) int64, the bonus token last. suffixes (W, O - 1) int64
+    is scratch. Outputs: prefixes (3, S), that is tokens, parents among the visited prefixes (-1 for
+    the root) and depths; scores (2, S), that is DART's score and the drafter's log-probability.
+
+    As in the authors' code, n-grams do not score the first position, and a prefix with an end token
+    is extended only if too few others are left. Steps are clipped to at most 0 against rounding.
+    """
+    length, num_candidates = tokens.shape
+    width, max_suffixes = suffixes.shape
     active = np.empty(width, np.int64)
-    hopes = np.empty(width * ranks)
-    grown = np.empty((width, longest + 1, ranks), np.int64)
-    probabilities = np.empty(ranks)
-    unseen = np.zeros(ranks)
-    active[0], count, size = -1, 1, 0
-    begin(arrays, context, suffixes[0])
+    extension_scores = np.empty(width * num_candidates)
+    extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
+    probabilities = np.empty(num_candidates)
+    unigrams = np.zeros(num_candidates)  # tokens never seen after a suffix have probability 0
+    active[0] = -1  # the root
+    num_active = 1
+    size = 0
+    find_suffix_nodes(arrays, context, suffixes[0])
     for level in range(length):
-        level_weight = (level + 1.0) ** LEVEL_POWER
-        first = size
-        for b in range(count):
-            extend(arrays, suffixes[b], tokens[level], unseen, grown[b], probabilities)
-            above = active[b]
-            for i in range(ranks):
-                step = of_logit[level, i]
+        level_weight = (level + 1.0) ** LEVEL_EXPONENT
+        level_start = size
+        for b in range(num_active):
+            extend_path(
+                arrays, suffixes[b], tokens[level], unigrams, extended_suffixes[b], probabilities
+            )
+            parent = active[b]
+            for i in range(num_candidates):
+                step = drafter_scores[level, i]
                 if level > 0:
-                    step += NGRAM_WEIGHT * (
-                        np.log(probabilities[i] + EPSILON) if probabilities[i] else UNSEEN
+                    step += DART_NGRAM_WEIGHT * (
+                        np.log(probabilities[i] + PROBABILITY_EPSILON)
+                        if probabilities[i]
+                        else LOG_UNSEEN_PROBABILITY
                     )
-                scores[0, size] = min(step * level_weight, 0.0) + (
-                    scores[0, above] if above >= 0 else 0.0
+                parent_score = scores[0, parent] if parent >= 0 else 0.0
+                parent_log_q = scores[1, parent] if parent >= 0 else 0.0
+                scores[0, size] = min(step * level_weight, 0.0) + parent_score
+                scores[1, size] = log_q[level, i] + parent_log_q
+                extension_scores[size - level_start] = scores[0, size] - (
+                    END_TOKEN_PENALTY if is_end[level, i] else 0.0
                 )
-                scores[1, size] = log_q[level, i] + (scores[1, above] if above >= 0 else 0.0)
-                hopes[size - first] = scores[0, size] - (ENDED if ends[level, i] else 0.0)
-                nodes[0, size], nodes[1, size], nodes[2, size] = tokens[level, i], above, level + 1
+                prefixes[0, size] = tokens[level, i]
+                prefixes[1, size] = parent
+                prefixes[2, size] = level + 1
                 size += 1
-        hope = np.inf
-        at = np.int64(-1)
-        count = min(width, size - first)
-        for b in range(count):
-            at = next_best(0.0, hopes[: size - first], hope, at, False)
-            hope, active[b] = hopes[at], first + at
-            for k in range(longest):
-                suffixes[b, k] = grown[at // ranks, k, at % ranks]
+
+        # Keep the best `width` prefixes of this depth, best first.
+        best_score = np.inf
+        best = np.int64(-1)
+        num_active = min(width, size - level_start)
+        for b in range(num_active):
+            best = find_next_best(
+                0.0, extension_scores[: size - level_start], best_score, best, False
+            )
+            best_score = extension_scores[best]
+            active[b] = level_start + best
+            for k in range(max_suffixes):
+                suffixes[b, k] = extended_suffixes[best // num_candidates, k, best % num_candidates]

@@ -1,43 +1,60 @@
-"""DDTree: the draft tree of B nodes that maximises the expected acceptance length under the
-drafter's distributions.
+"""DDTree: the draft tree that maximises the expected acceptance length for a given node budget.
 
-DDTree section 4.3: the B likeliest prefixes. The score of a node is its parent's plus log q of its
-token behind its own path, at most 0, so that a prefix never scores above its parent: lemma 1 and
-proposition 1 hold with the conditionals of a drafter's head for marginals, which are conditionals
-with one row, and the best B prefixes are found exactly: best first (the paper's algorithm 1) over
-the table of a first-order head or of marginals, depth by depth for recurrent heads. `infer.kernels`
-has both searches.
+DDTree section 4.3: the tree of the likeliest prefixes. The score of a node is its parent's score
+plus log q of its token after its path. log q is at most 0, so a prefix never scores above its
+parent, and lemma 1 and proposition 1 also hold for the conditionals of a drafter's head. Marginals
+are conditionals that do not depend on the previous token.
 
-B rows, L drafted positions, M candidates a position, V vocabulary.
+The search is exact. It is best first (the paper's algorithm 1) over the table of marginals or of a
+first-order head, and depth by depth for recurrent heads. Both searches are in `infer.kernels`.
+
+B batch rows, L drafted positions, M candidates per position, R columns of the marginals.
 """
 
 import torch
 
-from infer.kernels.reference_search import search_by_depth
-from infer.kernels.table import kernels_for
-from infer.trees.tree import DraftTree, Proposal, behind
-from infer.trees.vocabulary import ALL, Vocabulary
+from infer.kernels.reference_search import search_tree_by_depth
+from infer.kernels.table import select_kernels
+from infer.trees.tree import DraftTree, Proposal, with_root
+from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
-class Marginals:
-    """Marginals (B, L, V) of a vocabulary as conditionals with one row, over their `count`
-    likeliest tokens."""
+class MarginalConditionals:
+    """Marginals (B, L, R) in the form of conditionals that do not depend on the previous token,
+    restricted to the `count` likeliest tokens of every position."""
 
-    recurrent = False
+    recurrent: bool = False
 
-    def __init__(self, marginals: torch.Tensor, count: int, vocabulary: Vocabulary = ALL) -> None:
-        top, columns = marginals.topk(min(count, marginals.shape[-1]), dim=-1)
-        self.tokens = vocabulary.ids(columns)  # (B, L, M)
-        self.table = top[:, 0], top[:, 1:, None]  # (B, M), (B, L - 1, 1, M)
+    def __init__(
+        self,
+        marginals: torch.Tensor,
+        count: int,
+        vocabulary: DraftVocabulary = FULL_VOCABULARY,
+    ) -> None:
+        count = min(count, marginals.shape[-1])
+        top_log_q, columns = marginals.topk(count, dim=-1)
+        self.tokens: torch.Tensor = vocabulary.columns_to_ids(columns)  # (B, L, M)
+        # (B, M) and (B, L - 1, 1, M): one row for all previous tokens
+        self.table: tuple[torch.Tensor, torch.Tensor] = (top_log_q[:, 0], top_log_q[:, 1:, None])
 
 
-def ddtree(proposal: Proposal) -> DraftTree:
-    """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L,
-    V), in descending order of probability: the first n nodes are the tree of budget n. The top K =
-    min(budget, V) tokens of a position suffice (lemma 1). With a conditional head, prefixes of the
-    head's candidates by their conditional probability."""
-    steps = proposal.steps or Marginals(proposal.marginals, proposal.budget, proposal.vocabulary)
-    search = kernels_for(proposal.bonus.device, torch.float32).best_first_search
-    if steps.recurrent:
-        search = search_by_depth
-    return behind(proposal.bonus, search(steps, proposal.budget), steps.tokens.shape[1])
+def build_ddtree(proposal: Proposal) -> DraftTree:
+    """Return the `budget` likeliest prefixes, or all prefixes if there are fewer, in descending
+    order of probability: the first n nodes are the tree of budget n.
+
+    The min(budget, R) likeliest tokens of each position of the marginals suffice (lemma 1). With a
+    conditional head the prefixes consist of the head's candidates.
+    """
+    conditionals = proposal.conditionals
+    if conditionals is None:
+        assert proposal.marginals is not None
+        conditionals = MarginalConditionals(
+            proposal.marginals, proposal.budget, proposal.vocabulary
+        )
+    if conditionals.recurrent:
+        search = search_tree_by_depth
+    else:
+        search = select_kernels(proposal.bonus.device, torch.float32).best_first_search
+
+    nodes = search(conditionals, proposal.budget)
+    return with_root(proposal.bonus, nodes, max_depth=conditionals.tokens.shape[1])

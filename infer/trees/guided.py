@@ -1,74 +1,111 @@
-"""DDTree's tree on path-conditioned scores: n-grams judge which drafted tokens follow each other
+"""DDTree on path-dependent scores: an n-gram model corrects which drafted tokens follow each other
 (`infer.ngrams.factor`).
 
-The n-gram model is in the host's memory, so the trees are built there: on a GPU a round has one
-more copy to the host, of the K likeliest tokens of every position.
+The n-gram model is in host memory, so these trees are built on the host. On a GPU a round therefore
+has one more copy to the host, of the likeliest tokens of every position.
 
-B rows, L drafted positions, M candidates a position, P prefixes, V vocabulary.
+B batch rows, L drafted positions, K candidates per position, C tokens of context.
 """
 
 import numpy as np
 import torch
 
 from infer.kernels import cpu_search
-from infer.kernels.reference_search import node_count, one_table
-from infer.ngrams.factor import MORE, REACH, Guide
-from infer.trees.ddtree import Marginals
-from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind
+from infer.kernels.reference_search import count_tree_nodes, stack_log_prob_tables
+from infer.ngrams.rescoring import MAX_ADDED_CANDIDATES, MAX_MATCHED_TOKENS, NGramRescorer
+from infer.trees.ddtree import MarginalConditionals
+from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, with_root
 
-RANKS = 25  # tokens of the marginals considered at a position, as in DART appendix D
-
-
-def guided_ddtree(proposal: Proposal) -> DraftTree:
-    """Return the top `budget` prefixes when a token's probability behind a path is proportional to
-    its marginal times its n-gram probability to the power of `weight`; the n-gram model's counts
-    are corrected by those of the text itself. The first n nodes are the tree of budget n; log_probs
-    are these path-conditioned ones. With a conditional head a token's probability behind its path
-    takes its marginal's place, unless the head is recurrent."""
-    steps = proposal.steps
-    if steps is None or steps.recurrent:
-        steps = Marginals(proposal.marginals, RANKS, proposal.vocabulary)
-    rows, length, ranks = steps.tokens.shape
-    nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
-    scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
-    for guide, *found in zip(
-        guides(proposal, steps, nodes.shape[2]), nodes.numpy(), scores.numpy(), strict=True
-    ):
-        log_q = np.empty(guide.listed.shape)
-        tokens = np.empty_like(guide.listed)
-        cpu_search.search(log_q, tokens, length, 0, guide, *found)
-    return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
+# Tokens of the marginals considered at a position, as in DART appendix D.
+NGRAM_CANDIDATES_PER_POSITION = 25
 
 
-def guides(proposal: Proposal, steps: Marginals | Conditionals, budget: int) -> list[Guide]:
-    """Return what every row's search chooses from: the likeliest tokens of the marginals, or a
-    conditional head's candidates. What n-grams add has its marginal, on the host; elsewhere the
-    vocabulary stays where it is, and what is not listed counts as the last that is, as do tokens
-    that the drafter does not know."""
+def build_guided_ddtree(proposal: Proposal) -> DraftTree:
+    """Return the `budget` likeliest prefixes if the probability of a token after its path is
+    proportional to its marginal times its n-gram probability to the power of `proposal.weight`.
+
+    The counts of the n-gram model are corrected by those of the sequence itself. The first n nodes
+    are the tree of budget n. `log_probs` are the path-dependent ones. With a conditional head, the
+    token's conditional probability replaces its marginal, unless the head is recurrent.
+    """
+    conditionals = proposal.conditionals
+    if conditionals is None or conditionals.recurrent:
+        assert proposal.marginals is not None
+        conditionals = MarginalConditionals(
+            proposal.marginals, NGRAM_CANDIDATES_PER_POSITION, proposal.vocabulary
+        )
+    rows, length, num_candidates = conditionals.tokens.shape
+    num_nodes = count_tree_nodes(length, num_candidates, proposal.budget)
+    nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)  # tokens, parents, depths
+    scores = torch.empty(rows, num_nodes, dtype=torch.float64)
+
+    guides = make_ngram_guides(proposal, conditionals, num_nodes)
+    for guide, row_nodes, row_scores in zip(guides, nodes.numpy(), scores.numpy(), strict=True):
+        # The search fills one row of both arrays per opened node.
+        log_q = np.empty(guide.candidate_columns.shape)
+        tokens = np.empty_like(guide.candidate_columns)
+        cpu_search.search_tree(log_q, tokens, length, 0, guide, row_nodes, row_scores)
+    return with_root(proposal.bonus, DraftNodes(*nodes.unbind(1), scores.float()), length)
+
+
+def make_ngram_guides(
+    proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
+) -> list[NGramRescorer]:
+    """Return the input of every row's search: the candidates with their log-probabilities, the
+    n-gram model, and scratch arrays for `num_nodes` nodes.
+
+    The n-gram model may add tokens that are not candidates. On the CPU an added token has its own
+    marginal. On other devices the marginals are not copied to the host, and an added token has the
+    marginal of the last candidate; so do tokens that the drafter does not propose.
+    """
     ngram = proposal.ngram
     marginals = proposal.marginals
-    known = proposal.vocabulary
-    last = marginals.gather(-1, known.columns(steps.tokens[..., -1:]))
-    alone = known.whole(marginals, last) if marginals.device.type == "cpu" else last
-    listed = (part.numpy() for part in steps.tokens.cpu().sort(-1))  # tokens and places (B, L, K)
-    log_q = (part.float().cpu().contiguous().numpy() for part in (one_table(steps), alone))
-    ranks = steps.tokens.shape[2] + MORE
-    longest = max(ngram.order - 1, 1)
-    counted = ngram.arrays, ngram.tokens, float(proposal.weight), known.size or marginals.shape[-1]
-    return [
-        Guide(
-            *counted,
-            steps.table[1].shape[2],
-            *row,
-            listed=np.empty((budget, ranks), np.int64),
-            suffixes=np.empty((budget, longest), np.int64),
-            grown=np.empty((budget, longest + 1, ranks), np.int64),
-            recent=np.empty((budget, REACH), np.int64),
+    vocabulary = proposal.vocabulary
+    assert ngram is not None and marginals is not None
+
+    last_columns = vocabulary.ids_to_columns(conditionals.tokens[..., -1:])
+    unlisted_log_q = marginals.gather(-1, last_columns)  # (B, L, 1)
+    if marginals.device.type == "cpu":
+        unlisted_log_q = vocabulary.expand_to_full(marginals, unlisted_log_q)  # (B, L, V)
+
+    # (B, L, K) each: the candidates in ascending order, and their indices in the table
+    sorted_tokens, candidate_indices = conditionals.tokens.cpu().sort(-1)
+    table = stack_log_prob_tables(conditionals).float().cpu().contiguous()
+    unlisted_log_q = unlisted_log_q.float().cpu().contiguous()
+
+    num_candidates = conditionals.tokens.shape[2] + MAX_ADDED_CANDIDATES
+    max_suffixes = max(ngram.order - 1, 1)
+    vocab_size = vocabulary.size or marginals.shape[-1]
+    candidates_before = conditionals.table[1].shape[2]
+    guides = []
+    for context, row_tokens, row_indices, row_table, row_unlisted in zip(
+        get_contexts(proposal),
+        sorted_tokens.numpy(),
+        candidate_indices.numpy(),
+        table.numpy(),
+        unlisted_log_q.numpy(),
+        strict=True,
+    ):
+        guide = NGramRescorer(
+            ngram.trie,
+            ngram.num_tokens,
+            float(proposal.weight),
+            vocab_size,
+            candidates_before,
+            context,
+            row_tokens,
+            row_indices,
+            row_table,
+            row_unlisted,
+            candidate_columns=np.empty((num_nodes, num_candidates), np.int64),
+            suffix_nodes=np.empty((num_nodes, max_suffixes), np.int64),
+            child_suffix_nodes=np.empty((num_nodes, max_suffixes + 1, num_candidates), np.int64),
+            recent_tokens=np.empty((num_nodes, MAX_MATCHED_TOKENS), np.int64),
         )
-        for row in zip(contexts(proposal), *listed, *log_q, strict=True)
-    ]
+        guides.append(guide)
+    return guides
 
 
-def contexts(proposal: Proposal) -> list[np.ndarray]:
-    """Return every row's text: (C,) int64 each."""
+def get_contexts(proposal: Proposal) -> list[np.ndarray]:
+    """Return the last tokens of every row's sequence as arrays, (C,) int64 each."""
     return [np.asarray(context, np.int64) for context in proposal.contexts]

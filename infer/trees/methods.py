@@ -1,8 +1,8 @@
-"""The table of tree methods. No torch here: options, reports and help read it before anything is
-loaded.
+"""The table of tree methods. It imports no torch, since options, reports and help read it before
+anything is loaded.
 
 A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and
-a row of `TREES`.
+a row of `TREE_METHODS`.
 """
 
 from collections.abc import Callable
@@ -14,84 +14,89 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class TreeMethod:
-    """One tree method: where its function is, what it needs, and how reports show it."""
+    """A tree method: its function, its requirements, and its appearance in reports."""
 
-    name: str  # decoding.method=<name>; a name has no parts
+    name: str  # decoding.method=<name>
     label: str  # in tables and figures
     builder: str  # "module:function", Proposal -> DraftTree; imported when an engine is made
-    colour: str = (
-        "#777777"  # in figures; those of the table can be told apart by colour-blind readers
-    )
-    drafts: bool = True  # false: needs no drafter
-    # block size -> nodes it can use at most; None: any node budget
-    most_nodes: Callable[[int], int] | None = None
-    ranked: bool = (
-        False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
-    )
-    ngrams: bool = False  # needs an n-gram file
-    recalls: bool = (
-        False  # asks the text's own n-grams too, which are enough where there is no file
-    )
-    with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
-    evaluated: bool = (
-        True  # measured by every evaluation that can (with an n-gram file, if it needs one)
-    )
+    # In figures. Those of the table can be told apart by colour-blind readers.
+    colour: str = "#777777"
+    needs_drafter: bool = True
+    # Block size -> maximum number of nodes that the method can use. None: any node budget.
+    max_nodes_for_block: Callable[[int], int] | None = None
+    # Whether nodes are sorted by probability, so that budget=auto can prune the tree to any size.
+    ranked: bool = False
+    needs_ngrams: bool = False  # needs an n-gram model
+    # Whether it also uses the n-grams of the sequence itself; then it works without an n-gram file.
+    uses_sequence_ngrams: bool = False
+    ngram_variant: str | None = None  # the method that replaces it if an n-gram file is given
+    # Whether every evaluation measures it (with an n-gram file, if it needs n-grams).
+    in_evaluations: bool = True
 
     @property
-    def by_budget(self) -> bool:
-        """Whether the node budget decides the size: an evaluation then measures every budget."""
-        return self.most_nodes is None
+    def scales_with_budget(self) -> bool:
+        """Whether the tree grows with the node budget. Evaluations then measure every budget."""
+        return self.max_nodes_for_block is None
 
-    def load(self) -> Callable:
-        """Return the function that builds the trees."""
+    def load_builder(self) -> Callable:
+        """Import and return the function that builds the trees."""
         return resolve_name(self.builder)
 
 
-_ROWS = (
+_TREE_METHOD_ROWS = (
     TreeMethod(
-        "plain", "plain", "infer.trees.tree:plain", drafts=False, most_nodes=lambda block_size: 0
+        "plain",
+        "plain",
+        "infer.trees.tree:build_baseline_trees",
+        needs_drafter=False,
+        max_nodes_for_block=lambda block_size: 0,
     ),
     TreeMethod(
         "chain",
         "chain",
-        "infer.trees.chain:chain",
+        "infer.trees.chain:build_chain",
         "#d55e00",
-        most_nodes=lambda block_size: block_size - 1,
+        max_nodes_for_block=lambda block_size: block_size - 1,
         ranked=True,
     ),
     TreeMethod(
         "ddtree",
         "DDTree",
-        "infer.trees.ddtree:ddtree",
+        "infer.trees.ddtree:build_ddtree",
         "#0072b2",
         ranked=True,
-        with_ngrams="ddtree+ngrams",
+        ngram_variant="ddtree+ngrams",
     ),
     TreeMethod(
-        "continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True
+        "continuity",
+        "continuity",
+        "infer.trees.continuity:build_continuity_tree",
+        "#009e73",
+        needs_ngrams=True,
     ),
     TreeMethod(
         "ddtree+ngrams",
         "DDTree + n-grams",
-        "infer.trees.guided:guided_ddtree",
+        "infer.trees.guided:build_guided_ddtree",
         "#9b4f96",
         ranked=True,
-        ngrams=True,
-        recalls=True,
+        needs_ngrams=True,
+        uses_sequence_ngrams=True,
     ),
-    TreeMethod("static", "static", "infer.trees.fixed:static", evaluated=False),
+    TreeMethod("static", "static", "infer.trees.static:build_static_tree", in_evaluations=False),
 )
-# plain decoding first, wherever a row is added: evaluations compare with the first
-TREES = {
-    row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts) if is_installed(row.builder)
+# Methods without a drafter come first: evaluations compare all others with the first method.
+TREE_METHODS = {
+    row.name: row
+    for row in sorted(_TREE_METHOD_ROWS, key=lambda row: row.needs_drafter)
+    if is_installed(row.builder)
 }
-# in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the
-# drafter's place
-ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)
+# An additional method of evaluations: DDTree over n-grams, with prompt lookup as the drafter.
+NGRAMS_ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True)
 
 
 def require_method(name: str) -> None:
-    """Raise ValueError for a method whose module is not in this installation."""
-    for row in _ROWS:
+    """Raise ValueError if the method's module is not in this installation."""
+    for row in _TREE_METHOD_ROWS:
         if row.name == name:
             require_installed(row.builder, f"method={name}")

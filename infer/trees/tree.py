@@ -1,115 +1,122 @@
-"""The draft tree, what a round asks the target to verify, and the proposal that it is built from.
+"""The draft tree that the target verifies in a round, and the proposal that it is built from.
 
-B rows, M nodes with the root, L drafted positions, R tokens that the drafter knows.
+B batch rows, M nodes including the root, L drafted positions, R tokens that the drafter proposes.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from infer.kernels.reference_search import Nodes
-from infer.ngrams.model import NGram
-from infer.trees.vocabulary import ALL, Vocabulary
+from infer.kernels.reference_search import DraftNodes
+from infer.ngrams.model import NGramModel
+from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class Conditionals(Protocol):
-    """Conditional distributions over M candidates a position
-    (`infer.drafters.heads.draft.ConditionalDraft`)."""
+    """Conditional distributions over M candidate tokens per position, from a conditional head
+    (`infer.drafters.heads.draft.ConditionalDraft`) or from marginals."""
 
-    recurrent: bool  # all tokens before count, not the last one alone: there is no table
-    tokens: torch.Tensor  # (B, L, M) int64 ids, the candidates, likeliest first by themselves
-    # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
-    table: tuple[torch.Tensor, torch.Tensor]
+    # True: a token depends on all tokens before it, not only on the last one, so there is no table.
+    recurrent: bool
+    # (B, L, M) int64 ids of the candidates, by descending marginal probability
+    tokens: torch.Tensor
+
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log q (B, M) of position 0, and (B, L - 1, M, M) of the others, indexed by
+        [previous candidate, candidate]."""
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, 1, M) of slot 0, and a memory (B, 1, S) if all tokens before count."""
+        """Return log q (B, 1, M) of position 0, and a recurrent head's state (B, 1, S)."""
 
     def extend(
-        self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
+        self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P),
-        and a memory."""
+        """Return log q (B, P, M) of a position after prefixes whose last tokens are the candidates
+        numbered `candidates` (B, P) of the position before, and a recurrent head's new state."""
 
-    def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each slot's likeliest token of all behind the ones before, and its log q: (B,
-        length) both."""
+    def chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the greedy chain over the drafter's whole vocabulary: the likeliest token of each
+        position after the ones before it, (B, length), and its log q, (B, length)."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a round gives to a tree method: the drafter's distributions, the options, and what else
-    there may be."""
+    """The input of a tree method: the drafter's distributions and the options of the tree."""
 
-    bonus: torch.Tensor  # (B,) int64, the roots
-    # (B, L, R) log space, conditioned on the target's noise; None: there is no drafter
+    bonus: torch.Tensor  # (B,) int64, the bonus tokens, which become the roots
+    # (B, L, R) log space, conditioned on the target's noise; None without a drafter
     marginals: torch.Tensor | None
-    budget: int = 0  # drafted nodes at most
-    ngram: NGram | None = None
-    contexts: Sequence[
-        Sequence[int]
-    ] = ()  # with an n-gram model: every row's text, the bonus token included
-    weight: float = 1.0  # of the n-gram model against the drafter
-    width: int = 1  # children of every node of a full tree
-    ends: Collection[int] = ()  # tokens that end a text
-    steps: Conditionals | None = None  # of a drafter with a conditional head
-    vocabulary: Vocabulary = ALL  # of the R columns of marginals
+    budget: int = 0  # maximum number of drafted nodes per batch row
+    ngram: NGramModel | None = None
+    # With an n-gram model: the last tokens of every row's sequence, including the bonus token.
+    contexts: Sequence[Sequence[int] | np.ndarray] = ()
+    weight: float = 1.0  # exponent of the n-gram probability; the drafter's has exponent 1
+    width: int = 1  # children per node of a static tree
+    eos_token_ids: Collection[int] = ()
+    conditionals: Conditionals | None = None  # of a drafter with a conditional head
+    vocabulary: DraftVocabulary = FULL_VOCABULARY  # of the R columns of `marginals`
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes
-    before its children.
+    """Draft trees of B batch rows. Node 0 is the root, which holds the bonus token and does not
+    count towards the node budget. A parent comes before its children.
 
     A node stands for the whole prefix from the root down to it (DDTree section 4.2).
     """
 
     tokens: torch.Tensor  # (B, M) int64
-    parents: torch.Tensor  # (B, M) int64, the root's is itself
-    depths: torch.Tensor  # (B, M) int64, the root's is 0
-    log_probs: torch.Tensor  # (B, M) of the whole prefix under the drafter, the root's is 0
-    max_depth: int  # no node is deeper: L of the marginals, 0 for a root alone
-    # (B, M) bool, what of these are nodes, a row's first; the others' tokens are -1. None: all
-    real: torch.Tensor | None = None
+    parents: torch.Tensor  # (B, M) int64, the root's parent is the root
+    depths: torch.Tensor  # (B, M) int64, 0 for the root
+    # (B, M) log-probability of the whole prefix under the drafter, 0 for the root
+    log_probs: torch.Tensor
+    max_depth: int  # upper bound of `depths`: L, or 0 for a tree with only a root
+    # (B, M) bool: which entries are nodes rather than padding. The nodes of a row come first, the
+    # tokens of padding are -1. None: all entries are nodes.
+    node_mask: torch.Tensor | None = None
 
     @property
-    def budget(self) -> int:
-        """Drafted nodes, of the row that has most."""
+    def max_drafted(self) -> int:
+        """Number of drafted nodes of the batch row that has most."""
         return self.tokens.shape[1] - 1
 
     @property
-    def budgets(self) -> list[int]:
-        """Drafted nodes of every row."""
-        return (
-            [self.budget] * len(self.tokens)
-            if self.real is None
-            else (self.real.sum(1) - 1).tolist()
-        )
+    def drafted_counts(self) -> list[int]:
+        """Number of drafted nodes of every batch row."""
+        if self.node_mask is None:
+            return [self.max_drafted] * len(self.tokens)
+        return (self.node_mask.sum(1) - 1).tolist()
 
-    def positions(self, start: torch.Tensor) -> torch.Tensor:
-        """Return absolute positions (B, M) for a root at `start` (B,): by depth, never by slot."""
-        return start[:, None] + self.depths
+    def positions(self, root_positions: torch.Tensor) -> torch.Tensor:
+        """Return the absolute positions (B, M) of all nodes from those of the roots (B,)."""
+        return root_positions[:, None] + self.depths
 
     def ancestors(self) -> torch.Tensor:
-        """Return (B, M, M) bool: [q, k] is true where k is q or an ancestor of q, the nodes that q
-        attends to."""
+        """Return the attention mask between nodes, (B, M, M) bool.
+
+        [q, k] is true where k is q or an ancestor of q.
+        """
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
-        # (B, M): the ancestor so many steps up, the root where there is none
-        above = self.parents
-        reach = 1
-        # doubling: what a node sees within `reach` steps, and what that one sees
-        while reach <= self.max_depth:
-            mask = mask | mask.gather(1, above[..., None].expand(-1, -1, nodes))
-            above = above.gather(1, above)
-            reach = 2 * reach
-        return mask if mask.is_contiguous() else mask.contiguous()
 
-    def first(self, nodes: int) -> "DraftTree":
-        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of
-        that size."""
-        end = nodes + 1
+        # Pointer doubling: `mask` covers fewer than `steps` steps up, and `upper_node` (B, M) is
+        # the ancestor `steps` steps up, or the root if there is none.
+        upper_node = self.parents
+        steps = 1
+        while steps <= self.max_depth:
+            mask = mask | mask.gather(1, upper_node[..., None].expand(-1, -1, nodes))
+            upper_node = upper_node.gather(1, upper_node)
+            steps = 2 * steps
+        return mask.contiguous()
+
+    def keep_first(self, num_nodes: int) -> "DraftTree":
+        """Return the trees of the first `num_nodes` drafted nodes. If nodes are sorted by
+        probability, this is the best tree of that size."""
+        end = num_nodes + 1
         return DraftTree(
             self.tokens[:, :end],
             self.parents[:, :end],
@@ -118,21 +125,25 @@ class DraftTree:
             self.max_depth,
         )
 
-    def likeliest(self, nodes: int) -> "DraftTree":
-        """Return the best ranked trees of B * `nodes` drafted nodes in all, wherever these are:
-        rows of which the drafter is sure have more than others."""
-        rows, found = self.log_probs[:, 1:].shape
-        chosen = (
-            self.log_probs[:, 1:].flatten().topk(rows * nodes).indices // found
-        )  # the rows of these
-        counts = 1 + chosen.bincount(minlength=rows)
-        cut = self.first(int(counts.max()) - 1)
-        real = torch.arange(cut.budget + 1, device=counts.device) < counts[:, None]
-        return replace(cut, tokens=cut.tokens.where(real, -1), real=real)
+    def keep_likeliest(self, nodes_per_row: int) -> "DraftTree":
+        """Return trees of the B * `nodes_per_row` likeliest drafted nodes of all batch rows.
+
+        Rows with a confident drafter keep more nodes than others. Nodes must be sorted by
+        probability within each row.
+        """
+        rows, nodes = self.log_probs[:, 1:].shape
+        likeliest = self.log_probs[:, 1:].flatten().topk(rows * nodes_per_row).indices
+        row_of_node = likeliest // nodes
+        counts = 1 + row_of_node.bincount(minlength=rows)
+
+        tree = self.keep_first(int(counts.max()) - 1)
+        node_mask = torch.arange(tree.max_drafted + 1, device=counts.device) < counts[:, None]
+        return replace(tree, tokens=tree.tokens.where(node_mask, -1), node_mask=node_mask)
 
 
-def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
-    """Return the tree of drafted nodes (B, M - 1) behind the roots bonus (B,), on their device."""
+def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTree:
+    """Return trees of drafted nodes (B, M - 1) below roots with bonus tokens (B,), on the device of
+    the bonus tokens."""
     zeros = torch.zeros_like(bonus)[:, None]
     log_probs = nodes.log_probs.to(bonus.device)
     return DraftTree(
@@ -144,12 +155,12 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
     )
 
 
-def plain(proposal: Proposal) -> DraftTree:
-    """Return the root alone: plain decoding."""
-    return root_only(proposal.bonus)
+def build_baseline_trees(proposal: Proposal) -> DraftTree:
+    """Return trees with only a root: baseline decoding."""
+    return make_root_trees(proposal.bonus)
 
 
-def root_only(bonus: torch.Tensor) -> DraftTree:
-    """Return the trees without drafted nodes over bonus tokens (B,)."""
+def make_root_trees(bonus: torch.Tensor) -> DraftTree:
+    """Return trees with only a root from bonus tokens (B,)."""
     zeros = torch.zeros_like(bonus)[:, None]
     return DraftTree(bonus[:, None], zeros, zeros, zeros.float(), max_depth=0)

@@ -1,6 +1,6 @@
-"""What every package may need: files that are there whole or not at all, machine code, redaction,
-the way into a command.
+"""Helpers for every package: atomic file writes, compiled CPU loops, redaction of secrets, option
+handling, and the start and end of a command.
 
-May import no other package, and no torch where it is imported. Start with hydra_app.py, from the
-command line to a dataclass.
+May import no other package, and no torch at import time. Start with hydra_app.py, which turns the
+command line into a dataclass of options.
 """

@@ -1,90 +1,111 @@
-"""Messages in the form that a chat template reads.
+"""Chat messages in the form that a chat template reads.
 
-The arguments of a tool call are an object for most templates (Qwen3, Llama 3), and JSON text for
-those that join them to strings (DeepSeek V3, R1, V3.1). A thought has a key of its own in some
-templates, and stands in the content in others.
+Most templates (Qwen3, Llama 3) take the arguments of a tool call as an object. Templates that
+concatenate them with strings (DeepSeek V3, R1, V3.1) take JSON text. Some templates read the
+reasoning of an answer under a key of its own; others expect it inside the content.
 """
 
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 
-# of a message, under which chat templates read its thought; the first that a template has
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Keys of a message under which chat templates read reasoning. The first one that a template names
+# is used.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
-def readable_messages(tokenizer, messages: list[dict], **options: object) -> list[dict]:
-    """Return messages with the arguments of their tool calls as the tokenizer's chat template takes
-    them: as objects, unless the template fails with these or writes them in Python's notation and
-        does
-    neither with JSON text. `options`: what else the template is given, as for
-    `apply_chat_template`."""
-    calls = [
-        call.get("function", {}) for message in messages for call in message.get("tool_calls") or ()
-    ]
-    if not calls:
+def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: object) -> list[dict]:
+    """Return messages with tool-call arguments in the form that the chat template takes.
+
+    Arguments become objects. They become JSON text if the template fails with objects, or renders
+    them in Python's notation, and does neither with JSON text. `options` are further arguments of
+    `apply_chat_template`.
+    """
+    functions = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            functions.append(call.get("function", {}))
+    if not functions:
         return messages
-    with_objects = _with_arguments(messages, arguments_object)
-    with_text = _with_arguments(messages, arguments_text)
-    written_by_python = [str(arguments_object(call.get("arguments"))) for call in calls]
 
-    def count_python_notation(form: list[dict]) -> float:
+    with_objects = _convert_arguments(messages, parse_tool_arguments)
+    with_json_text = _convert_arguments(messages, tool_arguments_to_json)
+    python_notations = [
+        str(parse_tool_arguments(function.get("arguments"))) for function in functions
+    ]
+
+    def count_python_notation(candidate: list[dict]) -> float:
         try:
-            text = tokenizer.apply_chat_template(form, tokenize=False, **options)
+            text = tokenizer.apply_chat_template(candidate, tokenize=False, **options)
         except (TypeError, TemplateError):
             return float("inf")
         return sum(
-            text.count(notation) for notation in written_by_python if notation not in ("", "{}")
+            text.count(notation) for notation in python_notations if notation not in ("", "{}")
         )
 
-    errors_of_objects = count_python_notation(with_objects)
-    if errors_of_objects and count_python_notation(with_text) < errors_of_objects:
-        return with_text
+    object_errors = count_python_notation(with_objects)
+    if object_errors and count_python_notation(with_json_text) < object_errors:
+        return with_json_text
     return with_objects
 
 
-def arguments_object(arguments: object) -> object:
-    """Return the arguments of a tool call as an object. They may be JSON text; other text stays as
-    it is."""
+def parse_tool_arguments(arguments: object) -> object:
+    """Return a tool call's arguments as an object.
+
+    JSON text is parsed. Text that is not JSON is returned unchanged.
+    """
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
 
 
-def arguments_text(arguments: object) -> str:
-    """Return the arguments of a tool call as JSON text; text stays as the model wrote it."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def tool_arguments_to_json(arguments: object) -> str:
+    """Return a tool call's arguments as JSON text. Text is returned unchanged."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
-def _with_arguments(messages: list[dict], convert: Callable[[object], object]) -> list[dict]:
-    """Return messages with the arguments of their tool calls converted."""
-    converted = []
+def _convert_arguments(messages: list[dict], convert: Callable[[object], object]) -> list[dict]:
+    """Return messages in which `convert` was applied to the arguments of every tool call."""
+    converted_messages = []
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function", {})
             if "arguments" in function:
-                call = call | {"function": function | {"arguments": convert(function["arguments"])}}
+                function = function | {"arguments": convert(function["arguments"])}
+                call = call | {"function": function}
             calls.append(call)
-        converted.append(message | {"tool_calls": calls} if calls else message)
-    return converted
+        converted_messages.append(message | {"tool_calls": calls} if calls else message)
+    return converted_messages
 
 
-def place_thoughts(messages: Sequence[dict], template: str) -> list[dict]:
-    """Return messages with their thoughts, `reasoning_content`, where a chat template reads them:
-    under its own key; else, where it knows the tag that ends a thought, in front of the content."""
-    keys = (key for key in THOUGHT_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template))
-    thought_key = next(keys, None)
-    placed = []
+def place_reasoning(messages: Sequence[dict], template: str) -> list[dict]:
+    """Move each message's `reasoning_content` to where the chat template reads it.
+
+    That is the template's own key for reasoning. If the template has no such key but contains
+    "</think>", the reasoning is put in front of the content, inside <think> tags. Otherwise it is
+    dropped.
+    """
+    template_keys = (
+        key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)
+    )
+    reasoning_key = next(template_keys, None)
+
+    placed_messages = []
     for message in messages:
-        others = {key: value for key, value in message.items() if key != "reasoning_content"}
-        thought = message.get("reasoning_content")
-        if thought and thought_key:
-            others[thought_key] = thought
-        elif thought and "</think>" in template:
-            others["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
-        placed.append(others)
-    return placed
+        placed = {key: value for key, value in message.items() if key != "reasoning_content"}
+        reasoning = message.get("reasoning_content")
+        if reasoning and reasoning_key:
+            placed[reasoning_key] = reasoning
+        elif reasoning and "</think>" in template:
+            placed["content"] = f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"
+        placed_messages.append(placed)
+    return placed_messages

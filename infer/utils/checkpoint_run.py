@@ -1,14 +1,16 @@
-"""What a checkpoint brings to a command: the target and the data of its own run."""
+"""Options that a command takes from its checkpoint's training run: the target and the data."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from infer.utils.files import read_text
+from infer.utils.files import read_limited_text
 from infer.utils.renamed_options import translate_saved_config
 
-# What a command whose class says FROM_RUN takes of its checkpoint's run: not the device, which is
-# this machine's, and not the permission to run a model's own code, which only the user gives.
-KEYS_FROM_RUN = {
+# Options that a command with SECTIONS_FROM_RUN takes from the run of its checkpoint. The device is
+# not among them because this machine may have another one. Neither is trust_remote_code, because
+# only the user may allow a model to run its own code.
+RUN_OPTION_KEYS = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": (
         "source",
@@ -20,39 +22,50 @@ KEYS_FROM_RUN = {
         "max_invalid_fraction",
     ),
 }
+MAX_RUN_CONFIG_BYTES = 1 << 20
 
 
-def options_of_run(config, chosen: set[str], options_class: type) -> dict[str, dict]:
-    """Return the target and the data of the checkpoint's own run, of a command that takes them from
-    there (`FROM_RUN`), where the user chose neither. `config`: the command's; `chosen`: the keys
-    and groups that the user gave."""
-    sections = getattr(options_class, "FROM_RUN", ())
+def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict[str, dict]:
+    """Return options from the training run of the command's checkpoint, by section.
+
+    config: the command's composed configuration
+    chosen: the keys and groups that the user gave, which take precedence
+    options_class: the command's dataclass; its SECTIONS_FROM_RUN names the sections to take
+
+    A section is left out if the user chose its path, source or datasets.
+    """
+    section_names = getattr(options_class, "SECTIONS_FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")
-    if not (sections and checkpoints and checkpoints[0]):
+    if not (section_names and checkpoints and checkpoints[0]):
         return {}
-    run = run_of(checkpoints[0])
+
+    run_config = read_run_config(checkpoints[0])
     options = {}
-    for section in sections:
-        deciding = {section, *(f"{section}.{key}" for key in ("path", "source", "datasets"))}
+    for section in section_names:
+        deciding_keys = {section, *(f"{section}.{key}" for key in ("path", "source", "datasets"))}
         if section == "data":
-            deciding.add("suite")
-        if section in run and not deciding & chosen:
-            keys = [
-                key
-                for key in KEYS_FROM_RUN[section]
-                if key in run[section] and f"{section}.{key}" not in chosen
-            ]
-            options[section] = {key: run[section][key] for key in keys}
+            deciding_keys.add("suite")
+        if section not in run_config or deciding_keys & chosen:
+            continue
+        options[section] = {
+            key: run_config[section][key]
+            for key in RUN_OPTION_KEYS[section]
+            if key in run_config[section] and f"{section}.{key}" not in chosen
+        }
     return options
 
 
-def run_of(checkpoint: str) -> dict:
-    """Return the configuration of the run that a checkpoint is part of; nothing for anything
-    else."""
-    place = Path(checkpoint).resolve()  # best is a link to a step
-    for folder in (place, *place.parents[:3]) if place.exists() else ():
+def read_run_config(checkpoint: str) -> dict:
+    """Return the configuration of the training run that contains a checkpoint.
+
+    Returns an empty dictionary if the path is not inside a run folder.
+    """
+    path = Path(checkpoint).resolve()  # "best" is a symbolic link to a step
+    if not path.exists():
+        return {}
+    for folder in (path, *path.parents[:3]):
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            # the file may come from someone else: ${oc.env:HOME} stays a text
-            config = json.loads(read_text(folder / "config.json", 1 << 20).replace("${", r"\\${"))
-            return translate_saved_config(config)
+            text = read_limited_text(folder / "config.json", MAX_RUN_CONFIG_BYTES)
+            # The file may come from someone else. OmegaConf must not resolve ${oc.env:HOME} in it.
+            return translate_saved_config(json.loads(text.replace("${", r"\\${")))
     return {}

@@ -1,51 +1,63 @@
-"""Checks that several options dataclasses need. Every function raises ValueError, naming the
-key."""
+"""Checks that several option dataclasses need.
+
+Every function raises a ValueError that names the option, its value and what is allowed.
+"""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from typing import Any
 
-FREE_TEXT = (
-    "free text"  # in a field's metadata: what is typed there is nobody's grammar and no path
-)
+# Key in the metadata of a dataclass field. The option takes text as it is typed, or "@FILE" for a
+# file that contains the text.
+TEXT_OR_FILE = "text or @file"
+
+MIN_TEMPERATURE = 0.001  # smaller divisors make logits overflow
 
 
-def check_parts(options: object) -> None:
-    """Check every field that is itself a dataclass of options."""
+def check_nested_options(options: Any) -> None:
+    """Call `check()` of every field that is itself a dataclass of options."""
     for field in fields(options):
-        part = getattr(options, field.name)
-        if is_dataclass(part):
-            part.check()
+        nested_options: Any = getattr(options, field.name)
+        if is_dataclass(nested_options):
+            nested_options.check()
 
 
-def at_least(options: object, prefix: str = "", **limits: int) -> None:
-    """Raise unless every named field is at least its limit, or None."""
-    for name, limit in limits.items():
+def require_at_least(options: object, prefix: str = "", **minimums: int) -> None:
+    """Raise ValueError unless every named option is None or at least its minimum.
+
+    `prefix` is put before the option's name in the message, such as "optim.".
+    """
+    for name, minimum in minimums.items():
         value = getattr(options, name)
-        if value is not None and value < limit:
-            raise ValueError(f"{prefix}{name}={value}: at least {limit}")
+        if value is not None and value < minimum:
+            raise ValueError(f"{prefix}{name}={value}: must be at least {minimum}")
 
 
-def above_zero(options: object, prefix: str, *names: str) -> None:
-    """Raise unless every named field is above 0, or None."""
+def require_positive(options: object, prefix: str, *names: str) -> None:
+    """Raise ValueError unless every named option is None or above 0."""
     for name in names:
         value = getattr(options, name)
+        # `not value > 0` also refuses NaN.
         if value is not None and not value > 0:
-            raise ValueError(f"{prefix}{name}={value}: above 0")
+            raise ValueError(f"{prefix}{name}={value}: must be above 0")
 
 
-def one_of(options: object, prefix: str = "", **choices: Iterable[str]) -> None:
-    """Raise unless every named field has one of its choices."""
+def require_one_of(options: object, prefix: str = "", **choices: Iterable[object]) -> None:
+    """Raise ValueError unless every named option has one of its allowed values."""
     for name, allowed in choices.items():
-        if getattr(options, name) not in allowed:
-            *most, last = map(str, allowed)
+        value = getattr(options, name)
+        if value not in allowed:
+            *first_choices, last_choice = map(str, allowed)
             raise ValueError(
-                f"{prefix}{name}={getattr(options, name)}: use {', '.join(most)} or {last}"
+                f"{prefix}{name}={value}: use {', '.join(first_choices)} or {last_choice}"
             )
 
 
-def temperature(options: object, prefix: str = "") -> None:
-    """Raise unless the field `temperature` is 0, or large enough to divide logits by."""
-    if options.temperature != 0 and not 0.001 <= options.temperature < float("inf"):
+def require_temperature(options: Any, prefix: str = "") -> None:
+    """Raise ValueError unless the option `temperature` is 0 or large enough to divide logits by."""
+    temperature = options.temperature
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
         raise ValueError(
-            f"{prefix}temperature={options.temperature}: 0 for greedy decoding, or at least 0.001"
+            f"{prefix}temperature={temperature}: "
+            f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}"
         )

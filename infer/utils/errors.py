@@ -1,5 +1,4 @@
-"""How a command ends: errors in one sentence and their exit codes, Ctrl-C, full disks, and output
-that nobody reads any more."""
+"""How a command ends: one-sentence errors with exit codes, Ctrl-C, full disks and closed pipes."""
 
 import os
 import select
@@ -11,46 +10,45 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from infer.utils.installation import describe_missing
-from infer.utils.interrupts import interrupted
+from infer.utils.installation import describe_missing_module
+from infer.utils.interrupts import exit_after_interrupt
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side
-# by side take three times as much processor time for it.
+# This must be set before torch is imported. Idle threads of GNU OpenMP spin, so that two commands
+# that run at the same time take three times as much processor time.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-STOPPED = 3  # exit code of what was begun and could not go on
-UNREAD = (
-    141  # exit code where nobody reads the output any more, as a shell has it of other programs
-)
+EXIT_CODE_RUN_ABORTED = 3  # the command started its work and could not continue
+EXIT_CODE_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it for other programs
 
 
-class Stopped(Exception):
-    """Raised to end what has begun; the message is one sentence that says why."""
+class RunAborted(Exception):
+    """An error that ends work which has already started; the message is one sentence."""
 
 
-def command_line() -> str:
-    """Return this process's command as it was typed, for a report; without secrets."""
-    program, *words = sys.argv
-    return redact_text(
-        shlex.join(["./launch.sh", *["train"] * (Path(program).parent.name == "train"), *words])
-    )
+def redacted_command_line() -> str:
+    """Return this process's command line for a report, without secrets."""
+    program, *arguments = sys.argv
+    words = ["./launch.sh", *arguments]
+    if Path(program).parent.name == "train":
+        words.insert(1, "train")
+    return redact_text(shlex.join(words))
 
 
-def output_is_unread() -> bool:
-    """Return whether whoever read stdout or stderr has gone, as `head` does behind its last
-    line."""
+def is_output_pipe_closed() -> bool:
+    """Return whether the reader of stdout or stderr has closed it, as `head` does."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # of streams that are no files
-            poll.register(stream.fileno(), 0)  # errors are always told
+        # Streams that are not files have no descriptor to poll.
+        with suppress(AttributeError, OSError, ValueError):
+            poll.register(stream.fileno(), 0)  # 0: poll reports errors only
     return bool(poll.poll(0))
 
 
 @contextmanager
-def quiet_where_unread() -> Iterator[None]:
-    """End the process without a word where nobody reads its output any more."""
+def exit_quietly_on_broken_pipe() -> Iterator[None]:
+    """End the process without a message if the reader of its output has closed the pipe."""
     try:
         try:
             yield
@@ -58,79 +56,89 @@ def quiet_where_unread() -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
     except BrokenPipeError:
-        if output_is_unread():
-            os._exit(UNREAD)  # its end would flush again, and say that it cannot
+        if is_output_pipe_closed():
+            # A normal exit would flush the streams again and print an error.
+            os._exit(EXIT_CODE_BROKEN_PIPE)
         raise
 
 
 @contextmanager
-def errors_in_one_sentence() -> Iterator[None]:
-    """End the process for an error within the block.
+def report_errors_and_exit() -> Iterator[None]:
+    """End the process if the block raises an error.
 
-    What the user got wrong (ValueError, FileNotFoundError, a module that is not installed) is one
-    sentence on stderr and exit code 2. Stopped and errors of files are one sentence and exit code
-    3. Ctrl-C is one sentence and exit code 130, see `going_on`. Anything else is a traceback
-    without secrets, and exit code 1.
+    | error | output | exit code |
+    | --- | --- | --- |
+    | ValueError, FileNotFoundError, a Python module that is not installed | a sentence | 2 |
+    | RunAborted, OSError, SafetensorError | a sentence | 3 |
+    | KeyboardInterrupt (see `explain_interrupt`) | a sentence | 130 |
+    | any other exception | a traceback without secrets | 1 |
     """
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        fail(str(error))
+        exit_with_error(str(error))
     except ModuleNotFoundError as error:
-        fail_for_missing(error)
-    except (Stopped, *file_errors()) as error:  # of a disk that is full or read-only, say
-        if isinstance(error, BrokenPipeError) and output_is_unread():
-            os._exit(UNREAD)
-        fail(str(error), STOPPED)
+        exit_for_missing_module(error)
+    except (RunAborted, *file_error_types()) as error:
+        if isinstance(error, BrokenPipeError) and is_output_pipe_closed():
+            os._exit(EXIT_CODE_BROKEN_PIPE)
+        exit_with_error(str(error), EXIT_CODE_RUN_ABORTED)
     except KeyboardInterrupt as error:
-        interrupted(error)
+        exit_after_interrupt(error)
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)
         raise SystemExit(1) from None
     finally:
-        HEARTBEAT.at(None)
+        HEARTBEAT.set_activity(None)
 
 
 @contextmanager
-def going_on(how: str) -> Iterator[None]:
-    """Give Ctrl-C within the block a sentence that says what is kept and how to go on."""
+def explain_interrupt(explanation: str) -> Iterator[None]:
+    """Attach an explanation to Ctrl-C within the block: what was saved and how to continue."""
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(how) from error
+        raise KeyboardInterrupt(explanation) from error
 
 
-def file_errors() -> tuple[type[Exception], ...]:
-    """Return the kinds of errors that reading and writing files raises; safetensors has its own."""
+def file_error_types() -> tuple[type[Exception], ...]:
+    """Return the exceptions that reading and writing files raises, safetensors' own included."""
     from safetensors import SafetensorError
 
     return (OSError, SafetensorError)
 
 
 @contextmanager
-def disk(what: str) -> Iterator[None]:
-    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or
-    gone."""
+def abort_on_write_error(output_name: str) -> Iterator[None]:
+    """Raise RunAborted if the block cannot write its files (full, read-only or missing disk).
+
+    `output_name` says in the message what was being written. BrokenPipeError passes through
+    because it concerns the command's output and not a file.
+    """
     try:
         yield
-    except file_errors() as error:
-        if isinstance(error, BrokenPipeError):  # of the output, not of a file
+    except file_error_types() as error:
+        if isinstance(error, BrokenPipeError):
             raise
-        why = getattr(error, "strerror", None) or error
-        kept = "what was saved before is whole, and the same command goes on from there"
-        raise Stopped(f"{what} could not be written: {why}; {kept}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RunAborted(
+            f"{output_name} could not be written: {reason}; what was saved before is complete, "
+            "and the same command goes on from there"
+        ) from error
 
 
-def fail_for_missing(error: ModuleNotFoundError) -> NoReturn:
-    """End with a sentence about a module that is not installed. A missing module of our own is a
-    defect, and stays an exception."""
+def exit_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
+    """End the process with a sentence about a Python module that is not installed.
+
+    A missing module of this project is a bug: the exception is raised again.
+    """
     module = (error.name or "").partition(".")[0]
     if module in ("", "conf", "data", "infer", "train"):
         raise error
-    fail(describe_missing(module))
+    exit_with_error(describe_missing_module(module))
 
 
-def fail(message: str, code: int = 2) -> NoReturn:
-    """End with a sentence on stderr and this exit code."""
+def exit_with_error(message: str, code: int = 2) -> NoReturn:
+    """Print an error message without secrets to stderr and end the process with an exit code."""
     print(f"error: {redact_text(message)}", file=sys.stderr)
     raise SystemExit(code)

@@ -1,5 +1,8 @@
-"""Files that are whole or as they were before whenever the process is killed, and hold no secrets;
-their modes, their digests, and the refusal to go on with what was begun with other settings."""
+"""Reading and writing files: atomic and without secrets, locks, digests, comparison of settings.
+
+An atomic write leaves either the complete new file or the previous one, whenever the process is
+killed.
+"""
 
 import hashlib
 import json
@@ -17,55 +20,63 @@ from infer.utils.redact import redact, redact_text
 if TYPE_CHECKING:
     import torch
 
-READABLE = (
-    0o644  # of model files: engines of other users read them, and safetensors alone gives 0600
-)
+# Mode of model files. Engines of other users read them, and safetensors creates files with 0600.
+SHARED_FILE_MODE = 0o644
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the
-    block succeeds. An OSError that names no file, as of a full disk, names `path`."""
-    fresh = path.with_name(f".{path.name}")
+def atomic_replace_file(path: Path) -> Iterator[Path]:
+    """Yield a hidden temporary path next to `path`; move it to `path` if the block succeeds.
+
+    The file is synced to disk before it is moved. If the block fails, the temporary file is
+    removed; an OSError without a file name, as a full disk raises it, gets the name of `path`.
+    """
+    temporary_path = path.with_name(f".{path.name}")
     try:
-        fresh.unlink(missing_ok=True)
-        yield fresh
-        sync(fresh)
-        fresh.replace(path)
+        temporary_path.unlink(missing_ok=True)
+        yield temporary_path
+        fsync_path(temporary_path)
+        temporary_path.replace(path)
     except BaseException as error:
-        fresh.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(path)
         raise
 
 
 @contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not
-    there or empty, if the block succeeds, and nothing is left of it otherwise."""
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as aside:
-        (fresh := Path(aside) / path.name).mkdir()
-        yield fresh
-        fresh.replace(path)
+def atomic_create_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill; move it to `path` if the block succeeds.
+
+    `path` must not exist or must be empty. If the block fails, nothing is left.
+    """
+    parent = path.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=parent, prefix=f".{path.name}.") as temporary_parent:
+        temporary_folder = Path(temporary_parent) / path.name
+        temporary_folder.mkdir()
+        yield temporary_folder
+        temporary_folder.replace(path)
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all, without secrets (`infer.utils.redact`)."""
-    with replacing(path) as fresh:
-        fresh.write_text(redact_text(text), encoding="utf-8")
+    """Write a text file atomically, without secrets (`infer.utils.redact`)."""
+    with atomic_replace_file(path) as temporary_path:
+        temporary_path.write_text(redact_text(text), encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON, whole or not at all, without secrets."""
+    """Write a value as a JSON file atomically, without secrets."""
     atomic_write(path, json.dumps(redact(value), indent=1) + "\n")
 
 
-def save_readable(
+def save_shared_safetensors(
     tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file that other users can read. Raises OSError where it cannot be
-    written."""
+    """Write a safetensors file with mode SHARED_FILE_MODE.
+
+    Raises OSError if it cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -73,47 +84,57 @@ def save_readable(
         save_file(tensors, file, metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"{file} could not be written: {error}") from error
-    file.chmod(READABLE)
+    file.chmod(SHARED_FILE_MODE)
 
 
-class NotReadable(ValueError):
-    """A file is of a kind or size that must not be read; the message says which."""
+class UnreadableFileError(ValueError):
+    """A path is not a regular file, or the file is larger than allowed."""
 
 
-def read_text(path: Path, most: int) -> str:
-    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device
-    never ends, and a pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
+def read_limited_text(path: Path, max_bytes: int) -> str:
+    """Return the text of a regular file of at most `max_bytes` bytes.
+
+    Devices and pipes are never opened: a device may never end, and opening a pipe blocks until
+    there is a writer. Raises UnreadableFileError, and OSError as `open` does.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise NotReadable(f"{path.name} is no regular file, but a device, pipe or folder")
-    if status.st_size > most:
-        raise NotReadable(f"{path.name} has {status.st_size} bytes: exceeds the limit of {most}")
+        raise UnreadableFileError(f"{path.name} is no regular file, but a device, pipe or folder")
+    if status.st_size > max_bytes:
+        raise UnreadableFileError(
+            f"{path.name} has {status.st_size} bytes: exceeds the limit of {max_bytes}"
+        )
     return path.read_text(encoding="utf-8")
 
 
 @contextmanager
-def locked(file: Path, what: str, instead: str) -> Iterator[None]:
-    """Lock `what`, which is written by one process at once, by a file of its own, which is removed
-    behind the block; the kernel releases the lock however the process ends. Raises ValueError when
-    another process has it; `instead` says what to choose then."""
-    with lock_file(file, what, instead) as lock:
+def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Iterator[None]:
+    """Hold a lock within the block, so that only one process writes an output.
+
+    lock_path: the lock file; it is removed after the block
+    output_name: what the lock protects, for the error message
+    option: the option with which the user chooses another output, such as "out="
+
+    The kernel releases the lock however the process ends. Raises ValueError if another process
+    holds it.
+    """
+    with acquire_lock_file(lock_path, output_name, option) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         try:
             yield
         finally:
-            file.unlink(
-                missing_ok=True
-            )  # before the lock is released: `lock_file` sees that it has gone
+            # Before the lock is released: `acquire_lock_file` notices that the file was removed.
+            lock_path.unlink(missing_ok=True)
 
 
-def lock_file(file: Path, what: str, instead: str) -> TextIO:
-    """Return the open file with its lock, for `locked`."""
+def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
+    """Return the open lock file with its lock held. See `hold_lock_file`."""
     import fcntl
 
     while True:
-        lock = file.open("a+")
+        lock = lock_path.open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -121,53 +142,57 @@ def lock_file(file: Path, what: str, instead: str) -> TextIO:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
             raise ValueError(
-                f"{what} is being written by {holder}: wait for it, stop it, or choose another {instead}"
+                f"{output_name} is being written by {holder}: wait for it, stop it, or choose "
+                f"another {option}"
             ) from error
+
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
+            if os.path.samestat(os.fstat(lock.fileno()), lock_path.stat()):
                 return lock
-        lock.close()  # its last holder has removed it since it was opened
+        lock.close()  # the previous holder removed the file after it was opened here
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Block until a file or folder is written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_digest(value: object) -> str:
-    """Return the SHA-256 of a JSON value, however its file is laid out."""
+    """Return the SHA-256 of a JSON value, independent of key order and white space."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
+def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[str]:
     """Return the dotted keys under which two nested dictionaries differ."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys((*wanted, *known))
-        return [
-            d
-            for key in keys
-            for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")
-        ]
-    return [] if known == wanted else [prefix.removesuffix(".")]
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return [] if saved == current else [prefix.removesuffix(".")]
+    changed_keys = []
+    for key in dict.fromkeys((*current, *saved)):
+        changed_keys += find_changed_keys(saved.get(key), current.get(key), f"{prefix}{key}.")
+    return changed_keys
 
 
-def refuse_other_settings(
-    known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()
+def refuse_changed_settings(
+    saved: dict, current: dict, message: str, ignored_prefixes: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError if what is on the disk was begun with other settings than those wanted now.
-    The message has {keys} where the differing keys go; keys that start with one of `free` may
-    differ. Secrets are not compared: what was written has none."""
-    changed = differences(redact(known), redact(json.loads(json.dumps(wanted))))
-    changed = [key for key in changed if not key.startswith(free)]
-    if changed:
-        raise ValueError(message.replace("{keys}", ", ".join(changed)))
+    """Raise ValueError if an output was started with other settings than the current ones.
+
+    saved: settings stored with the output; secrets were removed from them and are not compared
+    message: the error message, with {keys} in place of the changed keys
+    ignored_prefixes: keys that start with one of these may differ
+    """
+    json_settings = json.loads(json.dumps(current))
+    changed_keys = find_changed_keys(redact(saved), redact(json_settings))
+    changed_keys = [key for key in changed_keys if not key.startswith(ignored_prefixes)]
+    if changed_keys:
+        raise ValueError(message.replace("{keys}", ", ".join(changed_keys)))

@@ -1,5 +1,7 @@
-"""Whether the model hub answers: asked once, for seconds, before anything retries for half a
-minute."""
+"""Checks once whether the model hub is reachable, so that an unreachable hub costs seconds.
+
+Without this check, libraries retry for about half a minute.
+"""
 
 import os
 import re
@@ -12,25 +14,27 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-WAIT = 3.0  # seconds for an answer of the hub
-KEYS = {
-    "path",
-    "checkpoint",
-    "checkpoints",
-    "init",
-    "base_model",
-}  # options that may name what is there
+HUB_TIMEOUT_SECONDS = 3.0
+HTTP_PORT = 80
+HTTPS_PORT = 443
+HUB_NAME_PATTERN = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Options whose values may be names on the hub.
+HUB_OPTION_KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}
 
 
-def refrain_from_silent_hub(options: Iterable[tuple[str, object]]) -> None:
-    """Where an option names something on the hub and the hub does not answer, let this process use
-    only what is on this machine: what is missing is said at once then."""
-    names = {str(value) for key, value in options if KEYS & set(key.split("."))}
-    named = any(
-        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists()
-        for name in names
+def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> None:
+    """Switch huggingface_hub to offline mode if an option names a repository on the hub and the
+    hub is not reachable.
+
+    options: (dotted key, value) of every option
+
+    A file that is missing on this machine is then reported at once.
+    """
+    values = {str(value) for key, value in options if HUB_OPTION_KEYS & set(key.split("."))}
+    names_repository = any(
+        HUB_NAME_PATTERN.fullmatch(value) and not Path(value).exists() for value in values
     )
-    if named and not hub_answers():
+    if names_repository and not is_hub_reachable():
         from huggingface_hub import constants
 
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,25 +42,29 @@ def refrain_from_silent_hub(options: Iterable[tuple[str, object]]) -> None:
 
 
 @cache
-def hub_answers() -> bool:
-    """Return whether the hub, or the proxy to it, takes a connection within seconds."""
+def is_hub_reachable() -> bool:
+    """Return whether the hub, or the proxy in front of it, accepts a connection in
+    HUB_TIMEOUT_SECONDS."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         return False
     hub = urlsplit(constants.ENDPOINT)
     proxy = urlsplit(getproxies().get(hub.scheme, ""))
-    place = proxy if proxy.hostname else hub
-    answered = []
+    address = proxy if proxy.hostname else hub
+    default_port = HTTP_PORT if address.scheme == "http" else HTTPS_PORT
+    connections = []
 
     def connect() -> None:
-        port = place.port or {"http": 80}.get(place.scheme, 443)
-        with suppress(OSError), socket.create_connection((place.hostname, port), WAIT):
-            answered.append(True)
+        port = address.port or default_port
+        with (
+            suppress(OSError),
+            socket.create_connection((address.hostname or "", port), HUB_TIMEOUT_SECONDS),
+        ):
+            connections.append(address)
 
-    thread = Thread(
-        target=connect, daemon=True
-    )  # looking up the name may take longer than any limit
+    # A thread, because resolving the host name may take longer than the timeout.
+    thread = Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(WAIT)
-    return bool(answered)
+    thread.join(HUB_TIMEOUT_SECONDS)
+    return bool(connections)

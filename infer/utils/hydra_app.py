@@ -1,8 +1,8 @@
 """Run a command under Hydra: conf/ and the command line become a checked dataclass of options.
 
-Groups, sweeps, `--config-dir`, `--cfg` and the rest are Hydra's. Ours are: the schema of the
-options in Hydra's config store, a help that explains every key, `--prompt`, paths in place of a
-group's option, and that a checkpoint brings the target and data of its own run.
+Groups, sweeps, `--config-dir`, `--cfg` and the rest are Hydra's. This module adds the schema of the
+options in Hydra's config store, a help that explains every option, `--prompt`, paths in place of a
+group's option, and options from the training run of a checkpoint.
 """
 
 import gc
@@ -15,186 +15,219 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.utils.checkpoint_run import options_of_run
-from infer.utils.errors import errors_in_one_sentence, quiet_where_unread
-from infer.utils.hub import refrain_from_silent_hub
-from infer.utils.interrupts import INTERRUPTS
+from infer.utils.checkpoint_run import load_run_options
+from infer.utils.errors import exit_quietly_on_broken_pipe, report_errors_and_exit
+from infer.utils.hub import go_offline_if_hub_is_unreachable
+from infer.utils.interrupts import INTERRUPT_WATCHER
 from infer.utils.options import (
     check_numbers,
-    leaf_values,
+    expand_short_arguments,
+    iterate_leaf_values,
     print_help,
-    read_text_files,
-    rewrite_groups,
-    take_prompt,
+    resolve_text_options,
+    split_prompt_argument,
 )
 from infer.utils.progress import HEARTBEAT
 from infer.utils.renamed_options import new_name_in
 
-CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
-GC_THRESHOLD = 10_000  # objects; with Python's 700 a tenth of a command's start goes into collections that find nothing
+HELP_FLAGS = {"--help", "-h"}
+# Groups without a choice, and the default target and data: not chosen by the user.
+DEFAULT_GROUP_CHOICES = (None, "embedded")
+# Allocated objects before a garbage collection. With Python's default of 700, a tenth of the time
+# to start a command is spent in collections that free nothing.
+GC_THRESHOLD_OBJECTS = 10_000
 
 
 @dataclass
-class Job:
-    """What Hydra runs: a command with its composed configuration. Launchers may send it to another
-    process."""
+class HydraJob:
+    """A command as a callable for Hydra, which calls it with the composed configuration.
+
+    Hydra's launchers may pickle it and run it in another process.
+    """
 
     options_class: type
     function: Callable[[Any], None]
     prompt: str | None
     command_line: list[str]
 
-    def __call__(self, config) -> None:
+    def __call__(self, config: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
 
-        sys.argv = self.command_line  # for reports
-        output_dir = Path(HydraConfig.get().runtime.output_dir)
-        with errors_in_one_sentence():
+        sys.argv = self.command_line  # reports quote the command as it was typed
+        hydra_config = HydraConfig.get()
+        output_folder = Path(hydra_config.runtime.output_dir)
+        with report_errors_and_exit():
             try:
-                options = checked_options(
-                    config, HydraConfig.get(), self.options_class, self.prompt
+                options = build_checked_options(
+                    config, hydra_config, self.options_class, self.prompt
                 )
-                HEARTBEAT.begin()
-                INTERRUPTS.begin()
-                refrain_from_silent_hub(leaf_values(asdict(options)))
+                HEARTBEAT.start_watching()
+                INTERRUPT_WATCHER.start_watching()
+                go_offline_if_hub_is_unreachable(iterate_leaf_values(asdict(options)))
                 self.function(options)
             finally:
-                if output_dir != Path.cwd():
-                    with suppress(OSError):  # something lies there
-                        output_dir.rmdir()
+                if output_folder != Path.cwd():
+                    with suppress(OSError):  # the folder is not empty
+                        output_folder.rmdir()
 
 
-@quiet_where_unread()
+@exit_quietly_on_broken_pipe()
 def run_command(
     config_name: str,
     options_class: type,
     function: Callable[[Any], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Compose conf/<config_name>.yaml with the arguments (`sys.argv`'s by default) and call
-    `function(options)`, once or, with `-m`, for every job of a sweep.
+    """Compose conf/<config_name>.yaml with the arguments and call `function(options)`.
 
-    What the user got wrong ends the process before anything heavy is imported, with exit code 2:
-    what Hydra refuses with Hydra's message, the rest with one sentence (`errors_in_one_sentence`).
+    arguments: command-line arguments; None: those of `sys.argv`
+
+    With `-m` the function is called for every job of a sweep. A mistake in the arguments ends the
+    process with exit code 2 before anything slow is imported, with a message of Hydra or one
+    sentence (`report_errors_and_exit`).
     """
     import hydra
-    from omegaconf import OmegaConf
 
-    gc.set_threshold(GC_THRESHOLD)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
     command_line = sys.argv
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     prompt = None
     if hasattr(options_class, "prompt"):
-        arguments, prompt = take_prompt(arguments)
-    job = Job(options_class, function, prompt, command_line)
+        arguments, prompt = split_prompt_argument(arguments)
+    job = HydraJob(options_class, function, prompt, command_line)
     register_options(options_class)
-    with errors_in_one_sentence(), translate_hydra_errors():
+    with report_errors_and_exit(), translate_hydra_errors():
         flags = {argument for argument in arguments if argument.startswith("-")}
-        if flags and flags <= {
-            "--help",
-            "-h",
-        }:  # Hydra's own help takes longer, and knows no meanings
+        if flags and flags <= HELP_FLAGS:
             overrides = [argument for argument in arguments if argument not in flags]
-            values = OmegaConf.to_container(compose(config_name, options_class, overrides))
-            return print_help(options_class, values, CONF)
+            print_command_help(config_name, options_class, overrides)
+            return
         try:
-            sys.argv = [command_line[0], *rewrite_groups(arguments)]
-            hydra.main(
-                version_base=HYDRA_VERSION_BASE, config_path=str(CONF), config_name=config_name
-            )(job)()
+            sys.argv = [command_line[0], *expand_short_arguments(arguments)]
+            decorator = hydra.main(
+                version_base=HYDRA_VERSION_BASE,
+                config_path=str(CONFIG_FOLDER),
+                config_name=config_name,
+            )
+            decorator(job)()
         finally:
             sys.argv = command_line
 
 
+def print_command_help(config_name: str, options_class: type, overrides: list[str]) -> None:
+    """Print the help of a command.
+
+    Hydra's own help is slower and does not contain the meaning of an option.
+    """
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(compose_config(config_name, options_class, overrides))
+    print_help(options_class, values, CONFIG_FOLDER)
+
+
 @contextmanager
 def translate_hydra_errors() -> Iterator[None]:
-    """Raise Hydra's errors within the block, which it would print, as ValueError with Hydra's
-    message; with HYDRA_FULL_ERROR=1 in the environment raise the error itself."""
+    """Raise Hydra's errors within the block as ValueError with Hydra's message.
+
+    Without this, Hydra prints them and ends the process. If the environment has
+    HYDRA_FULL_ERROR=1, the original error is raised.
+    """
     from hydra.errors import HydraException
 
-    asks_for_tracebacks = "HYDRA_FULL_ERROR" in os.environ
+    wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         yield
     except HydraException as error:
-        if asks_for_tracebacks:
+        if wants_traceback:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
         raise ValueError(new_name_in(message) or message) from error
-    except AttributeError as error:  # of OmegaConf, for a dictionary in place of null
-        raise ValueError(f"a value has another type than its key takes: {error}") from error
+    except AttributeError as error:  # OmegaConf's error for a dictionary in place of null
+        raise ValueError(f"a value does not have the type of its option: {error}") from error
     finally:
-        if not asks_for_tracebacks:
+        if not wants_traceback:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
 def compose_options(config_name: str, options_class: type, arguments: Iterable[str]) -> Any:
-    """Return the checked options that arguments stand for, outside of a command. Raises
-    ValueError."""
+    """Return the checked options of a command for given arguments, without running it.
+
+    Raises ValueError.
+    """
     from omegaconf import OmegaConf
 
-    config = compose(config_name, options_class, arguments)
+    config = compose_config(config_name, options_class, arguments)
     options = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    return checked_options(options, config.hydra, options_class)
+    return build_checked_options(options, config.hydra, options_class)
 
 
-def compose(config_name: str, options_class: type, overrides: Iterable[str]):
-    """Return the configuration that overrides stand for, with Hydra's own part, not yet checked.
-    Raises ValueError."""
+def compose_config(config_name: str, options_class: type, overrides: Iterable[str]) -> Any:
+    """Return the composed configuration with Hydra's own section, not yet checked.
+
+    Raises ValueError.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     register_options(options_class)
-    GlobalHydra.instance().clear()  # Hydra allows one application at a time, and a command may ask this one
+    # Hydra allows one application at a time, and a running command may call this function.
+    GlobalHydra.instance().clear()
     with (
-        hydra.initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE),
+        hydra.initialize_config_dir(str(CONFIG_FOLDER), version_base=HYDRA_VERSION_BASE),
         translate_hydra_errors(),
     ):
-        return hydra.compose(config_name, rewrite_groups(overrides), return_hydra_config=True)
+        return hydra.compose(
+            config_name, overrides=expand_short_arguments(overrides), return_hydra_config=True
+        )
 
 
-def checked_options(config, hydra_config, options_class: type, prompt: str | None = None) -> Any:
-    """Return a composed configuration as a dataclass, after its `check()`. Raises ValueError."""
+def build_checked_options(
+    config: Any, hydra_config: Any, options_class: type, prompt: str | None = None
+) -> Any:
+    """Convert a composed configuration to its dataclass and call `check()`. Raises ValueError."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # as plain values, since +KEY=VALUE adds keys to a typed configuration that its class does
-        # not have
-        merged = OmegaConf.merge(
-            OmegaConf.structured(options_class), OmegaConf.to_container(config)
-        )
-        merged = OmegaConf.merge(
-            merged, options_of_run(merged, chosen_keys(hydra_config), options_class)
-        )
-        options = OmegaConf.to_object(merged)
+        # Merged as plain values: with +KEY=VALUE the configuration may contain keys that the
+        # dataclass does not have, and only this merge refuses them.
+        schema = OmegaConf.structured(options_class)
+        merged = OmegaConf.merge(schema, OmegaConf.to_container(config))
+        run_options = load_run_options(merged, find_chosen_keys(hydra_config), options_class)
+        merged = OmegaConf.merge(merged, run_options)
+        options: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(new_name_in(str(error)) or " ".join(str(error).split())) from error
+        message = new_name_in(str(error)) or " ".join(str(error).split())
+        raise ValueError(message) from error
     if prompt is not None:
         options.prompt = prompt
-    read_text_files(options)
+    resolve_text_options(options)
     check_numbers(options)
     options.check()
     return options
 
 
-def chosen_keys(hydra_config) -> set[str]:
+def find_chosen_keys(hydra_config: Any) -> set[str]:
     """Return the keys and groups that the command line or a preset chose."""
-    chosen = {
-        re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL)
-        for override in hydra_config.overrides.task
-    }
-    defaults = (None, "embedded")
-    return chosen | {
-        group for group, option in hydra_config.runtime.choices.items() if option not in defaults
-    }
+    keys = set()
+    for override in hydra_config.overrides.task:
+        keys.add(re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL))
+    for group, choice in hydra_config.runtime.choices.items():
+        if choice not in DEFAULT_GROUP_CHOICES:
+            keys.add(group)
+    return keys
 
 
 def register_options(options_class: type) -> None:
-    """Store a command's options as the schema that its file in conf/ names first,
-    `<command>_schema`."""
+    """Store a command's dataclass in Hydra's config store as the schema `<command>_schema`.
+
+    The command's file in conf/ names the schema in its defaults list.
+    """
     from hydra.core.config_store import ConfigStore
 
-    name = options_class.__name__.removesuffix("Config").removesuffix("Command").lower()
-    ConfigStore.instance().store(name=f"{name}_schema", node=options_class)
+    command_name = options_class.__name__.removesuffix("Config").removesuffix("Command").lower()
+    ConfigStore.instance().store(name=f"{command_name}_schema", node=options_class)

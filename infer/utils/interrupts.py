@@ -1,4 +1,4 @@
-"""Ctrl-C: a sentence and exit code 130 within two seconds, whatever the main thread is at."""
+"""Ctrl-C: ends the process within two seconds with a sentence and exit code 130."""
 
 import os
 import signal
@@ -9,46 +9,53 @@ from typing import NoReturn
 
 from infer.utils.progress import HEARTBEAT
 
-INTERRUPTED = 130  # exit code after Ctrl-C
-GRACE = 1.5  # seconds for a KeyboardInterrupt to end the process by itself
+EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPT_GRACE_SECONDS = 1.5  # time for a KeyboardInterrupt to end the process by itself
 
 
-def interrupted(error: KeyboardInterrupt) -> NoReturn:
-    """End the process after Ctrl-C, with a sentence, and without waiting for threads: a request may
-    take minutes."""
-    print(f"\nstopped by Ctrl-C: {str(error) or 'files written before are whole'}", file=sys.stderr)
+def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
+    """Print a sentence and end the process after Ctrl-C.
+
+    Threads are not joined, because a request in one of them may take minutes.
+    """
+    explanation = str(error) or "files written before are complete"
+    print(f"\nstopped by Ctrl-C: {explanation}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(INTERRUPTED)
+    os._exit(EXIT_CODE_INTERRUPTED)
 
 
-class Interrupts(threading.Thread):
-    """Ends the process where Ctrl-C is without an effect: Python raises KeyboardInterrupt between
-    two of its own instructions, and one that counts n-grams or loads weights may take minutes."""
+class InterruptWatcher(threading.Thread):
+    """A thread that ends the process if Ctrl-C does not.
+
+    Python raises KeyboardInterrupt only between two bytecode instructions. One call of compiled
+    code, such as counting n-grams or loading weights, may take minutes.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.graceful = (
-            0  # how many Ctrl-C others take care of: a training run saves after the first
-        )
+        # Interrupts that other code handles: a training run saves a checkpoint after the first one.
+        self.interrupts_to_ignore = 0
 
-    def begin(self) -> None:
-        """Watch over the process, from its main thread."""
-        if not self.is_alive() and threading.current_thread() is threading.main_thread():
-            self.pipe, written = os.pipe()
-            os.set_blocking(written, False)
-            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-            self.start()
+    def start_watching(self) -> None:
+        """Start the thread. Does nothing outside the main thread, which alone handles signals."""
+        if self.is_alive() or threading.current_thread() is not threading.main_thread():
+            return
+        self.signal_pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self.start()
 
     def run(self) -> None:
-        while number := os.read(self.pipe, 1):
-            if number[0] != signal.SIGINT or HEARTBEAT.what is None:  # None: it waits for its user
+        while signal_byte := os.read(self.signal_pipe, 1):
+            # Without an activity the command waits for user input, which Ctrl-C interrupts.
+            if signal_byte[0] != signal.SIGINT or HEARTBEAT.activity is None:
                 continue
-            if self.graceful:
-                self.graceful -= 1
+            if self.interrupts_to_ignore:
+                self.interrupts_to_ignore -= 1
                 continue
-            time.sleep(GRACE)
-            interrupted(KeyboardInterrupt())
+            time.sleep(INTERRUPT_GRACE_SECONDS)
+            exit_after_interrupt(KeyboardInterrupt())
 
 
-INTERRUPTS = Interrupts()
+INTERRUPT_WATCHER = InterruptWatcher()

@@ -1,47 +1,55 @@
-"""Machine code for loops on the CPU, by numba."""
+"""Compilation of CPU loops to machine code with numba."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numba
 from numba import types
 
-REORDERS = {
-    "reassoc",
-    "contract",
-}  # sums may be taken in any order and multiplications joined with them
-IN_ORDER = {"contract", "nnan", "nsz"}  # multiplications may be joined with sums; there is no NaN
+# LLVM fast-math flags. "reassoc": sums may be computed in any order. "contract": a multiplication
+# and an addition may become one fused operation. "nnan": there is no NaN. "nsz": the sign of zero
+# does not matter.
+FASTMATH_REASSOCIATE = {"reassoc", "contract"}
+FASTMATH_KEEP_ORDER = {"contract", "nnan", "nsz"}
 
 
-def njit(function: Callable | None = None, *, fast: Collection[str] = ()) -> Callable:
-    """Compile a function that needs no interpreter, and keep its machine code for the next process,
-    beside the source or in the user's cache; where neither can be written, or the disk is full, it
-    is compiled in every process anew. `fast`: what vectors of numbers need (LLVM's fast-math
-    flags)."""
+def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) -> Any:
+    """Compile a function without the Python interpreter, and cache its machine code on disk.
+
+    fastmath: LLVM fast-math flags, which vectorisation of sums needs
+
+    Usable as `@njit` and as `@njit(fastmath=...)`. The cache is next to the source file or in the
+    user's cache folder. If neither is writable, or the disk is full, every process compiles the
+    function again.
+    """
     if function is None:
-        return partial(njit, fast=fast)
-    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy"}
+        return partial(njit, fastmath=fastmath)
+    options: dict[str, Any] = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
     try:
-        compiled = numba.njit(cache=True, **options)(function)
+        compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
         return numba.njit(**options)(function)
-    cache = compiled._cache  # numba has no public way to miss a write
-    save = cache.save_overload
 
-    def save_if_there_is_room(*overload: object) -> None:
+    cache = compiled._cache  # numba has no public option to ignore failed writes
+    save_overload = cache.save_overload
+
+    def save_overload_if_possible(*overload: object) -> None:
         with suppress(OSError):
-            save(*overload)
+            save_overload(*overload)
 
-    cache.save_overload = save_if_there_is_room
+    cache.save_overload = save_overload_if_possible
     return compiled
 
 
-def address_of(compiled: object) -> int:
-    """Return the address of a function of one word as C calls it; it is compiled where it was
-    not."""
+def c_function_address(compiled: Any) -> int:
+    """Return the address of the C function of a compiled function with one `intp` argument.
+
+    The function is compiled for that argument if it was not yet.
+    """
     compiled.compile((types.intp,))
-    code = compiled.overloads[types.intp,]
-    return code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name)
+    overload = compiled.overloads[types.intp,]
+    return overload.library.get_pointer_to_function(overload.fndesc.llvm_cfunc_wrapper_name)

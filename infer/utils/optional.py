@@ -1,40 +1,44 @@
-"""Optional packages: folders and files that may be deleted (tests/test_optional_packages.py deletes
-each).
+"""Optional packages: folders and files that may be deleted without breaking the rest.
 
-Nothing imports them but a table's row, as "module:name". A table leaves out rows whose module is
-missing, and says so where such a row is asked for.
+tests/test_optional_packages.py deletes each of them. Other code refers to them only in tables, as
+entry points "module:name". A table leaves out rows whose module is missing, and an error message
+explains why such a row is not available.
 """
 
 from importlib.util import find_spec
 
 
-def find_missing(entry_point: str) -> str | None:
-    """Return the file or folder of "module:name" that this installation lacks; None where it has
-    all."""
-    parts = entry_point.partition(":")[0].split(".")
-    for count in range(1, len(parts) + 1):
-        if find_spec(".".join(parts[:count])) is None:
-            path = "/".join(parts[:count])
-            return path if count < len(parts) else f"{path}.py"
+def find_missing_path(entry_point: str) -> str | None:
+    """Return the outermost missing file or folder of an entry point "module:name".
+
+    Returns None if the module is installed.
+    """
+    module_path = entry_point.partition(":")[0].split(".")
+    for depth in range(1, len(module_path) + 1):
+        if find_spec(".".join(module_path[:depth])) is None:
+            file_path = "/".join(module_path[:depth])
+            return file_path if depth < len(module_path) else f"{file_path}.py"
     return None
 
 
 def is_installed(entry_point: str) -> bool:
-    """Return whether the module of "module:name" is in this installation."""
-    return find_missing(entry_point) is None
+    """Return whether the module of an entry point "module:name" is installed."""
+    return find_missing_path(entry_point) is None
 
 
-def explain_missing(entry_point: str, feature: str) -> str | None:
-    """Return a sentence that says which file of "module:name" is missing; None where there are all.
-    `feature`: what the user asked for, the sentence's subject."""
-    missing = find_missing(entry_point)
-    return (
-        None if missing is None else f"{feature} is not in this installation: {missing} is missing"
-    )
+def explain_missing_module(entry_point: str, feature: str) -> str | None:
+    """Return an error message if the module of an entry point is missing, else None.
+
+    `feature` is what the user requested, such as "method=static".
+    """
+    missing_path = find_missing_path(entry_point)
+    if missing_path is None:
+        return None
+    return f"{feature} is not in this installation: {missing_path} is missing"
 
 
 def require_installed(entry_point: str, feature: str) -> None:
-    """Raise ValueError with the sentence of `explain_missing` where there is one."""
-    sentence = explain_missing(entry_point, feature)
-    if sentence is not None:
-        raise ValueError(sentence)
+    """Raise ValueError if the module of an entry point is missing. See `explain_missing_module`."""
+    message = explain_missing_module(entry_point, feature)
+    if message is not None:
+        raise ValueError(message)

@@ -1,5 +1,4 @@
-"""Dataclasses of options: their keys explained, their numbers checked, their texts taken as they
-are typed or read from files."""
+"""Option dataclasses: their help, checks of their numbers, and text options read from files."""
 
 import json
 import re
@@ -11,70 +10,87 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from infer.utils.checks import FREE_TEXT
-from infer.utils.files import read_text
+from infer.utils.checks import TEXT_OR_FILE
+from infer.utils.files import read_limited_text
 
-MAX_ABS_NUMBER = 2**62  # seeds and counts are 64 bits
+MAX_ABS_NUMBER = 2**62  # seeds and counts are 64-bit integers
 MAX_TEXT_FILE_BYTES = 16 << 20
-PRESET_GROUPS = ("model", "recipe", "experiment")  # later ones change what earlier ones say
-# target=VALUE and data=VALUE mean target.path and data.path where VALUE looks like a path or a hub
-# id.
+# Groups of presets. A later one overrides the options of an earlier one.
+PRESET_GROUPS = ("model", "recipe", "experiment")
+# target=VALUE and data=VALUE mean target.path=VALUE and data.path=VALUE if VALUE looks like a path
+# or a name on the hub.
 PATH_GROUPS = ("target", "data")
 PATH_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
 
 
-def print_help(options_class: type, values: dict, conf: Path) -> None:
-    """Print every key with its value, type and meaning, and the groups of the folder `conf`."""
+def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
+    """Print every option with its value, type and meaning, and the groups in `config_folder`."""
     print("\n".join(describe_options(options_class, values)))
     print("\nGroups (GROUP=NAME; target and data also take a path, data=chats.jsonl):")
-    for group in sorted(path for path in conf.iterdir() if path.is_dir() and path.name != "hydra"):
-        print(f"  {group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}")
+    groups = [path for path in config_folder.iterdir() if path.is_dir() and path.name != "hydra"]
+    for group in sorted(groups):
+        names = sorted(file.stem for file in group.glob("*.yaml"))
+        print(f"  {group.name}: {', '.join(names)}")
     print(
-        "\n--cfg job prints the configuration, --hydra-help explains Hydra's own options, such as -m for a sweep."
+        "\n--cfg job prints the configuration, --hydra-help explains Hydra's own options, such as "
+        "-m for a sweep."
     )
 
 
-def describe_options(options_class: type, values: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the docstring of a dataclass of options, every key with its full name, value and type;
-    then those of its parts. `values`: by key, those of parts nested."""
-    own = {field.name: field for field in fields(options_class)}
+def describe_options(options_class: Any, values: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the help of a dataclass of options, then that of its nested dataclasses.
 
-    def with_value(entry: re.Match) -> str:
-        field = own.get(entry[1])
+    values: the value of every option by name; a dictionary for a nested dataclass
+    prefix: dotted prefix of the option names
+
+    The help is the docstring, with the full name, value and type added to every entry
+    "name: meaning".
+    """
+    fields_by_name = {field.name: field for field in fields(options_class)}
+
+    def add_value(entry: re.Match) -> str:
+        field = fields_by_name.get(entry[1])
         if field is None or is_dataclass(field.type):
             return entry[0]
-        kind = getattr(field.type, "__name__", field.type)
-        return f"  {prefix}{field.name}={json.dumps(values[field.name])}  ({kind})\n    "
+        type_name = getattr(field.type, "__name__", field.type)
+        return f"  {prefix}{field.name}={json.dumps(values[field.name])}  ({type_name})\n    "
 
-    yield re.sub(r"^(\w+): ", with_value, cleandoc(options_class.__doc__), flags=re.MULTILINE)
-    for field in own.values():
+    docstring = cleandoc(options_class.__doc__)
+    yield re.sub(r"^(\w+): ", add_value, docstring, flags=re.MULTILINE)
+    for field in fields_by_name.values():
         if is_dataclass(field.type):
             yield f"\n{prefix}{field.name}"
             yield from describe_options(field.type, values[field.name], f"{prefix}{field.name}.")
 
 
 def check_numbers(options: Any) -> None:
-    """Raise ValueError for a number that is not finite or too large for 64 bits."""
-    for key, value in leaf_values(asdict(options)):
-        if isinstance(value, (int, float)) and not (
-            isfinite(value) and abs(value) < MAX_ABS_NUMBER
-        ):
-            raise ValueError(f"{key}={value}: a finite number of at most 62 bits")
+    """Raise ValueError if a number is not finite or does not fit into 62 bits."""
+    for key, value in iterate_leaf_values(asdict(options)):
+        if not isinstance(value, (int, float)):
+            continue
+        if not isfinite(value) or abs(value) >= MAX_ABS_NUMBER:
+            raise ValueError(f"{key}={value}: must be a finite number of at most 62 bits")
 
 
-def take_prompt(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without `--prompt TEXT`, and the text, None where there is none: a
-    prompt is taken as it is typed, without Hydra's grammar."""
+def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Split `--prompt TEXT` from the arguments.
+
+    Returns the other arguments and the text, or None without a prompt. The text does not go
+    through Hydra, whose grammar would interpret special characters in it.
+    """
     if "--prompt" not in arguments[:-1]:
         return arguments, None
-    place = arguments.index("--prompt")
-    return arguments[:place] + arguments[place + 2 :], arguments[place + 1]
+    index = arguments.index("--prompt")
+    return arguments[:index] + arguments[index + 2 :], arguments[index + 1]
 
 
-def rewrite_groups(arguments: Iterable[str]) -> list[str]:
-    """Return arguments in which target=/path/to/model is target.path=/path/to/model, and
-    +model=NAME is model=NAME: conf/ has a place for each preset, so that their order on the command
-    line does not matter."""
+def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
+    """Rewrite short forms of arguments for Hydra.
+
+    target=/path/to/model becomes target.path=/path/to/model. +model=NAME becomes model=NAME: the
+    files in conf/ list every preset group, so that the order of presets on the command line does
+    not matter.
+    """
     rewritten = []
     for argument in arguments:
         group, _, value = argument.partition("=")
@@ -86,22 +102,33 @@ def rewrite_groups(arguments: Iterable[str]) -> list[str]:
     return rewritten
 
 
-def read_text_files(options: Any) -> None:
-    """Read the files that options of free text name (`read_text_file`). Raises ValueError."""
+def resolve_text_options(options: Any) -> None:
+    """Replace "@FILE" by the file's content in every option marked TEXT_OR_FILE.
+
+    Nested dataclasses are included. Raises ValueError if a file cannot be read.
+    """
     for field in fields(options):
         value = getattr(options, field.name)
         if is_dataclass(value):
-            read_text_files(value)
-        elif FREE_TEXT in field.metadata and isinstance(value, list):
-            setattr(options, field.name, [read_text_file(field.name, text) for text in value])
-        elif FREE_TEXT in field.metadata and value is not None:
-            setattr(options, field.name, read_text_file(field.name, value))
+            resolve_text_options(value)
+        elif TEXT_OR_FILE in field.metadata and isinstance(value, list):
+            setattr(options, field.name, [resolve_text_option(field.name, text) for text in value])
+        elif TEXT_OR_FILE in field.metadata and value is not None:
+            setattr(options, field.name, resolve_text_option(field.name, value))
 
 
-def read_text_file(key: str, text: str) -> str:
-    """Return what the file of `@FILE` holds, standard input for a prompt that is `-`, and any other
-    text as it is; one that begins with `@` is written with `@@`. Raises ValueError where a file
-    cannot be read."""
+def resolve_text_option(key: str, text: str) -> str:
+    """Return the text that the value of an option stands for.
+
+    | value | result |
+    | --- | --- |
+    | @FILE | content of the file |
+    | - (option `prompt` only) | standard input |
+    | @@... | the value without its first @ |
+    | anything else | the value |
+
+    Raises ValueError if the file cannot be read.
+    """
     if key == "prompt" and text == "-":
         return sys.stdin.read()
     if text.startswith("@@"):
@@ -109,17 +136,21 @@ def read_text_file(key: str, text: str) -> str:
     if not text.startswith("@") or "\n" in text:
         return text
     try:
-        return read_text(Path(text[1:]).expanduser(), MAX_TEXT_FILE_BYTES)
+        return read_limited_text(Path(text[1:]).expanduser(), MAX_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: could not be read ({error}); @{text} is the text itself"
+            f"{key}={text}: could not be read ({error}); write @{text} for the text itself"
         ) from error
 
 
-def leaf_values(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (key, value) of all values in nested dictionaries and lists."""
-    if not isinstance(value, (dict, list)):
+def iterate_leaf_values(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) of every value in nested dictionaries and lists."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    else:
         yield name, value
         return
-    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from leaf_values(inside, f"{name}.{key}" if name else str(key))
+    for key, nested_value in items:
+        yield from iterate_leaf_values(nested_value, f"{name}.{key}" if name else str(key))

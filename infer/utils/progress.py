@@ -1,5 +1,7 @@
-"""How far long work is: how much of it, how fast, and how long the rest will take; and a line where
-it says nothing."""
+"""Progress lines of long work: amount, rate and remaining time.
+
+A heartbeat prints a line when a command has printed nothing for a while.
+"""
 
 import math
 import os
@@ -11,164 +13,193 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal
-SECONDS_TO_FIRST_LINE = 25.0  # of a command that has said nothing yet
-SECONDS_BETWEEN_REWRITES = 0.1  # of a terminal's line
+SECONDS_BETWEEN_LINES = 60.0  # if the output is not a terminal
+SECONDS_TO_FIRST_LINE = 25.0  # if a command has printed nothing yet
+SECONDS_BETWEEN_REWRITES = 0.1  # of the progress line on a terminal
+CLEAR_LINE = "\r\x1b[K"
 
 
-def duration(seconds: float) -> str:
-    """Return a time in words: 40 s, 3 min, 2 h 05 min."""
+def format_duration(seconds: float) -> str:
+    """Return a duration in words: "40 s", "3 min" or "2 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class Heartbeat(threading.Thread):
-    """Says what a command is at after SECONDS_TO_FIRST_LINE, and then whenever nothing was said for
-    SECONDS_BETWEEN_LINES. Work that calls its `Progress` says so itself."""
+    """A thread that prints what the command is doing if nothing else is printed.
+
+    The first line comes after SECONDS_TO_FIRST_LINE without output, later ones after
+    SECONDS_BETWEEN_LINES. Work that updates a `Progress` prints its own lines.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.at(None)
-        self.heard = self.since  # when a line was printed, or a `Progress` was called
-        self.spoke = False  # whether there was a line since the command began
+        self.set_activity(None)
+        self.last_output_time = self.since  # of the last line or update of a `Progress`
+        self.has_printed = False  # whether the command has printed a line
 
-    def begin(self) -> None:
-        """Watch over a command, in the first process only."""
-        if os.environ.get("RANK", "0") == "0":
-            self.at("working")
-            self.heard = self.since
-            self.spoke = False
-            if not self.is_alive():
-                self.start()
+    def start_watching(self) -> None:
+        """Start to watch a command. Does nothing in distributed processes other than rank 0."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        self.set_activity("working")
+        self.last_output_time = self.since
+        self.has_printed = False
+        if not self.is_alive():
+            self.start()
 
-    def at(self, what: str | None, since: float | None = None) -> None:
-        """Name what the command is at, and since when; None: it waits for its user, who needs no
-        lines."""
-        self.what = what
+    def set_activity(self, activity: str | None, since: float | None = None) -> None:
+        """Set what the command is doing, and since when (`time.monotonic`; None: now).
+
+        With None as the activity, the command waits for user input and no lines are printed.
+        """
+        self.activity = activity
         self.since = time.monotonic() if since is None else since
 
     def run(self) -> None:
         while True:
             time.sleep(1)
-            self.beat()
+            self.print_if_silent()
 
-    def beat(self) -> None:
-        """Say it, if it is time."""
+    def print_if_silent(self) -> None:
+        """Print the activity if nothing was printed for long enough."""
         now = time.monotonic()
-        what = self.what
-        patience = SECONDS_BETWEEN_LINES if self.spoke else SECONDS_TO_FIRST_LINE
-        if what is not None and now - self.heard >= patience:
-            self.heard = now
-            self.spoke = True
-            clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-            print(
-                f"{clear}{what} ({duration(now - self.since)} so far)", file=sys.stderr, flush=True
-            )
+        activity = self.activity
+        max_silence = SECONDS_BETWEEN_LINES if self.has_printed else SECONDS_TO_FIRST_LINE
+        if activity is None or now - self.last_output_time < max_silence:
+            return
+        self.last_output_time = now
+        self.has_printed = True
+        prefix = CLEAR_LINE if sys.stderr.isatty() else ""
+        line = f"{prefix}{activity} ({format_duration(now - self.since)} so far)"
+        print(line, file=sys.stderr, flush=True)
 
 
 HEARTBEAT = Heartbeat()
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Name what the command is at within the block."""
-    before = HEARTBEAT.what, HEARTBEAT.since
-    HEARTBEAT.at(what)
+def report_activity(activity: str) -> Iterator[None]:
+    """Set the heartbeat's activity within the block."""
+    previous_activity = HEARTBEAT.activity
+    previous_since = HEARTBEAT.since
+    HEARTBEAT.set_activity(activity)
     try:
         yield
     finally:
-        HEARTBEAT.at(*before)
+        HEARTBEAT.set_activity(previous_activity, previous_since)
 
 
 class Progress:
-    """A line about work under way: rewritten on a terminal; elsewhere a line every minute, and one
-    at the end.
+    """A progress line about running work.
 
-    what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier
-        process
-    had done, which the rate leaves out. quiet: show nothing at all (processes but the first).
-    minutes: after which the work ends, however much is left; None: it is all done.
+    On a terminal the line is rewritten in place. Otherwise a line is printed every minute and at
+    the end.
+
+    activity: the work, such as "evaluating"
+    unit: what is counted, such as "prompts"
+    initial_count: how much an earlier process had done; the rate leaves it out
+    quiet: print nothing, for distributed processes other than the first
+    stream: where to print; None: standard error
+    minutes: time limit of the work; None: it runs until everything is done
     """
 
     def __init__(
         self,
-        what: str,
+        activity: str,
         unit: str = "",
-        begun: int = 0,
+        initial_count: int = 0,
         quiet: bool = False,
         stream: TextIO | None = None,
         minutes: float | None = None,
     ) -> None:
-        self.what = what
+        self.activity = activity
         self.unit = unit
-        self.begun = begun
+        self.initial_count = initial_count
         self.quiet = quiet
-        self.own_stream = stream
-        self.start = self.last = time.monotonic()
-        self.until = math.inf if minutes is None else self.start + 60 * minutes
-        self.done = begun
-        self.shown = False  # whether the terminal's line holds something
-        self.before = HEARTBEAT.what, HEARTBEAT.since
+        self.explicit_stream = stream
+        self.start_time = time.monotonic()
+        self.last_line_time = self.start_time
+        self.deadline = math.inf if minutes is None else self.start_time + 60 * minutes
+        self.count = initial_count
+        self.has_open_line = False  # whether the terminal's last line is a progress line
+        self.previous_activity = HEARTBEAT.activity
+        self.previous_since = HEARTBEAT.since
         if not quiet:
-            HEARTBEAT.at(what)
+            HEARTBEAT.set_activity(activity)
 
     @property
     def stream(self) -> TextIO:
-        """Where the lines go: standard error as it is now, if nothing else was given."""
-        return self.own_stream or sys.stderr
+        """The output stream. Without a given one, standard error as it is at the moment."""
+        return self.explicit_stream or sys.stderr
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Report that so much is done; `total` where it is known, `note` for what else is worth a
-        look."""
+    def __call__(self, count: int, total: int | None = None, note: str = "") -> None:
+        """Update the line: `count` of `total` units are done.
+
+        total: None if it is unknown
+        note: text that is appended to the line
+        """
         now = time.monotonic()
-        finished = total is not None and done >= total
-        if done < self.done:  # the next work of the same kind
-            self.start = now
-            self.begun = done
-        self.done = done
+        finished = total is not None and count >= total
+        if count < self.count:  # counting starts again for the next piece of work
+            self.start_time = now
+            self.initial_count = count
+        self.count = count
         if self.quiet:
             return
-        count = (
-            f"{self.what}: {done:,}{'' if total is None else f' of {total:,}'} {self.unit}".rstrip()
-        )
-        HEARTBEAT.at(*(self.before if finished else (count, self.start)))
-        HEARTBEAT.heard = now
-        live = self.stream.isatty()
-        if (
-            now - self.last >= (SECONDS_BETWEEN_REWRITES if live else SECONDS_BETWEEN_LINES)
-            or finished
-        ):
-            self.last = now
-            HEARTBEAT.spoke = True
-            line = ", ".join(
-                [count, *self.pace(done, total, now - self.start), *([note] if note else [])]
-            )
-            self.say(
-                line[: get_terminal_size().columns - 1] if live else line,
-                "" if live and not finished else "\n",
-            )
 
-    def pace(self, done: int, total: int | None, seconds: float) -> list[str]:
-        """Return how fast it goes, and how long the rest will take, in words."""
-        rate = (done - self.begun) / max(seconds, 1e-9)
+        amount = f"{count:,}" if total is None else f"{count:,} of {total:,}"
+        status = f"{self.activity}: {amount} {self.unit}".rstrip()
+        if finished:
+            HEARTBEAT.set_activity(self.previous_activity, self.previous_since)
+        else:
+            HEARTBEAT.set_activity(status, self.start_time)
+        HEARTBEAT.last_output_time = now
+
+        is_terminal = self.stream.isatty()
+        min_interval = SECONDS_BETWEEN_REWRITES if is_terminal else SECONDS_BETWEEN_LINES
+        if now - self.last_line_time < min_interval and not finished:
+            return
+        self.last_line_time = now
+        HEARTBEAT.has_printed = True
+        details = self.describe_rate(count, total, now - self.start_time)
+        if note:
+            details.append(note)
+        line = ", ".join([status, *details])
+        if is_terminal:
+            line = line[: get_terminal_size().columns - 1]
+        self.print_line(line, end="" if is_terminal and not finished else "\n")
+
+    def describe_rate(self, count: int, total: int | None, seconds: float) -> list[str]:
+        """Return the rate and the remaining time in words; an empty list if nothing is done yet."""
+        rate = (count - self.initial_count) / max(seconds, 1e-9)
         if rate == 0:
             return []
         words = [f"{rate:,.1f} a second" if rate >= 1 else f"{60 * rate:.1f} a minute"]
-        if total is not None:
-            left = min((total - done) / rate, max(0.0, self.until - time.monotonic()))
-            words.append(f"{duration(left)} left" if done < total else f"took {duration(seconds)}")
+        if total is None:
+            return words
+        if count < total:
+            seconds_to_deadline = max(0.0, self.deadline - time.monotonic())
+            seconds_left = min((total - count) / rate, seconds_to_deadline)
+            words.append(f"{format_duration(seconds_left)} left")
+        else:
+            words.append(f"took {format_duration(seconds)}")
         return words
 
-    def say(self, text: str, end: str = "\n") -> None:
-        """Print a line in the place of the terminal's line, if there is one."""
-        if not self.quiet:
-            print(("\r\x1b[K" if self.shown else "") + text, end=end, file=self.stream, flush=True)
-            self.shown = end == ""
+    def print_line(self, text: str, end: str = "\n") -> None:
+        """Print a line in place of the terminal's progress line, if there is one."""
+        if self.quiet:
+            return
+        prefix = CLEAR_LINE if self.has_open_line else ""
+        print(prefix + text, end=end, file=self.stream, flush=True)
+        self.has_open_line = end == ""
 
     def close(self) -> None:
-        """Leave the terminal's line as it is, and go on below it."""
-        if self.shown:
+        """End the terminal's progress line, so that later output starts on a new line."""
+        if self.has_open_line:
             print(file=self.stream, flush=True)
-            self.shown = False
+            self.has_open_line = False

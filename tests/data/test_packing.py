@@ -1,5 +1,5 @@
-"""Rows to packed rows: nothing lost, nothing mixed, prompts without loss; read again only when
-something changed."""
+"""Packed sequences contain every example once, unmixed, and without loss on prompts; the cache is
+rebuilt only if something changed."""
 
 import hashlib
 import json
@@ -10,20 +10,26 @@ from random import Random
 import pytest
 import torch
 
-from data.chat import NO_ANSWER
+from data.chat import NO_ANSWER_REASON
 from data.packing import (
-    batch,
-    best_fit,
-    mixed_rows,
-    packed_rows,
-    pieces_of,
-    prepare_rows,
-    row_index,
+    best_fit_decreasing,
+    get_shuffled_index,
+    load_mixed_examples,
+    load_packed_dataset,
+    prepare_packed_dataset,
+    read_batch,
+    tokenize_example,
 )
-from data.rows import FORMAT, DataConfig, DataPart, held_out_rows, source_digest
+from data.rows import (
+    CACHE_FORMAT_VERSION,
+    DataConfig,
+    DataPart,
+    compute_source_digest,
+    read_held_out_examples,
+)
 from infer.targets.target import tokenizer_digest
 
-COLUMNS = ("ids", "positions", "documents", "loss")
+PACKED_COLUMNS = ("ids", "positions", "documents", "loss")
 
 
 @pytest.fixture(scope="module")
@@ -33,219 +39,243 @@ def tokenizer(repo):
     return AutoTokenizer.from_pretrained(repo / "data" / "embedded")
 
 
-def text_row(prompt: str, text: str, cut: bool = False) -> dict:
+def text_example(prompt: str, text: str, cut: bool = False) -> dict:
     return {"prompt": prompt, "text": text, "cut": cut, "chat": None}
 
 
-def write(file, rows: list[dict]) -> str:
+def write_jsonl(file, records: list[dict]) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(file)
 
 
-def packed(config: DataConfig, tokenizer) -> dict[str, list]:
-    rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
-    return {name: rows[name][:].tolist() for name in COLUMNS}
+def packed_columns(config: DataConfig, tokenizer) -> dict[str, list]:
+    dataset = load_packed_dataset(config, tokenizer, tokenizer_digest(tokenizer))
+    return {name: dataset[name][:].tolist() for name in PACKED_COLUMNS}
 
 
-def test_documents_come_back_out_of_packed_rows(tokenizer, tmp_path):
+def test_documents_come_back_out_of_packed_sequences(tokenizer, tmp_path):
     texts = ["def f(x):\n    return x\n" * n for n in (7, 9, 2, 30, 1, 4)]
     prompts = ["", "", "say: ", "", "", ""]
-    rows = [
+    records = [
         {"prompt": prompt, "response": text} for prompt, text in zip(prompts, texts, strict=True)
     ]
-    config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", rows), length=64)
-    trained = map(text_row, prompts[1:], texts[1:])
-    expected = [piece for row in trained for piece in pieces_of(row, tokenizer, 64)]
-    found = []
-    for ids, positions, documents, loss in zip(*packed(config, tokenizer).values(), strict=True):
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    config = DataConfig(source="jsonl", path=path, length=64)
+    columns = packed_columns(config, tokenizer)
+
+    expected_segments = []
+    for example in map(text_example, prompts[1:], texts[1:]):
+        expected_segments += tokenize_example(example, tokenizer, 64)
+
+    segments = []
+    for ids, positions, documents, loss in zip(*columns.values(), strict=True):
         assert len(ids) == len(positions) == len(documents) == len(loss) == 64
         for number in range(max(documents) + 1):
-            where = [i for i, document in enumerate(documents) if document == number]
-            assert where == list(range(where[0], where[0] + len(where)))
-            assert [positions[i] for i in where] == list(range(len(where)))
-            found.append(([ids[i] for i in where], [loss[i] for i in where]))
+            indices = [i for i, document in enumerate(documents) if document == number]
+            assert indices == list(range(indices[0], indices[0] + len(indices)))
+            assert [positions[i] for i in indices] == list(range(len(indices)))
+            segments.append(([ids[i] for i in indices], [loss[i] for i in indices]))
         padding = documents.count(-1)
-        assert documents[64 - padding :] == [-1] * padding and not any(loss[64 - padding :])
-    assert sorted(found) == sorted(expected)
-    joined = [token for ids, _ in expected for token in ids]
-    assert tokenizer.decode(joined, skip_special_tokens=True) == texts[1] + "say: " + "".join(
-        texts[2:]
-    )
-    assert joined.count(tokenizer.eos_token_id) == 5 and max(len(ids) for ids, _ in expected) == 64
+        assert documents[64 - padding :] == [-1] * padding
+        assert not any(loss[64 - padding :])
+    assert sorted(segments) == sorted(expected_segments)
+
+    joined_ids = [token for ids, _ in expected_segments for token in ids]
+    joined_text = tokenizer.decode(joined_ids, skip_special_tokens=True)
+    assert joined_text == texts[1] + "say: " + "".join(texts[2:])
+    assert joined_ids.count(tokenizer.eos_token_id) == 5
+    assert max(len(ids) for ids, _ in expected_segments) == 64
 
 
 def test_a_prompt_carries_no_loss(tokenizer):
-    [(ids, loss)] = pieces_of(text_row("import os\n", "import sys\n"), tokenizer, 64)
-    prompt = len(tokenizer("import os\n")["input_ids"])
-    assert (
-        loss == [False] * prompt + [True] * (len(ids) - prompt)
-        and ids[-1] == tokenizer.eos_token_id
-    )
-    [(cut, _)] = pieces_of(text_row("import os\n", "import sys\n", True), tokenizer, 64)
-    assert cut == ids[:-1]
-    long = pieces_of(text_row("import os\n" * 100, "x = 1\n"), tokenizer, 64)
-    assert all(any(loss) for _, loss in long)  # pieces without loss are not trained on
+    [(ids, loss)] = tokenize_example(text_example("import os\n", "import sys\n"), tokenizer, 64)
+    prompt_length = len(tokenizer("import os\n")["input_ids"])
+    assert loss == [False] * prompt_length + [True] * (len(ids) - prompt_length)
+    assert ids[-1] == tokenizer.eos_token_id
+
+    cut_example = text_example("import os\n", "import sys\n", cut=True)
+    [(cut_ids, _)] = tokenize_example(cut_example, tokenizer, 64)
+    assert cut_ids == ids[:-1]
+
+    segments = tokenize_example(text_example("import os\n" * 100, "x = 1\n"), tokenizer, 64)
+    assert all(any(loss) for _, loss in segments)  # segments without loss are dropped
 
 
 def test_draws_are_permutations_and_pure():
     for epoch in range(3):
-        draws = [row_index(epoch * 17 + i, 17, seed=5) for i in range(17)]
+        draws = [get_shuffled_index(epoch * 17 + i, 17, seed=5) for i in range(17)]
         assert sorted(draws) == list(range(17))
-    assert [row_index(i, 17, 5) for i in range(34)] == [row_index(i, 17, 5) for i in range(34)]
-    assert [row_index(i, 17, 5) for i in range(17)] != [row_index(17 + i, 17, 5) for i in range(17)]
-    assert [row_index(i, 17, 5) for i in range(17)] != [row_index(i, 17, 6) for i in range(17)]
+
+    def draw_indices(start: int, stop: int, seed: int) -> list[int]:
+        return [get_shuffled_index(draw, 17, seed) for draw in range(start, stop)]
+
+    assert draw_indices(0, 34, 5) == draw_indices(0, 34, 5)
+    assert draw_indices(0, 17, 5) != draw_indices(17, 34, 5)
+    assert draw_indices(0, 17, 5) != draw_indices(0, 17, 6)
 
 
-def test_a_mixture_takes_rows_by_weight(tmp_path):
-    """Files and a data set that `datasets` loads, here from a folder."""
-    a = write(tmp_path / "a.jsonl", [{"text": f"alpha {i}"} for i in range(100)])
-    write(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
-    parts = [DataPart(path=a, weight=1.0), DataPart(path=str(tmp_path / "hub"), weight=2.0)]
-    config = DataConfig(source="mixture", datasets=parts, length=32)
-    rows = [json.loads(row)["text"] for row in mixed_rows(config).rows["row"]]
-    counts = {word: sum(text.startswith(word) for text in rows) for word in ("alpha", "beta")}
-    assert counts == {
-        "alpha": 90,
-        "beta": 180,
-    }  # one of ten is held out; the scarcer part is used up
-    assert len(set(rows)) == len(rows)
-    assert len(mixed_rows(replace(config, max_examples=10)).rows) < 11
-    assert not {row["text"] for row in held_out_rows(config)} & set(rows)
-    counts = mixed_rows(config).counts
-    assert (counts.used, counts.held_out, counts.not_taken, counts.total) == (270, 50, 180, 500)
-    (tmp_path / "hub" / "README.md").write_text("A data set of the hub.")
-    hub = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
-    assert hub.source == "hub" and len(mixed_rows(hub).rows) == 360
-    with pytest.raises(ValueError, match="split nothere: could not be read"):
-        mixed_rows(replace(hub, split="nothere"))
-
-
-def test_rows_are_read_again_only_when_something_changed(tokenizer, tmp_path, monkeypatch):
-    file = write(tmp_path / "a.jsonl", [{"text": f"word {i} and more"} for i in range(60)])
-    config = DataConfig(source="jsonl", path=file, length=32)
-    first = packed(config, tokenizer)
-    with monkeypatch.context() as patch:
-        patch.setattr("data.packing.pieces_of", None)
-        assert packed(config, tokenizer) == first
-    write(tmp_path / "a.jsonl", [{"text": f"word {i} and less"} for i in range(60)])
-    assert packed(config, tokenizer) != first
-
-
-def test_a_change_of_what_rows_come_out_raises_the_format(tokenizer, tmp_path):
-    """The cache's key knows FORMAT, and not the code: where this digest changes, raise FORMAT and
-    write it anew."""
-    chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
-    rows = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)] + [
-        {"prompt": "a = ", "response": "1\n"}
+def test_a_mixture_takes_examples_by_weight(tmp_path):
+    """A file and a data set that `datasets` loads, here from a folder."""
+    first_path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"alpha {i}"} for i in range(100)])
+    write_jsonl(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
+    parts = [
+        DataPart(path=first_path, weight=1.0),
+        DataPart(path=str(tmp_path / "hub"), weight=2.0),
     ]
-    file = write(tmp_path / "a.jsonl", [*rows, {"messages": chat}])
-    columns = packed(DataConfig(source="jsonl", path=file, length=32), tokenizer)
+    config = DataConfig(source="mixture", datasets=parts, length=32)
+    mixed = load_mixed_examples(config)
+    texts = [json.loads(row)["text"] for row in mixed.dataset["row"]]
+
+    # One of ten is held out; the scarcer data set is used up.
+    assert sum(text.startswith("alpha") for text in texts) == 90
+    assert sum(text.startswith("beta") for text in texts) == 180
+    assert len(set(texts)) == len(texts)
+    assert len(load_mixed_examples(replace(config, max_examples=10)).dataset) < 11
+    assert not {example["text"] for example in read_held_out_examples(config)} & set(texts)
+    counts = mixed.counts
+    assert (counts.used, counts.held_out, counts.not_taken, counts.total) == (270, 50, 180, 500)
+
+    (tmp_path / "hub" / "README.md").write_text("A data set of the hub.")
+    hub_config = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
+    assert hub_config.source == "hub"
+    assert len(load_mixed_examples(hub_config).dataset) == 360
+    with pytest.raises(ValueError, match="split nothere: could not be read"):
+        load_mixed_examples(replace(hub_config, split="nothere"))
+
+
+def test_examples_are_read_again_only_when_something_changed(tokenizer, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"word {i} and more"} for i in range(60)])
+    config = DataConfig(source="jsonl", path=path, length=32)
+    columns = packed_columns(config, tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.packing.tokenize_example", None)
+        assert packed_columns(config, tokenizer) == columns
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"word {i} and less"} for i in range(60)])
+    assert packed_columns(config, tokenizer) != columns
+
+
+def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, tmp_path):
+    """The cache key contains CACHE_FORMAT_VERSION, not the code. If this digest changes, raise the
+    version and update the digest."""
+    chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
+    records = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)]
+    records += [{"prompt": "a = ", "response": "1\n"}, {"messages": chat}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    columns = packed_columns(DataConfig(source="jsonl", path=path, length=32), tokenizer)
     digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
-    assert (FORMAT, digest[:16]) == (6, "300ace5da3ca6e63")
+    assert (CACHE_FORMAT_VERSION, digest[:16]) == (6, "300ace5da3ca6e63")
 
 
-def test_the_key_of_cached_rows_is_what_shapes_them(tmp_path):
-    config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", [{"text": "word"}]))
-    others = [
+def test_the_source_digest_depends_on_what_determines_the_examples(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "word"}])
+    config = DataConfig(source="jsonl", path=path)
+    digest = compute_source_digest(config)
+    # These options concern packed sequences and the check of the counts only.
+    assert compute_source_digest(replace(config, length=64)) == digest
+    assert compute_source_digest(replace(config, max_invalid_fraction=0.3)) == digest
+    for other in (
         replace(config, max_examples=3),
         DataConfig("hub", "owner/name"),
         DataConfig("stdlib"),
-    ]
-    for same in (
-        replace(config, length=64),
-        replace(config, max_invalid_fraction=0.3),
-    ):  # of packed rows only; of what is refused
-        assert source_digest(same) == source_digest(config)
-    assert source_digest(config) not in {source_digest(one) for one in others}
+    ):
+        assert compute_source_digest(other) != digest
 
 
 def test_an_unreadable_file_is_named(tokenizer, tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"b\.parquet: damaged or cut off after row 0"):
-        packed(DataConfig(source="jsonl", path=str(tmp_path)), tokenizer)
+        packed_columns(DataConfig(source="jsonl", path=str(tmp_path)), tokenizer)
 
 
-def test_counts_of_cached_rows_are_those_of_rows_just_read(tokenizer, tmp_path):
-    """Examples used, excluded and invalid, when read and when tokenised; too many are refused then
-    too."""
+def test_counts_of_a_cached_data_set_equal_those_of_the_first_run(tokenizer, tmp_path):
+    """Counts of used, excluded and invalid examples, when read and when tokenised; too many invalid
+    ones are refused in both runs."""
     chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
-    thought = [chat[0], chat[1] | {"reasoning_content": "hm"}]
-    unknown = [chat[0], chat[1] | {"token_ids": [len(tokenizer)]}]
-    rows = [{"messages": [{"role": "system", "content": f"{i}"}, *chat]} for i in range(12)]
-    rows += [{"messages": thought}, {"messages": unknown}, {"messages": chat[:1]}, {"text": 3}]
-    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), length=64, max_invalid_fraction=0.2)
-    first, second = (prepare_rows(config, tokenizer, tokenizer_digest(tokenizer)) for _ in range(2))
-    counts = first.counts
-    assert counts == second.counts and (counts.used, counts.held_out, counts.total) == (10, 2, 16)
-    assert counts.excluded == {"the chat template does not show the thought of an answer": 1} | {
-        NO_ANSWER: 1
+    with_reasoning = [chat[0], chat[1] | {"reasoning_content": "hm"}]
+    with_unknown_id = [chat[0], chat[1] | {"token_ids": [len(tokenizer)]}]
+    records = [{"messages": [{"role": "system", "content": f"{i}"}, *chat]} for i in range(12)]
+    records += [{"messages": with_reasoning}, {"messages": with_unknown_id}]
+    records += [{"messages": chat[:1]}, {"text": 3}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    config = DataConfig(path=path, length=64, max_invalid_fraction=0.2)
+    digest = tokenizer_digest(tokenizer)
+    counts = prepare_packed_dataset(config, tokenizer, digest).counts
+    cached_counts = prepare_packed_dataset(config, tokenizer, digest).counts
+
+    assert counts == cached_counts
+    assert (counts.used, counts.held_out, counts.total) == (10, 2, 16)
+    assert counts.excluded == {
+        "the chat template does not show the reasoning of an answer": 1,
+        NO_ANSWER_REASON: 1,
     }
     assert counts.invalid == {
         "token_ids are outside the vocabulary": 1,
-        "text, prompt and response are strings": 1,
+        "text, prompt and response must be strings": 1,
     }
-    assert "a.jsonl, line 16: text, prompt" in counts.lines()[-1]
-    with pytest.raises(
-        ValueError,
-        match=r"2 of 16 examples are invalid; data.max_invalid_fraction=0.1 allows 1. First: .*line 16",
-    ):
-        prepare_rows(
-            replace(config, max_invalid_fraction=0.1), tokenizer, tokenizer_digest(tokenizer)
-        )
+    assert "a.jsonl, line 16: text, prompt" in counts.format_lines()[-1]
+    message = (
+        r"2 of 16 examples are invalid; data.max_invalid_fraction=0.1 allows 1. First: .*line 16"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare_packed_dataset(replace(config, max_invalid_fraction=0.1), tokenizer, digest)
 
 
-@pytest.mark.parametrize("size", [2000, 60_000], ids=["rows", "packed rows"])
-def test_a_cache_that_does_not_fit_on_the_disk_is_no_fault_of_the_rows(
+@pytest.mark.parametrize("size", [2000, 60_000], ids=["examples", "packed sequences"])
+def test_a_full_disk_while_the_cache_is_written_is_not_blamed_on_the_examples(
     tokenizer, tmp_path, file_size_limit, size
 ):
-    """The rows that are read fit under the larger limit, and the packed ones, which are padded, do
-    not."""
-    rows = [{"prompt": "", "response": f"x = {i}\n"} for i in range(100)]
-    config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", rows), length=20_000)
+    """The cached examples fit under the larger limit, the padded packed sequences do not."""
+    records = [{"prompt": "", "response": f"x = {i}\n"} for i in range(100)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    config = DataConfig(source="jsonl", path=path, length=20_000)
     with file_size_limit(size), pytest.raises(OSError, match="File too large"):
-        packed(config, tokenizer)
+        packed_columns(config, tokenizer)
 
 
 @pytest.mark.parametrize("mean", [600, 2000])
-def test_rows_are_98_percent_full(mean):
-    """Chats whose lengths are log-normal, longer ones split: every piece once, and in rows that
-    hold it."""
-    length = 3072
+def test_packed_sequences_are_98_percent_full(mean):
+    """Chats of log-normal lengths, the longer ones split: every segment is packed once, and no
+    packed sequence is too long."""
+    capacity = 3072
     random = Random(mean)
-    sizes = []
+    lengths = []
     for _ in range(20_000):
-        left = max(8, int(random.lognormvariate(math.log(mean) - 0.5 * 0.8**2, 0.8)))
-        while left > 0:
-            sizes.append(min(left, length))
-            left -= length
-    rows = list(best_fit(sizes, length))
-    assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
-    assert max(sum(sizes[i] for i in row) for row in rows) <= length
-    assert sum(sizes) / (len(rows) * length) > 0.98
-    assert list(best_fit(iter(sizes), length)) == rows  # read once, in the same order
+        remaining = max(8, int(random.lognormvariate(math.log(mean) - 0.5 * 0.8**2, 0.8)))
+        while remaining > 0:
+            lengths.append(min(remaining, capacity))
+            remaining -= capacity
+    sequences = list(best_fit_decreasing(lengths, capacity))
+    packed_indices = [segment for sequence in sequences for segment in sequence]
+    assert sorted(packed_indices) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in sequence) for sequence in sequences) <= capacity
+    assert sum(lengths) / (len(sequences) * capacity) > 0.98
+    # An iterator can be read only once, and gives the same order.
+    assert list(best_fit_decreasing(iter(lengths), capacity)) == sequences
 
 
-def test_windows_and_processes_do_not_change_the_rows(tokenizer, tmp_path, monkeypatch):
-    """Two processes and one; and a draw in the middle of a window is the same row when the rows are
-    made anew, which is what a resumed run reads."""
-    monkeypatch.setattr("data.packing.WINDOW", 64)
+def test_packing_groups_and_processes_do_not_change_the_sequences(tokenizer, tmp_path, monkeypatch):
+    """One process and two give the same packed sequences, and so does a draw in the middle of a
+    packing group, which is what a resumed run reads."""
+    monkeypatch.setattr("data.packing.PACKING_GROUP_SEGMENTS", 64)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    texts = [{"text": f"word {i} " * (1 + i * 7 % 23)} for i in range(700)]
-    one = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", texts), length=64)
-    columns = []
-    for many, config in (
-        (700, one),
-        (100, replace(one, max_examples=699)),
-    ):  # another key: nothing is found in the cache
-        monkeypatch.setattr("data.packing.MANY", many)
-        rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
-        columns.append({name: rows[name][:].tolist() for name in COLUMNS})
-        drawn = batch(rows, 37, 3, seed=0)
-        assert {name: column.shape for name, column in drawn.items()} == dict.fromkeys(
-            rows.column_names, (3, 64)
-        )
-        assert drawn["ids"].dtype == torch.int64 and drawn["loss"].dtype == torch.bool
-        assert drawn["ids"][1].tolist() == columns[0]["ids"][row_index(38, len(rows), 0)]
-    assert columns[0] == columns[1]
-    assert str(rows.features["ids"].feature.dtype) == "int32"
+    records = [{"text": f"word {i} " * (1 + i * 7 % 23)} for i in range(700)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    one_process = DataConfig(source="jsonl", path=path, length=64)
+    # Another limit gives another cache key, so that nothing is cached.
+    two_processes = replace(one_process, max_examples=699)
+
+    all_columns = []
+    for min_examples, config in ((700, one_process), (100, two_processes)):
+        monkeypatch.setattr("data.packing.MIN_MULTIPROCESS_EXAMPLES", min_examples)
+        dataset = load_packed_dataset(config, tokenizer, tokenizer_digest(tokenizer))
+        all_columns.append({name: dataset[name][:].tolist() for name in PACKED_COLUMNS})
+        batch = read_batch(dataset, 37, 3, seed=0)
+        shapes = {name: column.shape for name, column in batch.items()}
+        assert shapes == dict.fromkeys(dataset.column_names, (3, 64))
+        assert batch["ids"].dtype == torch.int64
+        assert batch["loss"].dtype == torch.bool
+        index = get_shuffled_index(38, len(dataset), 0)
+        assert batch["ids"][1].tolist() == all_columns[0]["ids"][index]
+        assert str(dataset.features["ids"].feature.dtype) == "int32"
+    assert all_columns[0] == all_columns[1]

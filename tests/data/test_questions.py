@@ -1,79 +1,91 @@
-"""Where a target's own questions begin and end, in templates of several kinds, and which are left
-out."""
+"""Where the question of a self-generated chat begins and ends in several kinds of templates, and
+which questions are left out."""
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from data.questions import opening, sifted
-from data.rows import DataConfig, read_rows
+from data.questions import build_question_prompt, filter_questions
+from data.rows import DataConfig, read_examples
 
-CHATML = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+CHATML_SYSTEM_TEMPLATE = """{% if messages[0].role != 'system' -%}
+{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{% endif %}
+{%- for m in messages -%}
+{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-BRACKETS = """<s>{% for m in messages -%}
+BRACKET_TEMPLATE = """<s>{% for m in messages -%}
 {{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content }}{% endfor %}"""
-NAMES = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}assistant:"
+ROLE_NAME_TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n\\n' }}{% endfor %}assistant:"
+)
+SYSTEM_QUESTION_START = "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(train_tokenizer):
-    """One that puts <s> before every text, as Llama's does."""
-    made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
-    made.add_special_tokens(
+    """Return a tokenizer that puts <s> before every text, as Llama's does."""
+    tokenizer = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
+    tokenizer.add_special_tokens(
         {"bos_token": "<s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     )
-    first = ("<s>", made.convert_tokens_to_ids("<s>"))
-    made.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[first]
+    start_token = ("<s>", tokenizer.convert_tokens_to_ids("<s>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[start_token]
     )
-    return made
+    return tokenizer
 
 
 @pytest.mark.parametrize(
-    "template, system, begins, stop",
+    "template, system, expected_text, expected_stop",
     [
-        (CHATML, None, "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n", "<|im_end|>"),
         (
-            CHATML,
-            "Be brief.",
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
+            CHATML_SYSTEM_TEMPLATE,
+            None,
+            SYSTEM_QUESTION_START.format(system="Be good."),
             "<|im_end|>",
         ),
-        (BRACKETS, None, "[INST]", "[/INST]"),
-        (NAMES, "Be brief.", "system: Be brief.\n\nuser:", "\n\nassistant:"),
+        (
+            CHATML_SYSTEM_TEMPLATE,
+            "Be brief.",
+            SYSTEM_QUESTION_START.format(system="Be brief."),
+            "<|im_end|>",
+        ),
+        (BRACKET_TEMPLATE, None, "[INST]", "[/INST]"),
+        (ROLE_NAME_TEMPLATE, "Be brief.", "system: Be brief.\n\nuser:", "\n\nassistant:"),
     ],
 )
-def test_a_question_stands_where_the_template_has_a_users_words(
-    tokenizer, monkeypatch, template, system, begins, stop
+def test_a_question_begins_where_the_template_has_a_user_message(
+    tokenizer, monkeypatch, template, system, expected_text, expected_stop
 ):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    found = opening(tokenizer, system)
-    assert (found.text, found.stop) == (begins, [stop])
-    messages = [*found.before, {"role": "user", "content": "some words"}]
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(found.text)["input_ids"]
-    whole = tokenizer(whole.removeprefix("<s>"))["input_ids"]
-    assert whole[: len(ids)] == ids and ids[1] != tokenizer.bos_token_id
+    prompt = build_question_prompt(tokenizer, system)
+    assert (prompt.text, prompt.stop_strings) == (expected_text, [expected_stop])
+
+    messages = [*prompt.messages, {"role": "user", "content": "some words"}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    rendered_ids = tokenizer(rendered.removeprefix("<s>"))["input_ids"]
+    prompt_ids = tokenizer(prompt.text)["input_ids"]
+    assert rendered_ids[: len(prompt_ids)] == prompt_ids
+    assert prompt_ids[1] != tokenizer.bos_token_id
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
-def test_a_template_without_a_place_for_questions_is_refused(tokenizer, monkeypatch, template):
+def test_a_template_without_text_before_a_question_is_refused(tokenizer, monkeypatch, template):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="nothing before a user's words"):
-        opening(tokenizer)
+    with pytest.raises(ValueError, match="needs a chat model whose template has text before"):
+        build_question_prompt(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ '[INST] ' + messages[-1].content }}")
     with pytest.raises(ValueError, match="does not show system prompts"):
-        opening(tokenizer, "Be brief.")
+        build_question_prompt(tokenizer, "Be brief.")
 
 
-def test_what_is_still_to_be_written_cannot_be_read():
-    with pytest.raises(ValueError, match=r"launch.sh regenerate data=self .* then data=jsonl"):
-        next(read_rows(DataConfig("self", max_examples=3)))
+def test_data_self_cannot_be_read_before_it_is_generated():
+    with pytest.raises(ValueError, match=r"launch.sh regenerate data=self .* then use data=jsonl"):
+        next(read_examples(DataConfig("self", max_examples=3)))
 
 
-def test_questions_without_an_end_or_asked_before_are_left_out(tokenizer):
-    long = "why do some words of a text stand where more of them would stand, "
-    said = [
+def test_unfinished_and_repeated_questions_are_left_out(tokenizer):
+    long_prefix = "why do some words of a text stand where more of them would stand, "
+    responses = [
         "some words?",
         " Some  words! ",
         "",
@@ -82,20 +94,20 @@ def test_questions_without_an_end_or_asked_before_are_left_out(tokenizer):
         "half a \ufffd",
         "no end",
         "a a a a",
-        long + "one",
-        long + "two",
+        long_prefix + "one",
+        long_prefix + "two",
         "other words",
     ]
-    ends = {6: "length", 7: "loop"}
-    written = [
-        {"index": 2 * i, "response": text, "finish": ends.get(i, "stop")}
-        for i, text in enumerate(said)
+    finish_reasons = {6: "length", 7: "loop"}
+    rows = [
+        {"index": 2 * i, "response": response, "finish": finish_reasons.get(i, "stop")}
+        for i, response in enumerate(responses)
     ]
-    kept, dropped = sifted(written, tokenizer, 3)
-    assert kept == {0: "some words?", 16: long + "one", 20: "other words"}
-    assert sorted(dropped.items()) == [
-        ("like an earlier one", 2),
-        ("repeating themselves", 1),
-        ("too long", 1),
-        ("too short or no text", 4),
-    ]
+    questions, dropped = filter_questions(rows, tokenizer, 3)
+    assert questions == {0: "some words?", 16: long_prefix + "one", 20: "other words"}
+    assert dropped == {
+        "like an earlier one": 2,
+        "repeating themselves": 1,
+        "too long": 1,
+        "too short or no text": 4,
+    }

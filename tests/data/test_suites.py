@@ -1,5 +1,5 @@
-"""Public question sets: rows of the public formats become the published prompts, the published
-choice of them."""
+"""Public question sets: rows in the public formats become the published prompts, and the published
+sample of them is chosen."""
 
 import gzip
 import json
@@ -7,24 +7,29 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from data.suites import SETS, SuiteConfig, load_suite, sample
+from data.suites import DDTREE_QUESTION_SETS, SuiteConfig, load_suite, sample_chats
 
-# One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what
-# must be asked.
-REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-EXPERT = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
-    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
-    "for the program\n\n"
+# Made-up rows in the public format of each set, and the texts of their questions, one a turn.
+# Alpaca and LiveCodeBench have rows of two kinds.
+REASONING_REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+LIVECODEBENCH_INTRODUCTION = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and "
+    "will generate a correct Python program that matches the specification and passes all tests. "
+    "You will NOT return anything except for the program\n\n"
 )
-ROWS = {
+PUBLIC_ROWS = {
     "aime24": [
         (
             {"id": 60, "problem": "Find $x_{1}$.", "solution": "It is 7.", "answer": "7"},
-            "Find $x_{1}$." + REASON,
+            "Find $x_{1}$." + REASONING_REQUEST,
         )
     ],
-    "aime25": [({"problem_idx": 1, "problem": "Count $n$.", "answer": 70}, "Count $n$." + REASON)],
+    "aime25": [
+        (
+            {"problem_idx": 1, "problem": "Count $n$.", "answer": 70},
+            "Count $n$." + REASONING_REQUEST,
+        )
+    ],
     "alpaca": [
         (
             {
@@ -40,7 +45,9 @@ ROWS = {
             "Tell a joke.",
         ),
     ],
-    "gsm8k": [({"question": "2 + 2 {apples}?", "answer": "#### 4"}, "2 + 2 {apples}?" + REASON)],
+    "gsm8k": [
+        ({"question": "2 + 2 {apples}?", "answer": "#### 4"}, "2 + 2 {apples}?" + REASONING_REQUEST)
+    ],
     "humaneval": [
         (
             {
@@ -61,9 +68,10 @@ ROWS = {
                 "starter_code": "",
                 "platform": "x",
             },
-            EXPERT
-            + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n"
-            "```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)",
+            LIVECODEBENCH_INTRODUCTION + "### Question:\nAdd two numbers.\n\n"
+            "### Format: Write your code in the following format:\n"
+            "```python\n# YOUR CODE HERE\n```\n\n"
+            "### Answer: (use the provided format with backticks)",
         ),
         (
             {
@@ -72,14 +80,16 @@ ROWS = {
                 "starter_code": "class Solution:",
                 "platform": "y",
             },
-            EXPERT + "### Question:\nSort.\n\n### Format: Use the following code structure:\n"
-            "```python\nclass Solution:\n```\n\n### Answer: (use the provided format with backticks)",
+            LIVECODEBENCH_INTRODUCTION
+            + "### Question:\nSort.\n\n### Format: Use the following code structure:\n"
+            "```python\nclass Solution:\n```\n\n"
+            "### Answer: (use the provided format with backticks)",
         ),
     ],
     "math500": [
         (
             {"problem": "Compute $1+1$.", "solution": "$2$", "answer": "2", "level": 1},
-            "Compute $1+1$." + REASON,
+            "Compute $1+1$." + REASONING_REQUEST,
         )
     ],
     "mbpp": [
@@ -109,14 +119,14 @@ ROWS = {
 }
 
 
-def asked(chats):
-    """The chats' texts; every message must be the user's."""
+def question_texts(chats) -> list[list[str]]:
+    """Return the texts of each chat, and check that every message is the user's."""
     assert all(message["role"] == "user" for chat in chats for turn in chat for message in turn)
     return [[message["content"] for turn in chat for message in turn] for chat in chats]
 
 
 def write_rows(folder, name: str, rows: list[dict]) -> None:
-    """A set's rows in one of the shapes that local copies come in."""
+    """Write the rows of a set in one of the file formats of local copies."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if name == "humaneval":
         with gzip.open(folder / f"{name}.jsonl.gz", "wt") as file:
@@ -139,53 +149,57 @@ def write_rows(folder, name: str, rows: list[dict]) -> None:
 
 
 @pytest.fixture
-def copies(tmp_path):
-    for name, rows in ROWS.items():
+def local_copies(tmp_path):
+    """Return a folder with a copy of every set."""
+    for name, rows in PUBLIC_ROWS.items():
         write_rows(tmp_path, name, [row for row, *_ in rows])
     return tmp_path
 
 
-def test_local_rows_become_the_published_prompts(copies):
-    config = SuiteConfig("ddtree", str(copies))
+def test_local_rows_become_the_published_prompts(local_copies):
+    config = SuiteConfig("ddtree", str(local_copies))
     config.check()
     suite = load_suite(config)
-    assert [one.name for one in suite] == list(ROWS) == [one.name for one in SETS]
-    for one in suite:
-        assert asked(one.chats) == [turns for _, *turns in ROWS[one.name]]
+    names = [question_set.name for question_set in suite]
+    assert names == list(PUBLIC_ROWS) == [known_set.name for known_set in DDTREE_QUESTION_SETS]
+    for question_set in suite:
+        expected = [texts for _, *texts in PUBLIC_ROWS[question_set.name]]
+        assert question_texts(question_set.chats) == expected
 
 
-CODE = "hf://datasets/livecodebench/code_generation_lite/test"
-HUB = {  # how `datasets` is asked
+LIVECODEBENCH_URL = "hf://datasets/livecodebench/code_generation_lite/test"
+# Expected calls of datasets.load_dataset.
+HUB_CALLS = {
     "gsm8k": call("openai/gsm8k", "main", split="test"),
     "livecodebench": call(
-        "json", data_files=[f"{CODE}{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)], split="train"
+        "json",
+        data_files=[f"{LIVECODEBENCH_URL}{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)],
+        split="train",
     ),
 }
 
 
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", HUB_CALLS)
 def test_rows_of_the_hub_are_read_by_column(monkeypatch, name):
-    """`datasets` is asked for the published source, data only, and gives rows with the public
-    columns."""
+    """`load_dataset` is called for the published source, and gives rows with the public columns."""
     import datasets
 
-    load = Mock(return_value=datasets.Dataset.from_list([row for row, *_ in ROWS[name]]))
+    load = Mock(return_value=datasets.Dataset.from_list([row for row, *_ in PUBLIC_ROWS[name]]))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    (one,) = load_suite(SuiteConfig("ddtree", sets=[name]))
-    assert asked(one.chats) == [turns for _, *turns in ROWS[name]] and load.mock_calls == [
-        HUB[name]
-    ]
+    (question_set,) = load_suite(SuiteConfig("ddtree", sets=[name]))
+    assert question_texts(question_set.chats) == [texts for _, *texts in PUBLIC_ROWS[name]]
+    assert load.mock_calls == [HUB_CALLS[name]]
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     with pytest.raises(ValueError, match=r"could not be read .*suite\.folder="):
         load_suite(SuiteConfig("ddtree", sets=[name]))
 
 
 def test_speed_bench_is_read_as_its_script_writes_it_and_as_the_hub_has_it(tmp_path, monkeypatch):
-    """The script: a file a split, a row {"category", "messages", ...}; the hub: turns, some of them
-    withheld."""
+    """The script writes a file per split with rows {"category", "messages", ...}. The hub has rows
+    with `turns`, some of which are withheld."""
     import datasets
 
-    common = {
+    common_columns = {
         "question_id": "0" * 32,
         "sub_category": "x",
         "source": "s",
@@ -196,34 +210,31 @@ def test_speed_bench_is_read_as_its_script_writes_it_and_as_the_hub_has_it(tmp_p
         "qualitative": [("coding", ["Sort a list.", "Now in place."]), ("math", ["2 + 2?"])],
         "throughput_1k": [("low_entropy", ["Repeat this."])],
     }.items():
-        said = [
-            (category, [{"role": "user", "content": text} for text in turns])
-            for category, turns in rows
-        ]
-        write_rows(
-            tmp_path,
-            name,
-            [common | {"category": kind, "messages": messages} for kind, messages in said],
-        )
-    for sets, turns in (
-        (["coding"], ["Sort a list.", "Now in place."]),
-        (["throughput_1k"], ["Repeat this."]),
+        script_rows = []
+        for category, texts in rows:
+            messages = [{"role": "user", "content": text} for text in texts]
+            script_rows.append(common_columns | {"category": category, "messages": messages})
+        write_rows(tmp_path, name, script_rows)
+    for name, texts in (
+        ("coding", ["Sort a list.", "Now in place."]),
+        ("throughput_1k", ["Repeat this."]),
     ):
-        (one,) = load_suite(SuiteConfig("speed_bench", str(tmp_path), sets))
-        assert one.name == sets[0] and asked(one.chats) == [turns]
+        (question_set,) = load_suite(SuiteConfig("speed_bench", str(tmp_path), [name]))
+        assert question_set.name == name
+        assert question_texts(question_set.chats) == [texts]
     with pytest.raises(ValueError, match="no throughput_8k among coding"):
         SuiteConfig("speed_bench", str(tmp_path), ["throughput_8k"]).check()
     withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     rows = [
-        common | {"category": "coding", "turns": [withheld]},
-        common | {"category": "math", "turns": ["2 + 2?"]},
+        common_columns | {"category": "coding", "turns": [withheld]},
+        common_columns | {"category": "math", "turns": ["2 + 2?"]},
     ]
     load = Mock(return_value=datasets.Dataset.from_list(rows))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    (one,) = load_suite(SuiteConfig("speed_bench", sets=["math"]))
-    assert asked(one.chats) == [["2 + 2?"]]
+    (question_set,) = load_suite(SuiteConfig("speed_bench", sets=["math"]))
+    assert question_texts(question_set.chats) == [["2 + 2?"]]
     assert load.mock_calls == [call("nvidia/SPEED-Bench", "qualitative", split="test")]
-    with pytest.raises(ValueError, match=r"row 0: the hub has no text .*suite\.folder="):
+    with pytest.raises(ValueError, match=r"row 0: the hub does not have the text .*suite\.folder="):
         load_suite(SuiteConfig("speed_bench", sets=["coding"]))
 
 
@@ -233,24 +244,29 @@ def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):
     rows = [{"question": f"q{i}", "answer": ""} for i in range(300)]
     expected = Dataset.from_list(rows).shuffle(seed=0).select(range(128))["question"][:]
     write_rows(tmp_path, "gsm8k", rows)
-    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
-    assert [chat[0][0]["content"].split("\n")[0] for chat in one.chats] == expected
-    assert sample([[1], [2]], 2) == [[1], [2]]
-    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"], max_questions=3))
-    assert len(one.chats) == 3
+    (question_set,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
+    contents = [chat[0][0]["content"] for chat in question_set.chats]
+    assert [content.split("\n")[0] for content in contents] == expected
+    assert sample_chats([[1], [2]], 2) == [[1], [2]]
+    (question_set,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"], max_questions=3))
+    assert len(question_set.chats) == 3
 
 
-def test_own_files_and_folders_are_a_set_each(tmp_path):
+def test_each_file_or_folder_of_the_user_is_a_set(tmp_path):
     (tmp_path / "b").mkdir()
     for name, turns in (("a", ["One.", "Two."]), ("b/first", ["Three."]), ("b/second", ["Four."])):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
     first, second = load_suite(SuiteConfig("files", str(tmp_path)))
     assert (first.name, second.name) == ("a", "b")
-    assert asked([*first.chats, *second.chats]) == [["One.", "Two."], ["Three."], ["Four."]]
+    assert question_texts([*first.chats, *second.chats]) == [
+        ["One.", "Two."],
+        ["Three."],
+        ["Four."],
+    ]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"turns": []}', '{"turns": "x"}', '{"text": "x"}'])
-def test_broken_rows_are_named(tmp_path, line):
+def test_invalid_rows_are_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"turns": ["x"]}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: a row is a JSON object with turns"):
         load_suite(SuiteConfig("files", str(tmp_path)))
@@ -258,12 +274,12 @@ def test_broken_rows_are_named(tmp_path, line):
 
 def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text('{"problem": "x"}\n')
-    with pytest.raises(ValueError, match=r"gsm8k\.jsonl, line 1: GSM8K has no column question"):
+    with pytest.raises(ValueError, match=r"gsm8k\.jsonl, line 1: GSM8K needs a column question"):
         load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
 
 
 @pytest.mark.parametrize(
-    "config, words",
+    "config, message",
     [
         (SuiteConfig("nope"), r"suite\.name=nope"),
         (SuiteConfig("files"), r"suite\.folder="),
@@ -276,6 +292,6 @@ def test_a_missing_column_is_named(tmp_path):
         (SuiteConfig(None, "."), "need a suite"),
     ],
 )
-def test_suites_that_cannot_be_asked_are_refused(config, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_suite_options_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
         config.check()

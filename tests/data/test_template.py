@@ -1,9 +1,9 @@
-"""Chats of all kinds through a template with thinking and tools: what is learnt is what the target
-wrote, and no more.
+"""Chats of all kinds in a template with reasoning and tools: exactly what the target generated
+carries loss.
 
-The template (thinking.jinja) is written after the behaviour of Qwen3's: thoughts are shown behind
-the last question only, tools stand in the system's turn, results of tools in the user's, and a
-switch writes an empty thought where none is wanted.
+The template (thinking.jinja) behaves like Qwen3's. It shows reasoning after the last question only,
+tools in the system message and tool results in user messages, and has a variable that turns
+reasoning off by adding empty reasoning.
 """
 
 import json
@@ -14,275 +14,372 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.chat import normalise
+from data.chat import normalise_example
 from data.counts import ExcludedExample, InvalidExample
-from data.template import sequences, tokenize_chat
-from infer.api import encode
+from data.template import build_training_texts, tokenize_chat
+from infer.api import encode_prompt
 
-TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
-PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+THINKING_TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
+CHATML_WITHOUT_SYSTEM = """{% for m in messages -%}
+{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-OPENED = PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
-    "assistant\\n'", "assistant\\n<think>\\n'"
-)
-END = "<|im_end|>"
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
-OFF, ON = ({"chat_template_kwargs": {"enable_thinking": on}} for on in (False, True))
+OPEN_REASONING_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace(
+    "m.content", "m.content.split('</think>')[-1]"
+).replace("assistant\\n'", "assistant\\n<think>\\n'")
+END_TOKEN = "<|im_end|>"
+ADD_TOOL = [
+    {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+]
+REASONING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+REASONING_ON = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
-def user(text: str) -> dict:
+def user_message(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def says(text: str | None, **more) -> dict:
-    return {"role": "assistant", "content": text, **more}
+def answer(text: str | None, **fields) -> dict:
+    return {"role": "assistant", "content": text, **fields}
 
 
-def calls(*arguments, name: str = "add", as_text: bool = True) -> list[dict]:
-    said = [json.dumps(one) if as_text else one for one in arguments]
-    return [
-        {"id": "c", "type": "function", "function": {"name": name, "arguments": one}}
-        for one in said
-    ]
+def add_calls(*all_arguments: dict, as_text: bool = True) -> list[dict]:
+    """Return one call of the tool `add` for each object of arguments."""
+    tool_calls = []
+    for arguments in all_arguments:
+        if as_text:
+            arguments = json.dumps(arguments)
+        function = {"name": "add", "arguments": arguments}
+        tool_calls.append({"id": "c", "type": "function", "function": function})
+    return tool_calls
 
 
-def result(text: str) -> dict:
+def tool_result(text: str) -> dict:
     return {"role": "tool", "tool_call_id": "c", "content": text}
 
 
-SYSTEM = {"role": "system", "content": "Be brief."}
-TWO = [user("a?"), says("A."), user("b?"), says("B.")]
-THOUGHT_ASIDE = [
-    user("a?"),
-    says("A.", reasoning_content="hm a"),
-    user("b?"),
-    says("B.", reasoning="hm b"),
+SYSTEM_MESSAGE = {"role": "system", "content": "Be brief."}
+TWO_TURNS = [user_message("a?"), answer("A."), user_message("b?"), answer("B.")]
+SEPARATE_REASONING = [
+    user_message("a?"),
+    answer("A.", reasoning_content="hm a"),
+    user_message("b?"),
+    answer("B.", reasoning="hm b"),
 ]
-INLINE = [
-    user("a?"),
-    says("<think>\nhm a\n</think>\n\nA."),
-    user("b?"),
-    says("<think>\nhm b\n</think>\n\nB."),
+REASONING_IN_CONTENT = [
+    user_message("a?"),
+    answer("<think>\nhm a\n</think>\n\nA."),
+    user_message("b?"),
+    answer("<think>\nhm b\n</think>\n\nB."),
 ]
-TOOL = [user("1+2?"), says(None, tool_calls=calls({"x": 1})), result("3"), says("It is 3.")]
-HM_A = "<think>\nhm a\n</think>\n\nA.#"
-HM_B = "<think>\nhm b\n</think>\n\nB.#"
-CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
-# name: (messages, what else the row has, what is learnt of each sequence: runs of tokens as text,
-# their end as #)
-CHATS = {
-    "two turns": (TWO, {}, ["A.# B.#"]),
-    "system": ([SYSTEM, *TWO], {}, ["A.# B.#"]),
-    "thinking off": (TWO, OFF, ["A.# B.#"]),
-    "thoughts aside": (THOUGHT_ASIDE, {}, [HM_A, HM_B]),
-    "thoughts inline": (INLINE, ON, [HM_A, HM_B]),
-    "only the first thinks": ([*THOUGHT_ASIDE[:2], *TWO[2:]], {}, [HM_A, "B.#"]),
-    "only the last thinks": ([*TWO[:2], *THOUGHT_ASIDE[2:]], {}, ["A.# " + HM_B]),
-    "cut answer": ([*TWO[:3], says("B is", finish="length")], {}, ["A.# B is"]),
-    "cut response": (TWO[:1], {"response": "A is", "finish": "length"}, ["A is"]),
-    "cut in the middle": ([user("a?"), says("A is", finish="length"), *TWO[2:]], {}, ["A is"]),
-    "cut behind a thought": (
-        [user("a?"), says(HM_A[:-1], finish_reason="length")],
-        {},
-        [HM_A[:-1]],
+TOOL_CHAT = [
+    user_message("1+2?"),
+    answer(None, tool_calls=add_calls({"x": 1})),
+    tool_result("3"),
+    answer("It is 3."),
+]
+FIRST_REASONED_ANSWER = "<think>\nhm a\n</think>\n\nA.#"
+SECOND_REASONED_ANSWER = "<think>\nhm b\n</think>\n\nB.#"
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+# name: (messages, other columns of the record, expected text with loss of each training text). In
+# the expected text, a space separates spans and # stands for the end token.
+CHAT_CASES = {
+    "two turns": (TWO_TURNS, {}, ["A.# B.#"]),
+    "system": ([SYSTEM_MESSAGE, *TWO_TURNS], {}, ["A.# B.#"]),
+    "reasoning off": (TWO_TURNS, REASONING_OFF, ["A.# B.#"]),
+    "separate reasoning": (SEPARATE_REASONING, {}, [FIRST_REASONED_ANSWER, SECOND_REASONED_ANSWER]),
+    "reasoning in the content": (
+        REASONING_IN_CONTENT,
+        REASONING_ON,
+        [FIRST_REASONED_ANSWER, SECOND_REASONED_ANSWER],
     ),
-    "cut thought aside": (
-        [*TWO[:3], says(None, reasoning_content="hm, and", finish="length")],
+    "only the first answer has reasoning": (
+        [*SEPARATE_REASONING[:2], *TWO_TURNS[2:]],
+        {},
+        [FIRST_REASONED_ANSWER, "B.#"],
+    ),
+    "only the last answer has reasoning": (
+        [*TWO_TURNS[:2], *SEPARATE_REASONING[2:]],
+        {},
+        ["A.# " + SECOND_REASONED_ANSWER],
+    ),
+    "cut answer": ([*TWO_TURNS[:3], answer("B is", finish="length")], {}, ["A.# B is"]),
+    "cut response": (TWO_TURNS[:1], {"response": "A is", "finish": "length"}, ["A is"]),
+    "cut in the middle": (
+        [user_message("a?"), answer("A is", finish="length"), *TWO_TURNS[2:]],
+        {},
+        ["A is"],
+    ),
+    "cut after reasoning": (
+        [user_message("a?"), answer(FIRST_REASONED_ANSWER[:-1], finish_reason="length")],
+        {},
+        [FIRST_REASONED_ANSWER[:-1]],
+    ),
+    "cut within separate reasoning": (
+        [*TWO_TURNS[:3], answer(None, reasoning_content="hm, and", finish="length")],
         {},
         ["A.#"],
     ),
-    "cut thought inline": ([*TWO[:3], says("<think>\nhm, and", finish="length")], {}, ["A.#"]),
-    "only a cut thought": ([user("a?"), says("<think>\nhm", finish="length")], {}, ExcludedExample),
-    "tool call": (TOOL, {"tools": TOOLS} | OFF, [f"{CALL}# It is 3.#"]),
-    "tool call with words": (
-        [TOOL[0], says("Let me see.", tool_calls=calls({"x": 1}, as_text=False)), *TOOL[2:]],
-        {"tools": TOOLS},
-        [f"Let me see.\n{CALL}# It is 3.#"],
+    "cut within reasoning in the content": (
+        [*TWO_TURNS[:3], answer("<think>\nhm, and", finish="length")],
+        {},
+        ["A.#"],
     ),
-    "tool call after a thought": (
-        [TOOL[0], says("", reasoning_content="add", tool_calls=calls({"x": 1})), *TOOL[2:]],
-        {"tools": TOOLS},
-        [f"<think>\nadd\n</think>\n\n{CALL}# It is 3.#"],
+    "only cut reasoning": (
+        [user_message("a?"), answer("<think>\nhm", finish="length")],
+        {},
+        ExcludedExample,
+    ),
+    "tool call": (TOOL_CHAT, {"tools": ADD_TOOL} | REASONING_OFF, [f"{CALL_TEXT}# It is 3.#"]),
+    "tool call with content": (
+        [
+            TOOL_CHAT[0],
+            answer("Let me see.", tool_calls=add_calls({"x": 1}, as_text=False)),
+            *TOOL_CHAT[2:],
+        ],
+        {"tools": ADD_TOOL},
+        [f"Let me see.\n{CALL_TEXT}# It is 3.#"],
+    ),
+    "tool call after reasoning": (
+        [
+            TOOL_CHAT[0],
+            answer("", reasoning_content="add", tool_calls=add_calls({"x": 1})),
+            *TOOL_CHAT[2:],
+        ],
+        {"tools": ADD_TOOL},
+        [f"<think>\nadd\n</think>\n\n{CALL_TEXT}# It is 3.#"],
     ),
     "two calls at once": (
         [
-            TOOL[0],
-            says(None, tool_calls=calls({"x": 1}, {"x": 1})),
-            result("3"),
-            result("4"),
-            says("So."),
+            TOOL_CHAT[0],
+            answer(None, tool_calls=add_calls({"x": 1}, {"x": 1})),
+            tool_result("3"),
+            tool_result("4"),
+            answer("So."),
         ],
         {},
-        [f"{CALL}\n{CALL}# So.#"],
+        [f"{CALL_TEXT}\n{CALL_TEXT}# So.#"],
     ),
-    "a call is the last": ([SYSTEM, *TOOL[:2]], {"tools": TOOLS}, [f"{CALL}#"]),
-    "a call as text": (
-        [TOOL[0], says(CALL), *TOOL[2:]],
-        {"tools": json.dumps(TOOLS)},
-        [f"{CALL}# It is 3.#"],
+    "a tool call is the last message": (
+        [SYSTEM_MESSAGE, *TOOL_CHAT[:2]],
+        {"tools": ADD_TOOL},
+        [f"{CALL_TEXT}#"],
     ),
-    "an empty answer": ([user("a?"), says(""), *TWO[2:]], {}, ["# B.#"]),
-    "spaces around": ([user("a?"), says("  A. \n")], {}, ["  A. \n#"]),
-    "not all are learnt": ([user("a?"), says("A.", weight=0), *TWO[2:]], {}, ["B.#"]),
-    "same words everywhere": ([user("A."), says("A."), user("A."), says("A.")], {}, ["A.# A.#"]),
-    "other letters": ([user("同じ"), says("はい 👋"), *TWO[2:]], {}, ["はい 👋# B.#"]),
+    "a tool call as content": (
+        [TOOL_CHAT[0], answer(CALL_TEXT), *TOOL_CHAT[2:]],
+        {"tools": json.dumps(ADD_TOOL)},
+        [f"{CALL_TEXT}# It is 3.#"],
+    ),
+    "an empty answer": ([user_message("a?"), answer(""), *TWO_TURNS[2:]], {}, ["# B.#"]),
+    "spaces around": ([user_message("a?"), answer("  A. \n")], {}, ["  A. \n#"]),
+    "an answer of weight 0": (
+        [user_message("a?"), answer("A.", weight=0), *TWO_TURNS[2:]],
+        {},
+        ["B.#"],
+    ),
+    "equal texts everywhere": (
+        [user_message("A."), answer("A."), user_message("A."), answer("A.")],
+        {},
+        ["A.# A.#"],
+    ),
+    "non-ASCII letters": (
+        [user_message("同じ"), answer("はい 👋"), *TWO_TURNS[2:]],
+        {},
+        ["はい 👋# B.#"],
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def tokenizer(train_tokenizer):
-    made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END_TOKEN]})
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
 
 
-def learnt(tokenizer, messages: list[dict], **more) -> list[str]:
-    found = []
-    for ids, loss in tokenize_chat(tokenizer, normalise({"messages": messages} | more)["chat"]):
-        runs = groupby(zip(ids, loss, strict=True), itemgetter(1))
-        said = [tokenizer.decode([id for id, _ in run]) for on, run in runs if on]
-        found.append(" ".join(said).replace(END, "#"))
-    return found
+def texts_with_loss(tokenizer, messages: list[dict], **columns) -> list[str]:
+    """Return what carries loss in each training text, as in CHAT_CASES."""
+    chat = normalise_example({"messages": messages} | columns)["chat"]
+    texts = []
+    for ids, loss in tokenize_chat(tokenizer, chat):
+        spans = []
+        for has_loss, pairs in groupby(zip(ids, loss, strict=True), itemgetter(1)):
+            if has_loss:
+                spans.append(tokenizer.decode([token_id for token_id, _ in pairs]))
+        texts.append(" ".join(spans).replace(END_TOKEN, "#"))
+    return texts
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_learnt_tokens_are_what_the_target_wrote(tokenizer, name):
-    messages, more, expected = CHATS[name]
+@pytest.mark.parametrize("name", CHAT_CASES)
+def test_tokens_with_loss_are_what_the_target_generated(tokenizer, name):
+    messages, columns, expected = CHAT_CASES[name]
     if expected is ExcludedExample:
         with pytest.raises(ExcludedExample):
-            learnt(tokenizer, messages, **more)
+            texts_with_loss(tokenizer, messages, **columns)
     else:
-        assert learnt(tokenizer, messages, **more) == expected
+        assert texts_with_loss(tokenizer, messages, **columns) == expected
 
 
-def test_a_thought_that_the_template_drops_is_learnt_where_it_was_written(tokenizer):
-    """The sequence is the prompt that the target saw, and what it wrote; the rest of the chat
-    follows without it."""
-    first, second = (
-        text for text, _ in sequences(tokenizer, normalise({"messages": THOUGHT_ASIDE})["chat"])
-    )
-    asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
-    assert first == asked + "<think>\nhm a\n</think>\n\nA.<|im_end|>\n"
-    assert second.startswith(asked + "A.<|im_end|>\n<|im_start|>user\nb?")
+def test_reasoning_that_the_template_drops_is_learnt_after_its_prompt(tokenizer):
+    """One training text is the prompt and the answer with its reasoning; the other one is the whole
+    chat without this reasoning."""
+    chat = normalise_example({"messages": SEPARATE_REASONING})["chat"]
+    first, second = [text for text, _ in build_training_texts(tokenizer, chat)]
+    prompt = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    assert first == prompt + "<think>\nhm a\n</think>\n\nA.<|im_end|>\n"
+    assert second.startswith(prompt + "A.<|im_end|>\n<|im_start|>user\nb?")
 
 
-def test_a_template_that_opens_the_thought_itself(tokenizer, monkeypatch):
-    """DeepSeek-R1's kind: the opening is the prompt's, and no thought is ever shown again."""
-    monkeypatch.setattr(tokenizer, "chat_template", OPENED)
-    said = [text.removeprefix("<think>\n") for text in (HM_A, HM_B)]
-    assert learnt(tokenizer, INLINE) == learnt(tokenizer, THOUGHT_ASIDE) == said
+def test_a_template_that_opens_the_reasoning_itself(tokenizer, monkeypatch):
+    """As in DeepSeek-R1: the generation prompt ends with <think>, and reasoning is never shown."""
+    monkeypatch.setattr(tokenizer, "chat_template", OPEN_REASONING_TEMPLATE)
+    expected = [
+        text.removeprefix("<think>\n") for text in (FIRST_REASONED_ANSWER, SECOND_REASONED_ANSWER)
+    ]
+    assert texts_with_loss(tokenizer, REASONING_IN_CONTENT) == expected
+    assert texts_with_loss(tokenizer, SEPARATE_REASONING) == expected
 
 
-# As DeepSeek's templates, which join the arguments of a call to strings.
-JOINS = """{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+# Concatenates the arguments of a call with strings, as DeepSeek's templates do.
+CONCATENATING_TEMPLATE = """{{ tools | tojson if tools }}{% for m in messages -%}
+{{ '<|im_start|>' + m.role + '\\n' + m.content }}
 {%- for c in m.tool_calls or [] -%}
 {{ '<call>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```</call>' }}
 {%- endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-PRINTS = JOINS.replace(
+# Prints an object of arguments in Python's notation.
+PRINTING_TEMPLATE = CONCATENATING_TEMPLATE.replace(
     "+ c.function.arguments +", "~ c.function.arguments ~"
-)  # an object would show as Python's
+)
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-@pytest.mark.parametrize("template", [JOINS, PRINTS], ids=["joins", "prints"])
-def test_arguments_are_text_for_templates_that_join_them_to_text(
+@pytest.mark.parametrize(
+    "template", [CONCATENATING_TEMPLATE, PRINTING_TEMPLATE], ids=["concatenates", "prints"]
+)
+def test_arguments_are_text_for_templates_that_concatenate_them_with_text(
     tokenizer, monkeypatch, template, as_text
 ):
     """In training data, and as the server and `regenerate` encode a prompt."""
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    asked, _, *behind = TOOL
-    messages = [asked, says("", tool_calls=calls({"x": True}, {"y": 2}, as_text=as_text)), *behind]
-    joined = '<call>add\n```json\n{"x": true}\n```</call><call>add\n```json\n{"y": 2}\n```</call>#'
-    assert learnt(tokenizer, messages, tools=TOOLS) == [joined + " It is 3.#"]
-    prompt = encode(SimpleNamespace(tokenizer=tokenizer, name="target"), messages[:3], tools=TOOLS)
-    assert joined.replace("#", END) in tokenizer.decode(prompt)
+    question, _, *later_messages = TOOL_CHAT
+    messages = [
+        question,
+        answer("", tool_calls=add_calls({"x": True}, {"y": 2}, as_text=as_text)),
+        *later_messages,
+    ]
+    calls_text = (
+        '<call>add\n```json\n{"x": true}\n```</call><call>add\n```json\n{"y": 2}\n```</call>#'
+    )
+    assert texts_with_loss(tokenizer, messages, tools=ADD_TOOL) == [calls_text + " It is 3.#"]
+    prompt = encode_prompt(
+        SimpleNamespace(tokenizer=tokenizer, name="target"), messages[:3], tools=ADD_TOOL
+    )
+    assert calls_text.replace("#", END_TOKEN) in tokenizer.decode(prompt)
 
 
 def test_arguments_stay_objects_for_templates_that_read_them(tokenizer):
-    """Also where a tool's result holds the arguments as Python writes them."""
-    messages = [*TOOL[:2], result("{'x': 1}"), says("So.")]
-    assert learnt(tokenizer, messages, tools=TOOLS) == [f"{CALL}# So.#"]
+    """Even if a tool's result contains the arguments in Python's notation."""
+    messages = [*TOOL_CHAT[:2], tool_result("{'x': 1}"), answer("So.")]
+    assert texts_with_loss(tokenizer, messages, tools=ADD_TOOL) == [f"{CALL_TEXT}# So.#"]
 
 
-NO_RESULTS = PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')")
-TRIMS, RAISES, LOWERS = (
-    PLAIN.replace("m.content", f"m.content | {filter}") for filter in ("trim", "upper", "lower")
+NO_RESULTS_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace(
+    "m.content", "(m.content if m.role != 'tool' else '')"
 )
+TRIMMING_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | trim")
+UPPERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | upper")
+LOWERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | lower")
 
 
 @pytest.mark.parametrize(
-    "template, messages, more, words",
+    "template, messages, columns, message",
     [
-        (PLAIN, THOUGHT_ASIDE, {}, "does not show the thought of an answer"),
-        (PLAIN, TOOL, {}, "does not show the tool calls of an answer"),
-        (PLAIN, TWO, {"tools": TOOLS}, "does not show tools"),
+        (CHATML_WITHOUT_SYSTEM, SEPARATE_REASONING, {}, "does not show the reasoning of an answer"),
+        (CHATML_WITHOUT_SYSTEM, TOOL_CHAT, {}, "does not show the tool calls of an answer"),
+        (CHATML_WITHOUT_SYSTEM, TWO_TURNS, {"tools": ADD_TOOL}, "does not show tools"),
         (
-            NO_RESULTS,
-            [*TWO[:3], result("unseen"), *TWO[3:]],
+            NO_RESULTS_TEMPLATE,
+            [*TWO_TURNS[:3], tool_result("unseen"), *TWO_TURNS[3:]],
             {},
             r"the result of a tool \(message 3",
         ),
-        (RAISES, TWO[:2], {}, None),
-        (TRIMS, [user("a?"), says(" \n A. \n")], {}, None),
-        (LOWERS, TWO[:2], {}, "does not show an answer as it is"),
-        (TEMPLATE, THOUGHT_ASIDE, OFF, "is told that there is none"),
+        (UPPERCASE_TEMPLATE, TWO_TURNS[:2], {}, None),
+        (TRIMMING_TEMPLATE, [user_message("a?"), answer(" \n A. \n")], {}, None),
+        (LOWERCASE_TEMPLATE, TWO_TURNS[:2], {}, "does not show an answer unchanged"),
+        (THINKING_TEMPLATE, SEPARATE_REASONING, REASONING_OFF, "variables turn it off"),
     ],
 )
-def test_what_a_template_does_not_show_is_named(
-    tokenizer, monkeypatch, template, messages, more, words
+def test_what_a_template_does_not_show_is_refused(
+    tokenizer, monkeypatch, template, messages, columns, message
 ):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    if words is None:
-        assert learnt(tokenizer, messages, **more) == ["A.#"]
+    if message is None:
+        assert texts_with_loss(tokenizer, messages, **columns) == ["A.#"]
     else:
-        with pytest.raises(ExcludedExample, match=words):
-            learnt(tokenizer, messages, **more)
+        with pytest.raises(ExcludedExample, match=message):
+            texts_with_loss(tokenizer, messages, **columns)
 
 
 @pytest.mark.parametrize(
-    "turn, words",
+    "invalid_message, error",
     [
-        (says("x", function_call={"name": "f"}), "old form"),
-        (says(None, tool_calls=[{"function": {"arguments": "{}"}}]), "a tool call without a name"),
-        (says(None, tool_calls=[]), "without role or content"),
+        (answer("x", function_call={"name": "f"}), "old form"),
+        (
+            answer(None, tool_calls=[{"function": {"arguments": "{}"}}]),
+            "a tool call must have a name",
+        ),
+        (answer(None, tool_calls=[]), "must have role and content as text"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "a part that is no text",
+            "content that is not text",
         ),
-        (says(None, tool_calls=[{"function": {"name": "f", "arguments": "{x"}}]), "are no JSON"),
+        (
+            answer(None, tool_calls=[{"function": {"name": "f", "arguments": "{x"}}]),
+            "are not valid JSON",
+        ),
         *(
-            (says("x", token_ids=[4, id]), "token_ids are whole numbers")
-            for id in (-1, 2**70, True, 1.5, "4", None)
+            (answer("x", token_ids=[4, token_id]), "token_ids must be integers")
+            for token_id in (-1, 2**70, True, 1.5, "4", None)
         ),
-        (says("x", token_ids="4"), "token_ids is a list"),
+        (answer("x", token_ids="4"), "token_ids must be a list"),
     ],
 )
-def test_messages_that_cannot_be_read_are_named(turn, words):
-    with pytest.raises(ValueError, match=words):
-        normalise({"messages": [user("a?"), turn, says("x")]})
+def test_invalid_messages_are_named(invalid_message, error):
+    with pytest.raises(ValueError, match=error):
+        normalise_example({"messages": [user_message("a?"), invalid_message, answer("x")]})
 
 
 def test_ids_outside_the_vocabulary_are_invalid(tokenizer):
-    chat = normalise({"messages": [user("a?"), says("some", token_ids=[len(tokenizer)])]})["chat"]
+    chat = normalise_example(
+        {"messages": [user_message("a?"), answer("some", token_ids=[len(tokenizer)])]}
+    )["chat"]
     with pytest.raises(
         InvalidExample, match=r"token_ids are outside the vocabulary \(284 of 284\)"
     ):
         tokenize_chat(tokenizer, chat)
 
 
-def test_ids_of_the_target_are_kept(tokenizer):
-    """It may write a text in other tokens than a tokenizer would: `return_token_ids` says in
-    which."""
+def test_recorded_token_ids_are_kept(tokenizer):
+    """A target may generate other tokens for a text than the tokenizer would. Servers return them
+    with `return_token_ids`."""
     text = "some words of text"
-    own = [id for word in text for id in tokenizer(word)["input_ids"]]
-    end = tokenizer.convert_tokens_to_ids(END)
+    generated_ids = []
+    for character in text:
+        generated_ids += tokenizer(character)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids(END_TOKEN)
     canonical = tokenizer(text)["input_ids"]
-    assert own != canonical
-    for given, wanted in ((own, own), ([*own, end], own), ([5, 6], canonical), ([], canonical)):
-        chat = normalise({"messages": [user("a?"), says(text, token_ids=given), *TWO[2:]]})["chat"]
+    assert generated_ids != canonical
+    for recorded, expected in (
+        (generated_ids, generated_ids),
+        ([*generated_ids, end], generated_ids),
+        ([5, 6], canonical),
+        ([], canonical),
+    ):
+        chat = normalise_example(
+            {"messages": [user_message("a?"), answer(text, token_ids=recorded), *TWO_TURNS[2:]]}
+        )["chat"]
         [(ids, loss)] = tokenize_chat(tokenizer, chat)
-        on = [id for id, learnt in zip(ids, loss, strict=True) if learnt]
-        assert on[: len(wanted) + 1] == [*wanted, end]
+        ids_with_loss = [token_id for token_id, has_loss in zip(ids, loss, strict=True) if has_loss]
+        assert ids_with_loss[: len(expected) + 1] == [*expected, end]
         assert tokenizer.decode(ids).endswith("B.<|im_end|>\n")

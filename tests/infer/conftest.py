@@ -17,13 +17,21 @@ import torch
 
 from infer import Engine
 from infer.drafters.base import DraftedBlock
-from infer.drafters.lookup import Lookup
-from infer.ngrams import factor
-from infer.ngrams.model import NGram, begin, children, extend, find, token_of, unigrams
+from infer.drafters.lookup import PromptLookup
+from infer.ngrams import rescoring
+from infer.ngrams.model import (
+    NGramModel,
+    extend_path,
+    fill_unigram_probabilities,
+    find_ngram_node,
+    find_suffix_nodes,
+    get_child_range,
+    get_node_token,
+)
 from infer.targets.target import Target
 
 
-class ScriptedDrafter(Lookup):
+class ScriptedDrafter(PromptLookup):
     """A drafter that knows the texts to come and is right now and then, so that walks of all
     lengths happen.
 
@@ -42,10 +50,12 @@ class ScriptedDrafter(Lookup):
         self.skill = skill
         self.generator = torch.Generator().manual_seed(block_size)
 
-    def state(self, rows: int, capacity: int, whole: bool = True) -> "Script":
+    def allocate_state(self, rows: int, capacity: int, keep_all: bool = True) -> "Script":
         return Script()
 
-    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
+    def update_context(
+        self, target, features, tokens, counts, state, counts_on_device=None
+    ) -> None:
         assert features.shape[1] == tokens.shape[1] >= max(counts)
         state.lengths = [
             length + count for length, count in zip(state.lengths, counts, strict=True)
@@ -107,13 +117,13 @@ def _running(engine: Engine, **options):
     import uvicorn  # here: tests of the GPU start on machines without the server's packages
 
     from infer.serving.config import ServerConfig
-    from infer.serving.guard import network
+    from infer.serving.guard import build_uvicorn_config
     from infer.serving.server import create_app
 
     options = ServerConfig(port=_free_port(), model_name="embedded", **options)
     options.check()
     app = create_app(engine, options)
-    server = uvicorn.Server(network(app, options))
+    server = uvicorn.Server(build_uvicorn_config(app, options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -167,7 +177,11 @@ def _idle(service, seconds: float = 20) -> bool:
     """Return whether nothing is in work any more, waiting for it up to `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not service.inside and not service.engine.busy and not service.worker.open:
+        if (
+            not service.active_requests
+            and not service.engine.busy
+            and not service.worker.open_requests
+        ):
             return True
         time.sleep(0.02)
     return False
@@ -217,7 +231,7 @@ def recalled() -> Callable:
     def correct(
         text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray
     ) -> np.ndarray:
-        for length in range(1, min(factor.REACH, len(path)) + 1):
+        for length in range(1, min(rescoring.MAX_MATCHED_TOKENS, len(path)) + 1):
             ends = [
                 at + length
                 for at in range(len(text) - length)
@@ -235,9 +249,9 @@ def recalled() -> Callable:
 
 @pytest.fixture(scope="session")
 def probabilities() -> Callable:
-    """(model, context, tokens ascending) -> Pr(token | context) of each, see `extend`."""
+    """(model, context, tokens ascending) -> Pr(token | context) of each, see `extend_path`."""
 
-    def look_up(model: NGram, context: list[int], tokens: list[int]) -> np.ndarray:
+    def look_up(model: NGramModel, context: list[int], tokens: list[int]) -> np.ndarray:
         order = np.argsort(tokens, kind="stable")
         ids = np.asarray(context, np.int64)
         tokens = np.asarray(tokens, np.int64)[order]
@@ -245,9 +259,9 @@ def probabilities() -> Callable:
         shares = np.empty(len(tokens))
         found = np.empty_like(shares)
         grown = np.empty((len(suffixes) + 1, len(tokens)), np.int64)
-        begin(model.arrays, ids, suffixes)
-        unigrams(model.arrays, model.tokens, tokens, shares)
-        extend(model.arrays, suffixes, tokens, shares, grown, found)
+        find_suffix_nodes(model.trie, ids, suffixes)
+        fill_unigram_probabilities(model.trie, model.num_tokens, tokens, shares)
+        extend_path(model.trie, suffixes, tokens, shares, grown, found)
         return found[np.argsort(order)]
 
     return look_up
@@ -259,14 +273,16 @@ def widened() -> Callable:
     token in the text, the latest first, then what followed its ends in the corpus, the longest
     first, while few tokens did."""
 
-    def add(text: list[int], path: list[int], listed: list[int], model: NGram) -> list[int]:
+    def add(text: list[int], path: list[int], listed: list[int], model: NGramModel) -> list[int]:
         found = [after for before, after in reversed(list(pairwise(text))) if before == path[-1]]
         for length in range(min(model.order - 1, len(path)), 0, -1):
             ids = np.array(path[-length:], np.int64)
-            nodes = range(*children(model.arrays, find(model.arrays, ids, 0, length)))
-            if len(nodes) > factor.FOLLOWERS:
+            nodes = range(*get_child_range(model.trie, find_ngram_node(model.trie, ids, 0, length)))
+            if len(nodes) > rescoring.MAX_NODE_CHILDREN:
                 break
-            found += [int(token_of(model.arrays, node)) for node in nodes]
-        return [token for token in dict.fromkeys(found) if token not in listed][: factor.MORE]
+            found += [int(get_node_token(model.trie, node)) for node in nodes]
+        return [token for token in dict.fromkeys(found) if token not in listed][
+            : rescoring.MAX_ADDED_CANDIDATES
+        ]
 
     return add

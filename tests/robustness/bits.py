@@ -1,13 +1,11 @@
-"""Logits of a target in int8 to the last bit: alone, in trees, beside other texts, in prompts cut
-anywhere, on one thread and on two.
+"""Check that the logits of an int8 target are bit-equal however they are computed.
 
     HF_HUB_OFFLINE=1 python tests/robustness/bits.py --target smollm2 --positions 10000
 
-Texts are random tokens. Each is computed one token after the other, alone, on one thread; then four
-at once, in pieces of random lengths; then one draft tree after the other, with the text's next
-tokens at random places among random ones. Fails (exit code 1) where a logit differs; else the line
-before the last is their digest, to compare versions by. Without --target: a small Llama of random
-weights.
+Sequences are random tokens. Each is computed token by token, alone, on one thread; then four at
+once, in pieces of random lengths; then in draft trees that contain the next tokens at random nodes;
+each on one thread and on two. Fails (exit code 1) if a logit differs. The line before the last is a
+digest of the logits, to compare versions. Without --target a small random Llama is used.
 """
 
 import argparse
@@ -24,14 +22,13 @@ from infer.int8_cpu.modules import Int8Linear
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
-# texts at once, tokens of each, nodes of a tree at most
-ROWS = 4
-LENGTH = 100
-NODES = 40
+BITS_BATCH_ROWS = 4
+BITS_SEQUENCE_TOKENS = 100
+BITS_MAX_TREE_NODES = 40
 
 
-def small_target() -> Target:
-    """Return a Llama of random weights in int8, some of its activations in two digits."""
+def build_small_int8_target() -> Target:
+    """Return a random Llama in int8, with activations of two digits in one layer."""
     torch.manual_seed(0)
     heads = {
         "num_attention_heads": 6,
@@ -48,87 +45,104 @@ def small_target() -> Target:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads)).eval()
     for weight in model.parameters():
         weight.data *= 4 if weight.ndim > 1 else 1
-    calibration.quantise(model, (model(torch.randint(300, (8, 64))) for _ in range(1)))
+    calibration.quantise_model(model, (model(torch.randint(300, (8, 64))) for _ in range(1)))
     for module in model.model.layers[1].modules():
         if type(module) is Int8Linear:
-            module.digits = 2
+            module.codes_per_activation = 2
     return Target(model)
 
 
-def in_pieces(target: Target, rows: list[list[int]], lengths: Iterator[int]) -> list[torch.Tensor]:
-    """Return the final states (T, D) of every row, all rows in one pass, in pieces of such
-    lengths."""
-    cache = target.cache(len(rows), 2 * LENGTH)
-    done = [0] * len(rows)
-    found = [[] for _ in rows]
-    with cache.add(len(rows)):
+def extend_in_pieces(
+    target: Target, rows: list[list[int]], lengths: Iterator[int]
+) -> list[torch.Tensor]:
+    """Return the final states of every row, (T, D), computed in pieces of these lengths."""
+    cache = target.allocate_cache(len(rows), 2 * BITS_SEQUENCE_TOKENS)
+    computed_tokens = [0] * len(rows)
+    states = [[] for _ in rows]
+    with cache.add_rows(len(rows)):
         pass
-    while any(at < len(row) for at, row in zip(done, rows, strict=True)):
-        pieces = [row[at : at + next(lengths)] for at, row in zip(done, rows, strict=True)]
-        last = target.extend(pieces, cache, ()).last
+    while any(position < len(row) for position, row in zip(computed_tokens, rows, strict=True)):
+        pieces = [
+            row[position : position + next(lengths)]
+            for position, row in zip(computed_tokens, rows, strict=True)
+        ]
+        last = target.extend_cache(pieces, cache, ()).last_hidden_states
         for r, piece in enumerate(pieces):
-            found[r].append(last[r, : len(piece)])
-            done[r] += len(piece)
-    return [torch.cat(parts) for parts in found]
+            states[r].append(last[r, : len(piece)])
+            computed_tokens[r] += len(piece)
+    return [torch.cat(row_states) for row_states in states]
 
 
-def in_trees(target: Target, text: list[int], dice: random.Random) -> torch.Tensor:
-    """Return the final states (T, D) of a text, each a node of a draft tree on the way to it."""
-    cache = target.cache(1, 2 * LENGTH)
-    at = 0
-    found = []
-    with cache.add(1):
+def verify_in_trees(target: Target, text: list[int], random_numbers: random.Random) -> torch.Tensor:
+    """Return the final states of a sequence, (T, D), computed as nodes of draft trees."""
+    cache = target.allocate_cache(1, 2 * BITS_SEQUENCE_TOKENS)
+    position = 0
+    states = []
+    with cache.add_rows(1):
         pass
-    while at < len(text):
-        steps = min(len(text) - at, dice.randint(1, 9))
+    while position < len(text):
+        steps = min(len(text) - position, random_numbers.randint(1, 9))
         # a path along the text, and other nodes between
-        tokens = [text[at]]
+        tokens = [text[position]]
         parents = [0]
         depths = [0]
         path = [0]
-        while len(path) < steps or (len(tokens) < NODES and dice.random() < 0.8):
-            right = len(path) < steps and dice.random() < 0.4
-            parent = path[-1] if right else dice.randrange(len(tokens))
+        while len(path) < steps or (
+            len(tokens) < BITS_MAX_TREE_NODES and random_numbers.random() < 0.8
+        ):
+            right = len(path) < steps and random_numbers.random() < 0.4
+            parent = path[-1] if right else random_numbers.randrange(len(tokens))
             path += [len(tokens)] if right else []
-            tokens.append(text[at + len(path) - 1] if right else dice.randrange(300))
+            tokens.append(
+                text[position + len(path) - 1] if right else random_numbers.randrange(300)
+            )
             parents.append(parent)
             depths.append(depths[parent] + 1)
         columns = (torch.tensor([column]) for column in (tokens, parents, depths))
         tree = DraftTree(*columns, torch.zeros(1, len(tokens)), max(depths))
-        found.append(target.verify(tree, tree.ancestors(), cache).last[0, path])
+        states.append(target.verify(tree, tree.ancestors(), cache).last_hidden_states[0, path])
         cache.commit(torch.tensor([path]), torch.tensor([steps]))
-        cache.note_lengths([steps])
-        at += steps
-    return torch.cat(found)
+        cache.update_host_lengths([steps])
+        position += steps
+    return torch.cat(states)
 
 
-def differing(
-    target: Target, texts: list[list[int]], dice: random.Random, digest: "hashlib._Hash"
+def find_differing_logits(
+    target: Target, texts: list[list[int]], random_numbers: random.Random, digest: "hashlib._Hash"
 ) -> list[str]:
-    """Return the ways in which texts have other logits than alone, one token after the other, on
-    one thread."""
+    """Return the methods whose logits differ from those of one token at a time on one thread.
+
+    digest: updated with the logits
+    """
     torch.set_num_threads(1)
-    alone = [in_pieces(target, [text], iter([1] * LENGTH))[0] for text in texts]
+    alone = [
+        extend_in_pieces(target, [text], iter([1] * BITS_SEQUENCE_TOKENS))[0] for text in texts
+    ]
     logits = [
-        torch.cat([target.head(state[None]) for state in states]) for states in alone
+        torch.cat([target.compute_logits(state[None]) for state in states]) for states in alone
     ]  # (T, V)
     for states in logits:
         digest.update(states.numpy())
-    wrong = []
+    differences = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        ways = {
-            "token by token beside others": in_pieces(target, texts, iter(lambda: 1, 0)),
-            "in pieces beside others": in_pieces(
-                target, texts, iter(lambda: dice.choice([1, 2, 9, 30, 100]), 0)
+        states_by_method = {
+            "token by token beside others": extend_in_pieces(target, texts, iter(lambda: 1, 0)),
+            "in pieces beside others": extend_in_pieces(
+                target, texts, iter(lambda: random_numbers.choice([1, 2, 9, 30, 100]), 0)
             ),
-            "in one piece": [in_pieces(target, [text], iter([LENGTH]))[0] for text in texts],
-            "in trees": [in_trees(target, text, dice) for text in texts],
+            "in one piece": [
+                extend_in_pieces(target, [text], iter([BITS_SEQUENCE_TOKENS]))[0] for text in texts
+            ],
+            "in trees": [verify_in_trees(target, text, random_numbers) for text in texts],
         }
-        for way, found in ways.items():
-            same = all(torch.equal(target.head(a), b) for a, b in zip(found, logits, strict=True))
-            wrong += [] if same else [f"{way}, {threads} threads"]
-    return wrong
+        for method, states in states_by_method.items():
+            same = all(
+                torch.equal(target.compute_logits(a), b)
+                for a, b in zip(states, logits, strict=True)
+            )
+            differences += [] if same else [f"{method}, {threads} threads"]
+    return differences
 
 
 @torch.no_grad()
@@ -139,20 +153,25 @@ def main() -> None:
     parser.add_argument("--target", help="a model's folder or name")
     parser.add_argument("--positions", type=int, default=400)
     args = parser.parse_args()
-    target = load_target(args.target, quantization="int8") if args.target else small_target()
-    assert target.lean is not None, "the lean pass does not serve this target"
-    dice = random.Random(0)
+    target = (
+        load_target(args.target, quantization="int8") if args.target else build_small_int8_target()
+    )
+    assert target.kernel_decoder is not None, "our own decoder does not support this target"
+    random_numbers = random.Random(0)
     digest = hashlib.sha256()
-    faults = 0
-    rounds = -(-args.positions // (ROWS * LENGTH))
+    failures = 0
+    rounds = -(-args.positions // (BITS_BATCH_ROWS * BITS_SEQUENCE_TOKENS))
     for number in range(rounds):
-        texts = [[dice.randrange(300) for _ in range(LENGTH)] for _ in range(ROWS)]
-        for way in differing(target, texts, dice, digest):
-            faults += 1
-            print(f"{number}: other logits {way}", flush=True)
-        print(f"{(number + 1) * ROWS * LENGTH:,} positions", flush=True)
-    print(f"{digest.hexdigest()[:16]}\n{faults} faults")
-    raise SystemExit(1 if faults else 0)
+        texts = [
+            [random_numbers.randrange(300) for _ in range(BITS_SEQUENCE_TOKENS)]
+            for _ in range(BITS_BATCH_ROWS)
+        ]
+        for method in find_differing_logits(target, texts, random_numbers, digest):
+            failures += 1
+            print(f"{number}: other logits {method}", flush=True)
+        print(f"{(number + 1) * BITS_BATCH_ROWS * BITS_SEQUENCE_TOKENS:,} positions", flush=True)
+    print(f"{digest.hexdigest()[:16]}\n{failures} faults")
+    raise SystemExit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import load_target
-from infer.targets.loading import EMBEDDED, load_tokenizer
+from infer.targets.loading import EMBEDDED_TARGET_FOLDER, load_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-QUERY = "model.layers.1.self_attn.q_proj.weight"
-OUTPUT = "model.layers.1.self_attn.o_proj.weight"
+DAMAGE_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+DAMAGED_WEIGHTS_FILE = "model.safetensors"
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+QUERY_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
+OUTPUT_WEIGHT = "model.layers.1.self_attn.o_proj.weight"
 
 Damage = Callable[[Path], None]
 
@@ -60,7 +60,7 @@ def make_targets(folder: Path) -> None:
     for name, size in {"single": "1GB", "shards": "100KB"}.items():
         model.save_pretrained(folder / name, max_shard_size=size)
         tokenizer.save_pretrained(folder / name)
-    shutil.copy(EMBEDDED / "generation_config.json", folder / "single")
+    shutil.copy(EMBEDDED_TARGET_FOLDER / "generation_config.json", folder / "single")
 
 
 def truncate(name: str, share: float) -> Damage:
@@ -96,8 +96,8 @@ def claim_header(size: int) -> Damage:
     """Have the weights' header claim another size."""
 
     def damage(folder: Path) -> None:
-        content = (folder / WEIGHTS).read_bytes()
-        (folder / WEIGHTS).write_bytes(struct.pack("<Q", size) + content[8:])
+        content = (folder / DAMAGED_WEIGHTS_FILE).read_bytes()
+        (folder / DAMAGED_WEIGHTS_FILE).write_bytes(struct.pack("<Q", size) + content[8:])
 
     return damage
 
@@ -106,11 +106,11 @@ def change(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Dam
     """Put another tensor in a tensor's place; None: none."""
 
     def damage(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / DAMAGED_WEIGHTS_FILE)
         tensor = new(tensors.pop(name))
         if tensor is not None:
             tensors[name] = tensor.contiguous()
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, folder / DAMAGED_WEIGHTS_FILE, metadata={"format": "pt"})
 
     return damage
 
@@ -120,8 +120,8 @@ def add(name: str) -> Damage:
 
     def damage(folder: Path) -> None:
         save_file(
-            load_file(folder / WEIGHTS) | {name: torch.ones(4)},
-            folder / WEIGHTS,
+            load_file(folder / DAMAGED_WEIGHTS_FILE) | {name: torch.ones(4)},
+            folder / DAMAGED_WEIGHTS_FILE,
             metadata={"format": "pt"},
         )
 
@@ -144,37 +144,39 @@ def last_shard(change: Damage | None) -> Damage:
         if change is None:
             shard.unlink()
         else:
-            shard.rename(folder / WEIGHTS)
+            shard.rename(folder / DAMAGED_WEIGHTS_FILE)
             change(folder)
-            (folder / WEIGHTS).rename(shard)
+            (folder / DAMAGED_WEIGHTS_FILE).rename(shard)
 
     return damage
 
 
 def weight_cases() -> dict[str, Damage]:
     cases = {
-        f"cut to {share:.0%}": truncate(WEIGHTS, share) for share in (0, 0.0001, 0.005, 0.5, 1)
+        f"cut to {share:.0%}": truncate(DAMAGED_WEIGHTS_FILE, share)
+        for share in (0, 0.0001, 0.005, 0.5, 1)
     }
     cases |= {
         f"header of {size} bytes": claim_header(size) for size in (0, 2**31, 2**63, 2**64 - 1)
     }
     cases |= {
-        "deleted": delete(WEIGHTS),
-        "zeros": write(WEIGHTS, bytes(10_000)),
+        "deleted": delete(DAMAGED_WEIGHTS_FILE),
+        "zeros": write(DAMAGED_WEIGHTS_FILE, bytes(10_000)),
         "text": write(
-            WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+            DAMAGED_WEIGHTS_FILE,
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         ),
-        "tensor missing": change(OUTPUT, lambda tensor: None),
+        "tensor missing": change(OUTPUT_WEIGHT, lambda tensor: None),
         "embedding missing": change("model.embed_tokens.weight", lambda tensor: None),
         "norm missing": change("model.norm.weight", lambda tensor: None),
-        "tensor transposed": change(QUERY, lambda tensor: tensor[:16]),
-        "tensor flat": change(QUERY, torch.flatten),
-        "tensor empty": change(QUERY, lambda tensor: tensor[:0]),
+        "tensor transposed": change(QUERY_WEIGHT, lambda tensor: tensor[:16]),
+        "tensor flat": change(QUERY_WEIGHT, torch.flatten),
+        "tensor empty": change(QUERY_WEIGHT, lambda tensor: tensor[:0]),
         "embedding cut": change("model.embed_tokens.weight", lambda tensor: tensor[:-1]),
         "norm longer": change("model.norm.weight", lambda tensor: torch.cat([tensor, tensor])),
         "tensor unexpected": add("model.layers.1.self_attn.q_proj.bias"),
         "layer unexpected": add("model.layers.7.input_layernorm.weight"),
-        "NaN": change(QUERY, fill_entry(float("nan"))),
+        "NaN": change(QUERY_WEIGHT, fill_entry(float("nan"))),
         "infinite": change("model.norm.weight", fill_entry(float("inf"))),
         "minus infinite": change("model.embed_tokens.weight", fill_entry(-float("inf"))),
     }
@@ -204,8 +206,8 @@ def config_cases() -> dict[str, Damage]:
     }
     return {
         f"{key}={value}": edit("config.json", **{key: value})
-        for key, some in values.items()
-        for value in some
+        for key, hostile_values in values.items()
+        for value in hostile_values
     }
 
 
@@ -223,15 +225,21 @@ def json_cases(name: str) -> dict[str, Damage]:
 def shard_cases() -> dict[str, Damage]:
     return {
         "last one deleted": last_shard(None),
-        "last one emptied": last_shard(write(WEIGHTS, b"")),
-        "last one cut": last_shard(truncate(WEIGHTS, 0.7)),
-        "no weight_map": write(INDEX, b"{}"),
-        "weight_map is a list": edit(INDEX, weight_map=["model-00001-of-00002.safetensors"]),
-        "weight_map is empty": edit(INDEX, weight_map={}),
-        "names no such file": edit(INDEX, weight_map={QUERY: "model-00009-of-00009.safetensors"}),
-        "names a number": edit(INDEX, weight_map={QUERY: 5}),
-        "names a file elsewhere": edit(INDEX, weight_map={QUERY: "../single/model.safetensors"}),
-        "index deleted": delete(INDEX),
+        "last one emptied": last_shard(write(DAMAGED_WEIGHTS_FILE, b"")),
+        "last one cut": last_shard(truncate(DAMAGED_WEIGHTS_FILE, 0.7)),
+        "no weight_map": write(WEIGHT_INDEX_FILE, b"{}"),
+        "weight_map is a list": edit(
+            WEIGHT_INDEX_FILE, weight_map=["model-00001-of-00002.safetensors"]
+        ),
+        "weight_map is empty": edit(WEIGHT_INDEX_FILE, weight_map={}),
+        "names no such file": edit(
+            WEIGHT_INDEX_FILE, weight_map={QUERY_WEIGHT: "model-00009-of-00009.safetensors"}
+        ),
+        "names a number": edit(WEIGHT_INDEX_FILE, weight_map={QUERY_WEIGHT: 5}),
+        "names a file elsewhere": edit(
+            WEIGHT_INDEX_FILE, weight_map={QUERY_WEIGHT: "../single/model.safetensors"}
+        ),
+        "index deleted": delete(WEIGHT_INDEX_FILE),
     }
 
 
@@ -243,13 +251,14 @@ def tokenizer_cases() -> dict[str, Damage]:
     }
 
 
-CASES: dict[str, dict[str, Damage]] = {
+DAMAGE_CASES: dict[str, dict[str, Damage]] = {
     "weights": weight_cases(),
     "shards": shard_cases(),
-    "index": json_cases(INDEX),
+    "index": json_cases(WEIGHT_INDEX_FILE),
     "config.json": json_cases("config.json") | {"deleted": delete("config.json")},
     "config values": config_cases(),
-    "generation_config": json_cases(GENERATION) | {"ends": edit(GENERATION, eos_token_id="")},
+    "generation_config": json_cases(GENERATION_CONFIG_FILE)
+    | {"ends": edit(GENERATION_CONFIG_FILE, eos_token_id="")},
     "tokenizer.json": tokenizer_cases(),
     "tokenizer_config": json_cases("tokenizer_config.json"),
     "chat template": {"cut": write("chat_template.jinja", b"{% for message in messages %}{{ mess")},
@@ -257,12 +266,12 @@ CASES: dict[str, dict[str, Damage]] = {
 IN_SHARDS = ("shards", "index")
 
 
-def judge(folder: Path, **how: object) -> str | None:
+def check_load(folder: Path, **load_options: object) -> str | None:
     """Load a damaged folder; return what is wrong with what came of it."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
-            load_target(str(folder), device="cpu", **how)
+            load_target(str(folder), device="cpu", **load_options)
     except (ValueError, FileNotFoundError) as error:
         message = str(error)
         if "\n" in message or len(message) > 700:
@@ -287,51 +296,54 @@ def run_command(folder: Path, int8: bool) -> str | None:
     ]
     command = [
         sys.executable,
-        str(ROOT / "infer" / "main.py"),
+        str(DAMAGE_REPOSITORY / "infer" / "main.py"),
         "generate",
         "decoding.method=plain",
         *options,
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    lines = done.stderr.splitlines()
-    right = (
-        done.returncode == 2
+    environment = os.environ | {"PYTHONPATH": str(DAMAGE_REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    lines = process.stderr.splitlines()
+    is_refused = (
+        process.returncode == 2
         and len(lines) == 1
         and lines[0].startswith("error: ")
-        and not done.stdout
+        and not process.stdout
     )
     return (
         None
-        if right
-        else f"exit code {done.returncode}: {done.stdout[-300:]!r} {done.stderr[-500:]!r}"
+        if is_refused
+        else f"exit code {process.returncode}: {process.stdout[-300:]!r} {process.stderr[-500:]!r}"
     )
 
 
-def run_cases(place: Path, int8: bool, commands: int) -> Counter:
+def run_cases(work_folder: Path, int8: bool, commands: int) -> Counter:
     """Try all cases; return how many of each kind there were, and how many bugs."""
-    make_targets(place)
+    make_targets(work_folder)
     for name in ("single", "shards"):
-        load_target(str(place / name), "float32", "cpu")
-    ways = {"float32": {"dtype": "float32"}, "no layers": {"only_layers": (0, 1)}}
+        load_target(str(work_folder / name), "float32", "cpu")
+    loading_modes = {"float32": {"dtype": "float32"}, "no layers": {"only_layers": (0, 1)}}
     if int8:
-        ways["int8"] = {"quantization": "int8"}
+        loading_modes["int8"] = {"quantization": "int8"}
     counts = Counter()
-    for kind, cases in CASES.items():
+    for kind, cases in DAMAGE_CASES.items():
         for number, (name, damage) in enumerate(cases.items()):
-            folder = place / "damaged"
-            shutil.copytree(place / ("shards" if kind in IN_SHARDS else "single"), folder)
+            folder = work_folder / "damaged"
+            shutil.copytree(work_folder / ("shards" if kind in IN_SHARDS else "single"), folder)
             damage(folder)
-            bugs = {way: judge(folder, **how) for way, how in ways.items()}
+            bugs = {
+                mode: check_load(folder, **load_options)
+                for mode, load_options in loading_modes.items()
+            }
             if number < commands:
                 bugs["command"] = run_command(folder, int8 and number % 2 == 1)
                 counts["commands"] += 1
             shutil.rmtree(folder)
             counts[kind] += 1
-            for way, bug in bugs.items():
+            for mode, bug in bugs.items():
                 if bug is not None:
                     counts["bugs"] += 1
-                    print(f"  {kind}, {name}, {way}: {bug}", file=sys.stderr, flush=True)
+                    print(f"  {kind}, {name}, {mode}: {bug}", file=sys.stderr, flush=True)
     return counts
 
 
@@ -344,12 +356,13 @@ def main() -> None:
         "--commands", type=int, default=0, help="cases of each kind that are run as a command too"
     )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        counts = run_cases(Path(place), args.int8, args.commands)
-    for kind in CASES:
+    with tempfile.TemporaryDirectory() as work_folder:
+        counts = run_cases(Path(work_folder), args.int8, args.commands)
+    for kind in DAMAGE_CASES:
         print(f"{kind:<20}{counts[kind]} folders")
     print(
-        f"{sum(counts[kind] for kind in CASES)} folders, {counts['commands']} commands, {counts['bugs']} bugs"
+        f"{sum(counts[kind] for kind in DAMAGE_CASES)} folders, {counts['commands']} commands, "
+        f"{counts['bugs']} bugs"
     )
     raise SystemExit(counts["bugs"] > 0)
 

@@ -1,11 +1,10 @@
-"""Takes every command out of README and docs, and composes and checks the configuration that it
-stands for.
+"""Compose and check the configuration of every command in README and docs.
 
     python tests/robustness/docs_commands.py
 
-What a reader fills in (`<>`, `...`, paths, files) gets a stand-in. Nothing is loaded and nothing
-runs. The tests' own commands, and those of the toys of docs/extending.md, which
-tests/test_extending.py runs, are listed.
+What a reader has to fill in (`<>`, `...`, paths, files) is replaced. Nothing is loaded or run. The
+commands of tests, and those of docs/extending.md (which tests/test_extending.py runs), are only
+listed.
 
 Fails (exit code 1) if a command is refused.
 """
@@ -19,20 +18,21 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.suites import SUITES
+from data.suites import QUESTION_SUITES
 from infer.main import COMMANDS
 from infer.utils.hydra_app import run_command
 
-REPO = Path(__file__).resolve().parent.parent.parent
-FILES = (
+DOCS_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+DOCUMENT_FILES = (
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in sorted((REPO / "docs").glob("*.md"))),
+    *(f"docs/{path.name}" for path in sorted((DOCS_REPOSITORY / "docs").glob("*.md"))),
 )
-START = re.compile(
+COMMAND_START = re.compile(
     r"^(?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py)(?: |$)"
 )
-STAND_INS = {  # what a reader fills in -> something real, in the order in which they are looked for
+# Pattern of what a reader has to fill in -> a real value. They are replaced in this order.
+STAND_INS = {
     r"checkpoints=\[\.\.\.\]": "checkpoints=[runs/a/checkpoints/best,lookup]",
     r"drafter\.init=(?:\.\.\.|<[^<>]*>|hub-name)(?!\S)": "drafter.init=data/embedded/drafter",
     r" base_model=\S+": "",
@@ -55,8 +55,8 @@ STAND_INS = {  # what a reader fills in -> something real, in the order in which
 
 
 @dataclass(frozen=True)
-class Found:
-    """A command where it stands."""
+class DocumentedCommand:
+    """A command in a document, and where it is."""
 
     file: str
     line: int
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def filled(self) -> str:
-        """The command with something real where a reader fills something in."""
+        """The command with real values for what a reader has to fill in."""
         text = self.text
         for pattern, value in STAND_INS.items():
             text = re.sub(pattern, value, text)
@@ -76,15 +76,14 @@ class Found:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether it stands for any command, or for one of a toy that tests/test_extending.py
-        runs."""
+        """Whether it is a pattern of commands, or a command that tests/test_extending.py runs."""
         return (
             bool(re.search(r"COMMAND|\[overrides\]", self.text)) or self.file == "docs/extending.md"
         )
 
     @property
     def name(self) -> str:
-        """The command's name; train where there is none."""
+        """The command's name; "train" if none is given."""
         rest = self.arguments_with_name
         return rest[0] if rest and (rest[0] in COMMANDS or rest[0] in ("help", "test")) else "train"
 
@@ -99,15 +98,16 @@ class Found:
         return rest[1:] if rest and rest[0] == self.name else rest
 
 
-def commands() -> list[Found]:
-    """Return the commands of code blocks, and of single-line code within sentences that has
-    arguments."""
-    found = []
-    for file in FILES:
+def find_commands() -> list[DocumentedCommand]:
+    """Return the commands of code blocks, and those with arguments of inline code."""
+    commands = []
+    for file in DOCUMENT_FILES:
         fenced = False
         variables = {}
-        held = ""
-        for number, line in enumerate((REPO / file).read_text(encoding="utf-8").splitlines(), 1):
+        unfinished_line = ""
+        for number, line in enumerate(
+            (DOCS_REPOSITORY / file).read_text(encoding="utf-8").splitlines(), 1
+        ):
             line = line.lstrip()  # a block in a list is indented
             if line.startswith("```"):
                 fenced = not fenced
@@ -118,85 +118,96 @@ def commands() -> list[Found]:
                     r"`((?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py) [^`]+)`",
                     line,
                 )
-                found += [Found(file, number, piece) for piece in pieces]
+                commands += [DocumentedCommand(file, number, piece) for piece in pieces]
                 continue
             if setting := re.fullmatch(r"([A-Z])=(\S+)", line):
                 variables[f"${setting[1]}"] = setting[2]
                 continue
-            line = held + line
+            line = unfinished_line + line
             if line.endswith("\\"):
-                held = line[:-1]
+                unfinished_line = line[:-1]
                 continue
-            held = ""
+            unfinished_line = ""
             for name, value in variables.items():
                 line = line.replace(name, value)
-            if START.match(line):
-                found.append(Found(file, number, line))
-    return found
+            if COMMAND_START.match(line):
+                commands.append(DocumentedCommand(file, number, line))
+    return commands
 
 
-def compose(found: Found) -> str | None:
-    """Compose and check a command's configuration by its own entry point; return what is refused. A
-    cluster's launcher is left out."""
+def compose_command(documented: DocumentedCommand) -> str | None:
+    """Compose and check a command's configuration; return the error message, if any.
+
+    Overrides of a cluster's launcher are removed.
+    """
     arguments = [
         argument
-        for argument in found.arguments
+        for argument in documented.arguments
         if not argument.startswith(("hydra/launcher", "hydra.launcher"))
     ]
-    command = COMMANDS[found.name]
+    command = COMMANDS[documented.name]
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            run_command(found.name, command.options_class(), lambda options: None, arguments)
+            run_command(documented.name, command.options_class(), lambda options: None, arguments)
     except SystemExit as end:
         if end.code:
             return printed.getvalue()
     return None
 
 
-def readers_files(folder: Path) -> None:
-    """Make files in the places that the documents name as a reader's."""
+def make_user_files(folder: Path) -> None:
+    """Create the files that the documents assume a reader has."""
     for name in (
         "features/mine/manifest.json",
         "answers.jsonl",
-        *(f"suites/{one.file}.jsonl" for suite in SUITES.values() for one in suite),
+        *(
+            f"suites/{question_set.local_file_name}.jsonl"
+            for suite in QUESTION_SUITES.values()
+            for question_set in suite
+        ),
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     for name in ("chats.jsonl", "corpus.jsonl", "texts.jsonl", "question.jsonl"):
         (folder / name).write_text('{"text": "x"}\n')
     groups = "  - override /target: support-7b\n  - override /data: tickets\n"
-    own = {
+    user_files = {
         "experiment/support": f"# @package _global_\ndefaults:\n{groups}",
         "target/support-7b": "path: /models/support-7b\n",
         "data/tickets": "source: jsonl\npath: answers.jsonl\n",
     }
-    for name, text in own.items():
+    for name, text in user_files.items():
         (folder / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "mine" / f"{name}.yaml").write_text(text)
     (folder / "runs" / "mine").mkdir(parents=True)
     (folder / "runs" / "mine" / "config.yaml").write_text("defaults: [train, _self_]\nname: mine\n")
     for name in ("data",):
-        (folder / name).symlink_to(REPO / name)
+        (folder / name).symlink_to(DOCS_REPOSITORY / name)
 
 
 def main() -> None:
     counts = {"composed": 0, "listed": 0}
-    faults = 0
+    failures = 0
     with tempfile.TemporaryDirectory() as name:
-        readers_files(Path(name))
-        os.chdir(name)  # relative paths count from there
-        for found in commands():
-            way = "listed" if found.name in ("test", "help") or found.is_pattern else "composed"
-            counts[way] += 1
-            print(f"{way:<9}{found.file}:{found.line}  {found.text}", flush=True)
-            fault = compose(found) if way == "composed" else None
-            if fault:
-                faults += 1
-                print(f"    FAULT {fault}", flush=True)
-        os.chdir(REPO)
-    print(", ".join(f"{count} {way}" for way, count in counts.items()) + f"; {faults} faults")
-    raise SystemExit(1 if faults else 0)
+        make_user_files(Path(name))
+        os.chdir(name)  # relative paths start here
+        for command in find_commands():
+            outcome = (
+                "listed" if command.name in ("test", "help") or command.is_pattern else "composed"
+            )
+            counts[outcome] += 1
+            print(f"{outcome:<9}{command.file}:{command.line}  {command.text}", flush=True)
+            failure = compose_command(command) if outcome == "composed" else None
+            if failure:
+                failures += 1
+                print(f"    FAULT {failure}", flush=True)
+        os.chdir(DOCS_REPOSITORY)
+    print(
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        + f"; {failures} faults"
+    )
+    raise SystemExit(1 if failures else 0)
 
 
 if __name__ == "__main__":

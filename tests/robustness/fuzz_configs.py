@@ -1,14 +1,15 @@
-"""Fuzzes the command line of every command: whatever is typed, a checked configuration or a message
-and exit code 2.
+"""Fuzz the command line of every command: the result must be a checked configuration, or an error
+message and exit code 2.
 
     python tests/robustness/fuzz_configs.py --lines 10000
 
-In this process, through `infer.utils.hydra_app.run_command` with a command that does nothing: a
-configuration is refused before anything is loaded. A plain generator over the fields of the
-dataclasses: what is typed wrongly is known there, so that a line with such a part must be refused.
+Lines run in this process through `infer.utils.hydra_app.run_command` with a command that does
+nothing, since a configuration is refused before anything is loaded. They are generated from the
+fields of the option dataclasses. The generator knows which overrides are wrong; a line with one of
+these must be refused.
 
-Fails (exit code 1) on any other exit (3 is a folder that cannot be made), a traceback, a known
-mistake that passes, and a number that is none.
+Fails (exit code 1) on any other exit code (except 3: a folder cannot be created), a traceback, a
+wrong override that is accepted, and an accepted number that is not finite.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import Field, asdict, fields, is_dataclass
 
 from infer.main import COMMANDS
-from infer.utils.hydra_app import CONF, run_command
-from infer.utils.options import leaf_values
+from infer.utils.hydra_app import CONFIG_FOLDER, run_command
+from infer.utils.options import iterate_leaf_values
 
-SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items()}
-GROUPS = [
+OPTION_CLASSES = {name: command.options_class() for name, command in COMMANDS.items()}
+CONFIG_GROUPS = [
     "target",
     "drafter",
     "data",
@@ -40,7 +41,7 @@ GROUPS = [
     "decoding",
     "model",
 ]
-NUMBERS = [
+TYPED_NUMBERS = [
     "-1",
     "0",
     "-0",
@@ -55,14 +56,15 @@ NUMBERS = [
     "1e30",
     "1e308",
 ]
-NO_NUMBERS = ["nan", "inf", "-inf", "NaN", ".nan", ".inf", "1e999"]
-WRONG = {  # by what a key takes besides null
-    int: ["abc", "1.5", "[1]", "{a: 1}", "true", *NO_NUMBERS],
-    float: ["abc", "[1]", "{a: 1}", *NO_NUMBERS],
+NON_FINITE_NUMBERS = ["nan", "inf", "-inf", "NaN", ".nan", ".inf", "1e999"]
+# By the type of an option.
+WRONG_VALUES_BY_TYPE = {
+    int: ["abc", "1.5", "[1]", "{a: 1}", "true", *NON_FINITE_NUMBERS],
+    float: ["abc", "[1]", "{a: 1}", *NON_FINITE_NUMBERS],
     bool: ["abc", "[true]", "2.5", "nan"],
     list: ["7", "{a: 1}", "abc", "true"],
 }
-HOSTILE = [
+HOSTILE_TEXTS = [
     *(
         "${oc.env:FUZZ_SECRET}",
         "${oc.env:FUZZ_SECRET,x}",
@@ -133,66 +135,85 @@ HOSTILE = [
 ]
 
 
-def keys_of(options_class: type, prefix: str = "") -> dict[str, Field]:
-    """The keys of a dataclass of options by their dotted names, those of its parts with them."""
+def list_option_fields(options_class: type, prefix: str = "") -> dict[str, Field]:
+    """Return the fields of an option dataclass and of nested ones, by dotted name."""
     keys = {}
     for field in fields(options_class):
         name = prefix + field.name
-        keys |= keys_of(field.type, f"{name}.") if is_dataclass(field.type) else {name: field}
+        keys |= (
+            list_option_fields(field.type, f"{name}.")
+            if is_dataclass(field.type)
+            else {name: field}
+        )
     return keys
 
 
-def takes(kind: object) -> set[type]:
-    """The plain types that a key takes besides null."""
-    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    every = typing.get_args(kind) if union else (kind,)
+def get_plain_types(plain_type: object) -> set[type]:
+    """Return the types that an option accepts besides None, without their arguments."""
+    union = typing.get_origin(plain_type) in (types.UnionType, typing.Union)
+    every = typing.get_args(plain_type) if union else (plain_type,)
     return {typing.get_origin(each) or each for each in every} - {type(None)}
 
 
-class Typist:
-    """Writes command lines, and knows of each part whether it is wrong (False) or depends
-    (None)."""
+class CommandLineGenerator:
+    """Generator of command lines.
+
+    With each override it returns an expectation: False if it is wrong, None if that depends.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.dice = random.Random(seed)
-        self.keys = {name: list(keys_of(schema).items()) for name, schema in SCHEMAS.items()}
+        self.random_numbers = random.Random(seed)
+        self.keys = {
+            name: list(list_option_fields(schema).items())
+            for name, schema in OPTION_CLASSES.items()
+        }
 
-    def line(self) -> tuple[str, list[str], list[bool | None]]:
-        """A command, its overrides, and what is known of them."""
-        name = self.dice.choice(list(SCHEMAS))
-        parts = [
-            self.part(*self.dice.choice(self.keys[name]))
-            for _ in range(self.dice.choice([1, 1, 1, 2, 3]))
+    def generate_line(self) -> tuple[str, list[str], list[bool | None]]:
+        """Return a command, its overrides, and their expectations."""
+        name = self.random_numbers.choice(list(OPTION_CLASSES))
+        overrides = [
+            self.generate_override(*self.random_numbers.choice(self.keys[name]))
+            for _ in range(self.random_numbers.choice([1, 1, 1, 2, 3]))
         ]
-        return name, [text for text, _ in parts], [right for _, right in parts]
+        return name, [text for text, _ in overrides], [expectation for _, expectation in overrides]
 
-    def part(self, key: str, field) -> tuple[str, bool | None]:
-        ways = (self.wrong_type, self.number, self.hostile, self.unknown, self.group, self.noise)
-        (way,) = self.dice.choices(ways, (25, 20, 25, 8, 5, 6))
-        return way(key, takes(field.type))
+    def generate_override(self, key: str, field) -> tuple[str, bool | None]:
+        generators = (
+            self.override_wrong_type,
+            self.override_number,
+            self.override_hostile_text,
+            self.override_unknown_key,
+            self.override_group,
+            self.random_text,
+        )
+        (generate,) = self.random_numbers.choices(generators, (25, 20, 25, 8, 5, 6))
+        return generate(key, get_plain_types(field.type))
 
-    def wrong_type(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        kind = next(iter(kinds)) if len(kinds) == 1 else None
+    def override_wrong_type(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+        plain_type = next(iter(kinds)) if len(kinds) == 1 else None
         return (
-            (f"{key}={self.dice.choice(WRONG[kind])}", False)
-            if kind in WRONG
+            (f"{key}={self.random_numbers.choice(WRONG_VALUES_BY_TYPE[plain_type])}", False)
+            if plain_type in WRONG_VALUES_BY_TYPE
             else (f"{key}={{a: 1}}", None)
         )
 
-    def number(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        return f"{key}={self.dice.choice(NUMBERS)}", None
+    def override_number(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+        return f"{key}={self.random_numbers.choice(TYPED_NUMBERS)}", None
 
-    def hostile(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        text = self.dice.choice(HOSTILE)
+    def override_hostile_text(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+        text = self.random_numbers.choice(HOSTILE_TEXTS)
         looked_up = "oc.env" in text and not kinds & {
             str,
             list,
             dict,
         }  # in texts it is a text like any other
-        return f"{self.dice.choice(['', '', '+', '++'])}{key}={text}", False if looked_up else None
+        return (
+            f"{self.random_numbers.choice(['', '', '+', '++'])}{key}={text}",
+            False if looked_up else None,
+        )
 
-    def unknown(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        some = [
+    def override_unknown_key(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+        choices = [
             "nothing",
             f"{key}x",
             f"{key}.x.y",
@@ -203,15 +224,15 @@ class Typist:
             "a.b.c.d",
             "optim.lrr",
         ]
-        return (
-            f"{self.dice.choice(['', '+', '++'])}{self.dice.choice(some)}={self.dice.choice(['1', 'x', 'null'])}",
-            False,
-        )
+        prefix = self.random_numbers.choice(["", "+", "++"])
+        name = self.random_numbers.choice(choices)
+        value = self.random_numbers.choice(["1", "x", "null"])
+        return f"{prefix}{name}={value}", False
 
-    def group(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
-        group = self.dice.choice(GROUPS)
-        some = [
-            *(file.stem for file in (CONF / group).glob("*.yaml")),
+    def override_group(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+        group = self.random_numbers.choice(CONFIG_GROUPS)
+        choices = [
+            *(file.stem for file in (CONFIG_FOLDER / group).glob("*.yaml")),
             "nope",
             "../train",
             "/etc/passwd",
@@ -221,58 +242,63 @@ class Typist:
             "a" * 3000,
             "${name}",
         ]
-        return f"{self.dice.choice(['', '+', '~', '++'])}{group}={self.dice.choice(some)}", None
+        prefix = self.random_numbers.choice(["", "+", "~", "++"])
+        return f"{prefix}{group}={self.random_numbers.choice(choices)}", None
 
-    def noise(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
+    def random_text(self, key: str, kinds: set[type]) -> tuple[str, bool | None]:
         letters = "abc=.${}[](),:+~@/\\'\" \n\té\u202e0123-_*&!%#"
-        text = "".join(self.dice.choice(letters) for _ in range(self.dice.randrange(1, 40)))
+        text = "".join(
+            self.random_numbers.choice(letters) for _ in range(self.random_numbers.randrange(1, 40))
+        )
         return text if not text.startswith("-") else f"x{text}", None
 
 
-def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, list[str]]:
-    """Whether the line was taken, and what is wrong with how it was met."""
-    taken = []
-    faults = []
-    told = io.StringIO()
-    said = io.StringIO()
+def check_line(
+    name: str, line: list[str], expectations: list[bool | None]
+) -> tuple[bool, list[str]]:
+    """Run a line; return whether it was accepted, and the failures."""
+    accepted = []
+    failures = []
+    stderr = io.StringIO()
+    stdout = io.StringIO()
     code = 0
     try:
-        with redirect_stderr(told), redirect_stdout(said):
-            run_command(name, SCHEMAS[name], taken.append, line)
-    except SystemExit as left:
-        code = left.code
+        with redirect_stderr(stderr), redirect_stdout(stdout):
+            run_command(name, OPTION_CLASSES[name], accepted.append, line)
+    except SystemExit as exit_error:
+        code = exit_error.code
     except BaseException as error:
         return False, [f"{type(error).__name__}: {str(error)[:300]}"]
-    message = told.getvalue()
-    if taken:
-        for key, value in leaf_values(asdict(taken[0])):
+    message = stderr.getvalue()
+    if accepted:
+        for key, value in iterate_leaf_values(asdict(accepted[0])):
             if isinstance(value, float) and not abs(value) < float("inf"):
-                faults.append(f"{key}={value} passes")
+                failures.append(f"{key}={value} passes")
         last = {
-            override.split("=")[0].lstrip("+~"): right
-            for override, right in zip(line, known, strict=False)
+            override.split("=")[0].lstrip("+~"): expectation
+            for override, expectation in zip(line, expectations, strict=False)
         }
         if False in last.values():  # what stands further left is not looked at
-            faults.append("a mistake passes")
+            failures.append("a mistake passes")
     elif code not in (2, 3) or not message.startswith("error: ") or "Traceback" in message:
-        faults.append(f"exit code {code}, no sentence: {message[:300]!r}")
-    return bool(taken), faults
+        failures.append(f"exit code {code}, no sentence: {message[:300]!r}")
+    return bool(accepted), failures
 
 
-def fuzz(lines: int, seed: int) -> tuple[Counter, list[str]]:
-    """Types so many lines; returns how many were taken and refused, and the faults."""
-    os.chdir(tempfile.mkdtemp())  # where what is typed as a folder may be made
-    typist = Typist(seed)
+def fuzz_lines(lines: int, seed: int) -> tuple[Counter, list[str]]:
+    """Run random lines; return how many were accepted and refused, and the failures."""
+    os.chdir(tempfile.mkdtemp())  # folders that a line names may be created here
+    generator = CommandLineGenerator(seed)
     counts = Counter()
-    faults = []
+    failures = []
     for _ in range(lines):
-        name, line, known = typist.line()
-        taken, wrong = judge(name, line, known)
-        counts["taken" if taken else "refused"] += 1
-        for fault in wrong:
-            faults.append(f"{name} {line!r:.400}: {fault}")
-            print(faults[-1], flush=True)
-    return counts, faults
+        name, line, expectations = generator.generate_line()
+        accepted, line_failures = check_line(name, line, expectations)
+        counts["taken" if accepted else "refused"] += 1
+        for failure in line_failures:
+            failures.append(f"{name} {line!r:.400}: {failure}")
+            print(failures[-1], flush=True)
+    return counts, failures
 
 
 def main() -> None:
@@ -282,15 +308,16 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    began = time.monotonic()
-    counts, faults = fuzz(args.lines, args.seed)
+    start_time = time.monotonic()
+    counts, failures = fuzz_lines(args.lines, args.seed)
     torch = "loaded" if "torch" in sys.modules else "not loaded"
     print(
-        f"{args.lines} command lines over {len(SCHEMAS)} commands in {time.monotonic() - began:.0f} s"
+        f"{args.lines} command lines over {len(OPTION_CLASSES)} commands in "
+        f"{time.monotonic() - start_time:.0f} s"
     )
     print(f"{counts['taken']} taken, {counts['refused']} refused in one sentence with exit code 2")
-    print(f"{len(faults)} faults; torch was {torch}")
-    raise SystemExit(1 if faults or torch == "loaded" else 0)
+    print(f"{len(failures)} faults; torch was {torch}")
+    raise SystemExit(1 if failures or torch == "loaded" else 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Fuzzes decoding: random drafters, trees, budgets, rows, filters and options, token by token
-against plain decoding of one text at a time.
+"""Fuzz decoding with random drafters, trees, budgets, rows, filters and options.
+
+Outputs are compared token by token with baseline decoding of one sequence at a time.
 
     NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=/tmp/checked python tests/robustness/fuzz_trees.py --count
     3000
 
-Compiled code that was cached without bounds checks has none: the flag needs a cache folder of its
-own. The target is the embedded one's first four layers; drafters begin as copies of its layers, so
-that drafts are right now and then. Fails (exit code 1) on an index out of bounds, any other error,
+The flag needs its own cache folder, since code that was compiled and cached without bounds checks is
+used again. The target is the embedded one's first four layers. Drafters start as copies of its
+layers, so that some drafts are right. Fails (exit code 1) on an index out of bounds, any other error,
 and a text that differs other than at a tie (infer/evaluation/lossless.py).
 """
 
@@ -22,40 +23,48 @@ from functools import cache, partial
 import torch
 
 from infer import load_target
-from infer.api import decode
+from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import new_drafter
-from infer.drafters.lookup import Lookup
-from infer.engine import budget
-from infer.engine.sampling import derived_seed
-from infer.evaluation.lossless import find_difference
+from infer.drafters.build import create_drafter
+from infer.drafters.lookup import PromptLookup
+from infer.engine import round_cost
+from infer.engine.sampling import derive_seed
+from infer.evaluation.lossless import classify_difference
 from infer.int8_cpu import calibration
-from infer.targets.loading import EMBEDDED
+from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.targets.target import Target
 
-NGRAMS = EMBEDDED / "drafter" / "ngrams"
-HEADS = [
+EMBEDDED_NGRAMS = EMBEDDED_TARGET_FOLDER / "drafter" / "ngrams"
+FUZZED_HEADS = [
     HeadConfig(),
     HeadConfig("selector", rank=8, top_k=16),
     HeadConfig("selector", rank=8, top_k=0),
 ]
-HEADS += [HeadConfig("markov", kind=kind, rank=8) for kind in ("vanilla", "gated", "rnn")]
-HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden_size=8)]
-KINDS = [*range(len(HEADS)), "dart", "lookup", "none"]
-SCHEMA = {"type": "array", "items": {"enum": ["red", "green", 1]}, "minItems": 1, "maxItems": 3}
-GRAMMARS = [{"regex": "[a-c]{1,9}"}, {"regex": "x"}, {"json_schema": '{"type": "integer"}'}]
-GRAMMARS += [{"json_schema": json.dumps(SCHEMA)}, {"grammar": 'start: "x" ("+" "x")* ";"'}]
+FUZZED_HEADS += [HeadConfig("markov", kind=kind, rank=8) for kind in ("vanilla", "gated", "rnn")]
+FUZZED_HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden_size=8)]
+FUZZED_DRAFTER_KINDS = [*range(len(FUZZED_HEADS)), "dart", "lookup", "none"]
+COLOUR_SCHEMA = {
+    "type": "array",
+    "items": {"enum": ["red", "green", 1]},
+    "minItems": 1,
+    "maxItems": 3,
+}
+FUZZED_GRAMMARS = [{"regex": "[a-c]{1,9}"}, {"regex": "x"}, {"json_schema": '{"type": "integer"}'}]
+FUZZED_GRAMMARS += [
+    {"json_schema": json.dumps(COLOUR_SCHEMA)},
+    {"grammar": 'start: "x" ("+" "x")* ";"'},
+]
 
 
-def small_target(in_integers: bool) -> Target:
-    """Return the embedded target's first four layers, in int8 if asked."""
+def build_four_layer_target(use_int8: bool) -> Target:
+    """Return the embedded target's first four layers, in int8 if `use_int8`."""
     target = load_target("embedded", dtype="float32", device="cpu")
     model = target.model
     model.model.layers = model.model.layers[:4]
     model.config.num_hidden_layers = 4
     model.config.layer_types = model.config.layer_types[:4]
-    if in_integers:
-        calibration.quantise(
+    if use_int8:
+        calibration.quantise_model(
             model,
             (
                 model(torch.randint(500, (8, 64), generator=torch.Generator().manual_seed(0)))
@@ -65,86 +74,95 @@ def small_target(in_integers: bool) -> Target:
     return Target(model, target.tokenizer)
 
 
-def drafter_of(target: Target, kind: int | str, block_size: int):
-    """Return the drafter of a kind."""
+def build_drafter(target: Target, kind: int | str, block_size: int):
+    """Return a drafter of FUZZED_DRAFTER_KINDS; None for "none"."""
     if kind in ("none", "lookup"):
-        return Lookup(block_size) if kind == "lookup" else None
+        return PromptLookup(block_size) if kind == "lookup" else None
     dart = kind == "dart"
-    places = (
+    layer_options = (
         {"family": "dart", "layers": 1, "target_layer_ids": [0, 1, 2]}
         if dart
         else {"target_layer_ids": [1, 3]}
     )
-    head = HeadConfig() if dart else HEADS[kind]
-    drafter = new_drafter(
-        DrafterConfig(**{"layers": 2} | places, block_size=block_size, head=head), target
+    head = HeadConfig() if dart else FUZZED_HEADS[kind]
+    drafter = create_drafter(
+        DrafterConfig(**{"layers": 2} | layer_options, block_size=block_size, head=head), target
     )
     generator = torch.Generator().manual_seed(block_size)
-    drafter.initialize(target, generator, warm=True)
-    for parameter in drafter.conditional_head.parameters() if drafter.head_row else ():
+    drafter.initialize(target, generator, warm_start=True)
+    for parameter in drafter.conditional_head.parameters() if drafter.head_spec else ():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     return drafter.eval().requires_grad_(False)
 
 
-def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
+def draw_case(random_numbers: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
     """Draw a drafter's kind, its block size, options, and whether a processor leaves one token."""
-    kind = dice.choice(KINDS)
+    kind = random_numbers.choice(FUZZED_DRAFTER_KINDS)
     method = (
         "plain"
         if kind == "none"
-        else dice.choice(["chain", "ddtree", "ddtree", "ddtree", "continuity", "static"])
+        else random_numbers.choice(["chain", "ddtree", "ddtree", "ddtree", "continuity", "static"])
     )
-    files = {"continuity": [str(NGRAMS)], "ddtree": ["none", "text", str(NGRAMS), str(NGRAMS)]}
-    filters = {
-        "temperature": dice.choice([0.0, 0.3, 1.0, 1.0, 5.0]),
-        "top_k": dice.choice([0, 0, 1, 2, 50]),
-        "top_p": dice.choice([1.0, 1.0, 0.9, 0.1, 1e-6]),
-        "min_p": dice.choice([0.0, 0.0, 0.1, 1.0]),
-        "repetition_penalty": dice.choice([1.0, 1.0, 0.7, 1.5]),
-        "seed": dice.randrange(10**6),
+    files = {
+        "continuity": [str(EMBEDDED_NGRAMS)],
+        "ddtree": ["none", "text", str(EMBEDDED_NGRAMS), str(EMBEDDED_NGRAMS)],
     }
-    ends = {"logprobs": dice.choice([None, None, 0, 3]), "loop_period": dice.choice([0, 0, 8])}
-    ends |= {"stop": dice.choice([[], [], ["\n"], ["e", "self."]])}
-    if dice.random() < 0.2:
-        ends |= dice.choice(GRAMMARS)
+    filters = {
+        "temperature": random_numbers.choice([0.0, 0.3, 1.0, 1.0, 5.0]),
+        "top_k": random_numbers.choice([0, 0, 1, 2, 50]),
+        "top_p": random_numbers.choice([1.0, 1.0, 0.9, 0.1, 1e-6]),
+        "min_p": random_numbers.choice([0.0, 0.0, 0.1, 1.0]),
+        "repetition_penalty": random_numbers.choice([1.0, 1.0, 0.7, 1.5]),
+        "seed": random_numbers.randrange(10**6),
+    }
+    ends = {
+        "logprobs": random_numbers.choice([None, None, 0, 3]),
+        "loop_period": random_numbers.choice([0, 0, 8]),
+    }
+    ends |= {"stop": random_numbers.choice([[], [], ["\n"], ["e", "self."]])}
+    if random_numbers.random() < 0.2:
+        ends |= random_numbers.choice(FUZZED_GRAMMARS)
     ranked = method in ("chain", "ddtree")
     engine = {
         "budget": "auto"
-        if ranked and dice.random() < 0.15
-        else dice.choice([1, 2, 3, 7, 16, 33, 64, 100, 256]),
-        "ngrams": dice.choice(files.get(method, ["none"])),
-        "max_num_seqs": dice.randint(1, 4),
-        "max_num_batched_tokens": dice.choice([None, 1, 30, 144]),
-        "prefix_cache_mib": dice.choice([0, 0, 1]),
+        if ranked and random_numbers.random() < 0.15
+        else random_numbers.choice([1, 2, 3, 7, 16, 33, 64, 100, 256]),
+        "ngrams": random_numbers.choice(files.get(method, ["none"])),
+        "max_num_seqs": random_numbers.randint(1, 4),
+        "max_num_batched_tokens": random_numbers.choice([None, 1, 30, 144]),
+        "prefix_cache_mib": random_numbers.choice([0, 0, 1]),
     }
-    engine["width"] = dice.choice([1, 2, 5])
+    engine["width"] = random_numbers.choice([1, 2, 5])
     if method == "static":
         engine["budget"] = max(engine["budget"], engine["width"])
-    options = DecodeOptions(dice.randint(1, 14), method=method, **filters, **ends, **engine)
-    return kind, dice.choice([2, 3, 5, 8, 16]), options, dice.random() < 0.05
+    options = DecodeOptions(
+        random_numbers.randint(1, 14), method=method, **filters, **ends, **engine
+    )
+    return kind, random_numbers.choice([2, 3, 5, 8, 16]), options, random_numbers.random() < 0.05
 
 
-def one_token(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that allows one token behind each."""
+def allow_one_token(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Allow one token after each token, as a logits processor."""
     return torch.full_like(scores, -torch.inf).index_fill_(
         1, (7 * ids[:, -1] + 1) % scores.shape[1], 0.0
     )
 
 
-def judge(
+def compare_with_baseline(
     target: Target,
     drafters: Callable,
-    dice: random.Random,
-    drawn: tuple[int | str, int, DecodeOptions, bool],
+    random_numbers: random.Random,
+    case: tuple[int | str, int, DecodeOptions, bool],
 ) -> tuple[str, str]:
     """Decode one combination; return what came of it, and of faults where and how."""
-    kind, block_size, options, alone = drawn
+    kind, block_size, options, alone = case
     prompts = [
-        [dice.randrange(500) for _ in range(dice.randint(1, 30))] for _ in range(dice.randint(1, 3))
+        [random_numbers.randrange(500) for _ in range(random_numbers.randint(1, 30))]
+        for _ in range(random_numbers.randint(1, 3))
     ]
-    prompts = [prompt * dice.choice([1, 1, 3]) for prompt in prompts]
+    prompts = [prompt * random_numbers.choice([1, 1, 3]) for prompt in prompts]
     processors = (
-        [one_token]
+        [allow_one_token]
         if alone and not (options.regex or options.json_schema or options.grammar)
         else []
     )
@@ -156,20 +174,28 @@ def judge(
         "prefix_cache_mib": 0,
     }
     plain = DecodeOptions(**texts)
-    seeds = [derived_seed(options.seed, number) for number in range(len(prompts))]
+    seeds = [derive_seed(options.seed, number) for number in range(len(prompts))]
     try:
         options.check()
         pairs = zip(prompts, seeds, strict=True)
-        wanted = [
-            decode(target, None, [p], plain, seeds=[s], processors=processors)[0] for p, s in pairs
+        expected = [
+            decode_prompts(target, None, [p], plain, seeds=[s], processors=processors)[0]
+            for p, s in pairs
         ]
-        found = decode(target, drafters(kind, block_size), prompts, options, processors=processors)
-        for ours, theirs in zip(found, wanted, strict=True):
-            if ours.ids != theirs.ids or ours.finish != theirs.finish:
+        outputs = decode_prompts(
+            target, drafters(kind, block_size), prompts, options, processors=processors
+        )
+        for output, expected_output in zip(outputs, expected, strict=True):
+            if (
+                output.ids != expected_output.ids
+                or output.finish_reason != expected_output.finish_reason
+            ):
                 why = (
                     None
                     if processors
-                    else find_difference(target, ours.prompt, ours.ids, theirs.ids, ours.options)
+                    else classify_difference(
+                        target, output.prompt, output.ids, expected_output.ids, output.options
+                    )
                 )
                 return ("tie" if why == "tie" else "differs"), str(why)
     except Exception as error:
@@ -191,28 +217,29 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    budget.calibrate = partial(budget.calibrate, repeats=1)
-    target = small_target(args.int8)
+    round_cost.calibrate = partial(round_cost.calibrate, repeats=1)
+    target = build_four_layer_target(args.int8)
     came = Counter()
-    began = time.monotonic()
-    drafters = cache(partial(drafter_of, target))
+    start_time = time.monotonic()
+    drafters = cache(partial(build_drafter, target))
     for number in range(args.first, args.first + args.count):
-        dice = random.Random(number)
-        drawn = draw(dice)
-        result, why = judge(target, drafters, dice, drawn)
+        random_numbers = random.Random(number)
+        case = draw_case(random_numbers)
+        result, why = compare_with_baseline(target, drafters, random_numbers, case)
         came[result] += 1
         if result != "equal":
-            print(f"{number}: {result}: {drawn}\n{why}", flush=True)
+            print(f"{number}: {result}: {case}\n{why}", flush=True)
         if sum(came.values()) % 200 == 0:
             print(
-                f"{sum(came.values())} in {time.monotonic() - began:.0f} s: {dict(came)}",
+                f"{sum(came.values())} in {time.monotonic() - start_time:.0f} s: {dict(came)}",
                 flush=True,
             )
-    faults = sum(came.values()) - came["equal"] - (0 if args.int8 else came["tie"])
+    failures = sum(came.values()) - came["equal"] - (0 if args.int8 else came["tie"])
     print(
-        f"{args.count} combinations: {', '.join(f'{many} {name}' for name, many in came.items())}\n{faults} faults"
+        f"{args.count} combinations: "
+        f"{', '.join(f'{count} {name}' for name, count in came.items())}\n{failures} faults"
     )
-    raise SystemExit(1 if faults else 0)
+    raise SystemExit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Weights of an int8 target that move and change while it decodes: outputs are those of a fresh
-process.
+"""Move and change the weights of an int8 target while it decodes, and compare with a new process.
 
     HF_HUB_OFFLINE=1 python tests/robustness/moved_weights.py --sequences 200 --target embedded
 
 Each sequence of operations is random: `share_memory`, `p.data = p.data.clone()` of all parameters
 or of some, `load_state_dict(assign=True)`, `.to(dtype)` and back, partial writes through `.data`,
 new Targets of the same model; between them, and in the middle of sequences that are being decoded,
-greedy outputs of one Target or another are noted together with the weights. In the end another
-process loads the weights of every check and decodes the same prompt. A partial write through
-`.data` in the middle of a sequence is promised for the next sequence only, and checked there.
-Without --target: a small Llama of random weights. Fails (exit code 1) where an output differs.
+greedy outputs are recorded together with the weights. At the end another process loads the weights
+of every check and decodes the same prompt. A partial write through `.data` during a sequence is
+guaranteed to take effect in the next sequence only, and checked there. Without --target a small
+random Llama is used. Fails (exit code 1) if an output differs.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from bits import small_target
+from bits import build_small_int8_target
 from safetensors.torch import load_file, save_file
 
 from infer import Engine, generate, load_target
@@ -34,50 +33,52 @@ NEW_TOKENS = 12
 BURST_STEPS = 4  # decode steps before an operation in the middle of a sequence
 
 
-def share_memory(model: torch.nn.Module, dice: random.Random) -> None:
+def share_memory(model: torch.nn.Module, random_numbers: random.Random) -> None:
     model.share_memory()
 
 
-def clone_all(model: torch.nn.Module, dice: random.Random) -> None:
+def clone_all(model: torch.nn.Module, random_numbers: random.Random) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
-def clone_some(model: torch.nn.Module, dice: random.Random) -> None:
+def clone_random_tensors(model: torch.nn.Module, random_numbers: random.Random) -> None:
     parameters = list(model.parameters())
-    for parameter in dice.sample(parameters, dice.randint(1, len(parameters) // 2)):
+    for parameter in random_numbers.sample(
+        parameters, random_numbers.randint(1, len(parameters) // 2)
+    ):
         parameter.data = parameter.data.clone()
 
 
-def assign_state(model: torch.nn.Module, dice: random.Random) -> None:
-    """Load a state dict without a copy, some of whose values are others."""
+def assign_state(model: torch.nn.Module, random_numbers: random.Random) -> None:
+    """Load a state dict without copying it, after some of its values were changed."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name in dice.sample(sorted(state), dice.randint(0, 4)):
+    for name in random_numbers.sample(sorted(state), random_numbers.randint(0, 4)):
         if state[name].is_floating_point():
-            state[name] *= 0.5 + dice.random()
+            state[name] *= 0.5 + random_numbers.random()
     model.load_state_dict(state, assign=True)
 
 
-def round_trip(model: torch.nn.Module, dice: random.Random) -> None:
-    model.to(dice.choice([torch.float64, torch.bfloat16])).to(torch.float32)
+def round_trip(model: torch.nn.Module, random_numbers: random.Random) -> None:
+    model.to(random_numbers.choice([torch.float64, torch.bfloat16])).to(torch.float32)
 
 
-def write_partially(model: torch.nn.Module, dice: random.Random) -> None:
-    """Write to a part of a parameter as peft does, where PyTorch does not count it."""
-    parameter = dice.choice(list(model.parameters()))
+def write_partially(model: torch.nn.Module, random_numbers: random.Random) -> None:
+    """Write to a part of a parameter through `.data`, as peft does; PyTorch does not notice it."""
+    parameter = random_numbers.choice(list(model.parameters()))
     flat = parameter.data.view(-1)
-    start = dice.randrange(len(flat))
-    part = flat[start : start + dice.randint(1, max(1, len(flat) // 4))]
+    start = random_numbers.randrange(len(flat))
+    tensors = flat[start : start + random_numbers.randint(1, max(1, len(flat) // 4))]
     if parameter.dtype == torch.int8:
-        part.copy_(-part)
+        tensors.copy_(-tensors)
     else:
-        part.mul_(0.3 + dice.random())
+        tensors.mul_(0.3 + random_numbers.random())
 
 
-OPERATIONS = [
+WEIGHT_OPERATIONS = [
     share_memory,
     clone_all,
-    clone_some,
+    clone_random_tensors,
     assign_state,
     round_trip,
     write_partially,
@@ -85,9 +86,8 @@ OPERATIONS = [
 ]
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers: a state dict lacks the rotary frequencies, which `.to`
-    rounds."""
+def list_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers; a state dict lacks the rotary frequencies."""
     return {
         name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
@@ -101,7 +101,7 @@ class Checks:
     cases: list[dict] = field(default_factory=list)
 
     def add(self, name: str, model: torch.nn.Module, prompt: list[int], output: list[int]) -> None:
-        tensors = {key: tensor.clone() for key, tensor in tensors_of(model).items()}
+        tensors = {key: tensor.clone() for key, tensor in list_tensors(model).items()}
         save_file(tensors, self.folder / f"{len(self.cases)}.safetensors")
         self.cases.append({"name": name, "prompt": prompt, "output": output})
 
@@ -112,26 +112,26 @@ def decode_greedily(target: Target, prompt: list[int], count: int = NEW_TOKENS) 
 
 def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
     """Run one random sequence of operations on a copy of the base model."""
-    dice = random.Random(number)
+    random_numbers = random.Random(number)
     model = deepcopy(base)
     targets = [Target(model)]
-    for step in range(dice.randint(2, 6)):
-        if dice.random() < 0.3:
+    for step in range(random_numbers.randint(2, 6)):
+        if random_numbers.random() < 0.3:
             targets = [*targets[-1:], Target(model)]
-        operation = dice.choice(OPERATIONS)
+        operation = random_numbers.choice(WEIGHT_OPERATIONS)
         name = f"sequence {number}, step {step}, {operation.__name__}, {len(targets)} targets"
-        prompt = [dice.randrange(300) for _ in range(dice.randint(3, 40))]
-        if dice.random() < 0.5:
+        prompt = [random_numbers.randrange(300) for _ in range(random_numbers.randint(3, 40))]
+        if random_numbers.random() < 0.5:
             engine = Engine(
-                dice.choice(targets), None, EngineConfig("plain", prefix_cache_mib=1), 128
+                random_numbers.choice(targets), None, EngineConfig("plain", prefix_cache_mib=1), 128
             )
             sequence = engine.submit(
                 prompt, TextOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
             )
-            for _ in range(dice.randint(1, BURST_STEPS)):
+            for _ in range(random_numbers.randint(1, BURST_STEPS)):
                 engine.step()
             before = len(sequence.ids)
-            operation(model, dice)
+            operation(model, random_numbers)
             while engine.busy:
                 engine.step()
             if operation is not write_partially:
@@ -139,9 +139,9 @@ def run_sequence(number: int, base: torch.nn.Module, checks: Checks) -> None:
                     f"{name}, midway", model, prompt + sequence.ids[:before], sequence.ids[before:]
                 )
         else:
-            operation(model, dice)
-        if dice.random() < 0.8:
-            checks.add(name, model, prompt, decode_greedily(dice.choice(targets), prompt))
+            operation(model, random_numbers)
+        if random_numbers.random() < 0.8:
+            checks.add(name, model, prompt, decode_greedily(random_numbers.choice(targets), prompt))
 
 
 def verify(folder: Path, base: torch.nn.Module) -> int:
@@ -150,7 +150,7 @@ def verify(folder: Path, base: torch.nn.Module) -> int:
     for number, case in enumerate(json.loads((folder / "cases.json").read_text())):
         model = deepcopy(base)
         saved = load_file(folder / f"{number}.safetensors")
-        for name, tensor in tensors_of(model).items():
+        for name, tensor in list_tensors(model).items():
             tensor.copy_(saved[name])
         expected = decode_greedily(Target(model), case["prompt"], len(case["output"]))
         if expected != case["output"]:
@@ -168,7 +168,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first sequence")
     parser.add_argument("--verify", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    base = (load_target(args.target, quantization="int8") if args.target else small_target()).model
+    base = (
+        load_target(args.target, quantization="int8") if args.target else build_small_int8_target()
+    ).model
     if args.verify:
         raise SystemExit(1 if verify(args.verify, base) else 0)
     faults = 0
@@ -187,7 +189,8 @@ def main() -> None:
             faults += len(done.stdout.splitlines()) if done.returncode == 1 else 0
             assert done.returncode in (0, 1) and (done.returncode == 0 or done.stdout), done.stderr
             print(
-                f"{number + 1 - args.first} sequences, {len(checks.cases)} outputs checked in the last 20",
+                f"{number + 1 - args.first} sequences, {len(checks.cases)} outputs checked in the "
+                "last 20",
                 flush=True,
             )
             print(done.stdout, end="", flush=True)

@@ -1,8 +1,8 @@
-"""Puts the bugs that other trainers had into a copy of this repository, one at a time, and shows
-that a test notices.
+"""Put bugs that other trainers had into a copy of this repository, one at a time, and check that a
+test fails.
 
     python tests/robustness/mutants.py [words of names]
-    python tests/robustness/mutants.py --check          only whether each one still fits the code
+    python tests/robustness/mutants.py --check     # only check that each one matches the code
 
 Each line: the bug, the test that failed first, seconds. A bug that no test notices is reported, and
 the exit code is 1.
@@ -18,405 +18,418 @@ import tempfile
 import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
-BLOCKS = "tests/train/test_blocks.py"
-LOOP = "tests/train/test_loop.py"
-CHAT = "tests/data/test_template.py"
-TARGETS = "tests/infer/targets/test_families.py"
-LAYOUTS = "tests/infer/formats/test_layouts.py"
-DIGESTS = "tests/infer/formats/test_integrity.py"
-GUARDS = "tests/train/test_guards.py"
-FAULTS = "tests/train/test_faults.py"
-CONTINUITY = "tests/infer/trees/test_continuity.py"
-FAILURES = "tests/infer/serving/test_failures.py"
-ADMISSION = "tests/infer/engine/test_admission.py"
-SAMPLING = "tests/infer/engine/test_sampling.py"
-HF = "tests/infer/serving/test_hf.py"
-PROTOCOL = "tests/infer/serving/test_protocol.py"
-GUARD = "tests/infer/serving/test_guard.py"
-# name, file, (what is there, what is put there) ..., tests to run
-MUTANTS = [
+MUTANTS_REPOSITORY = Path(__file__).resolve().parents[2]
+BLOCKS_TESTS = "tests/train/test_blocks.py"
+LOOP_TESTS = "tests/train/test_loop.py"
+CHAT_TESTS = "tests/data/test_template.py"
+TARGETS_TESTS = "tests/infer/targets/test_families.py"
+LAYOUTS_TESTS = "tests/infer/formats/test_layouts.py"
+DIGESTS_TESTS = "tests/infer/formats/test_integrity.py"
+GUARDS_TESTS = "tests/train/test_guards.py"
+FAULTS_TESTS = "tests/train/test_faults.py"
+CONTINUITY_TESTS = "tests/infer/trees/test_continuity.py"
+FAILURES_TESTS = "tests/infer/serving/test_failures.py"
+ADMISSION_TESTS = "tests/infer/engine/test_admission.py"
+SAMPLING_TESTS = "tests/infer/engine/test_sampling.py"
+HF_TESTS = "tests/infer/serving/test_hf.py"
+PROTOCOL_TESTS = "tests/infer/serving/test_protocol.py"
+GUARD_TESTS = "tests/infer/serving/test_guard.py"
+# (name, file, (old text, new text) ..., tests to run)
+KNOWN_MUTANTS = [
     (
         "context leaks at the anchor",
         "infer/attention/masks.py",
         (
-            "ends = starts[..., None].expand(-1, -1, width)",
-            "ends = 1 + starts[..., None].expand(-1, -1, width)",
+            "context_ends = starts[..., None].expand(-1, -1, width)",
+            "context_ends = 1 + starts[..., None].expand(-1, -1, width)",
         ),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "context leaks after the anchor",
         "infer/attention/masks.py",
         (
-            "ends = starts[..., None].expand(-1, -1, width)",
-            "ends = 2 + starts[..., None].expand(-1, -1, width)",
+            "context_ends = starts[..., None].expand(-1, -1, width)",
+            "context_ends = 2 + starts[..., None].expand(-1, -1, width)",
         ),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "a block sees other blocks",
         "infer/attention/masks.py",
-        ("first, last = own, own + (", "first, last = own * 0 + length, own + ("),
-        BLOCKS,
+        ("block_starts = first_keys\n", "block_starts = first_keys * 0 + context_length\n"),
+        BLOCKS_TESTS,
     ),
     (
         "a block sees other documents",
         "infer/attention/masks.py",
         (
-            "begins = opens(documents).gather(1, starts)[..., None]",
-            "begins = 0 * starts[..., None]",
+            "context_starts = find_document_starts(documents).gather(1, starts)[..., None]",
+            "context_starts = 0 * starts[..., None]",
         ),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "the target sees other documents",
         "infer/attention/masks.py",
-        ("begins, places = opens(documents), ", "begins, places = 0 * documents, "),
-        BLOCKS,
+        ("    starts = find_document_starts(documents)\n", "    starts = 0 * documents\n"),
+        BLOCKS_TESTS,
     ),
     (
         "tapped layers off by one",
         "infer/targets/target.py",
-        ("partial(keep, i)", "partial(keep, i + 1)"),
-        BLOCKS,
+        ("partial(store_output, layer_id)", "partial(store_output, layer_id + 1)"),
+        BLOCKS_TESTS,
     ),
     (
         "teacher rows off by one",
         "train/blocks.py",
-        ("* length + safe - 1", "* length + safe"),
-        BLOCKS,
+        ("* length + clamped_positions - 1", "* length + clamped_positions"),
+        BLOCKS_TESTS,
     ),
     (
         "labels off by one",
         "train/blocks.py",
-        ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"),
-        BLOCKS,
+        ("labels=gather_tokens(ids, clamped_positions)", "labels=at(ids, safe - 1)"),
+        BLOCKS_TESTS,
     ),
     (
         "positions of a block off by one",
         "infer/drafters/dflash/model.py",
         (
-            "(positions.gather(1, anchors)[..., None] + steps)",
-            "(positions.gather(1, anchors)[..., None] + steps + 1)",
+            "positions.gather(1, anchors)[..., None] + offsets",
+            "positions.gather(1, anchors)[..., None] + offsets + 1",
         ),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "the embedding taken for the head",
         "infer/targets/target.py",
         (
-            "return self.model.get_output_embeddings().weight",
-            "return self.model.get_input_embeddings().weight",
+            "return cast(torch.Tensor, self.head_module.weight)",
+            "return cast(torch.Tensor, self.embedding.weight)",
         ),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "padding sees nothing, and -inf makes it NaN",
         "infer/attention/masks.py",
-        ("(places + 1).expand_as(begins)", "torch.where(documents < 0, 0, places + 1)"),
+        ("(indices + 1).expand_as(starts)", "torch.where(documents < 0, 0, indices + 1)"),
         ("torch.finfo(dtype).min", 'float("-inf")'),
-        BLOCKS,
+        BLOCKS_TESTS,
     ),
     (
         "slots without an anchor carry loss",
         "train/blocks.py",
-        ("supervised = valid[..., None] & (ahead < length)", "supervised = (ahead < length)"),
-        BLOCKS,
+        ("supervised = valid[..., None] & (positions < length)", "supervised = (ahead < length)"),
+        BLOCKS_TESTS,
     ),
     (
         "a batch without anchors divides by zero",
         "train/step.py",
         (".clamp(min=1e-6)", ""),
-        LOOP + " -k no_anchor",
+        LOOP_TESTS + " -k no_anchor",
     ),
     (
         "gradients depend on the number of processes",
         "train/step.py",
-        ("loss * (world * len(micro) / total)", "loss * (len(micro) / total)"),
-        LOOP + " -k how_a_step",
+        ("world_size * len(micro_batches) / total_weight", "loss * (len(micro) / total)"),
+        LOOP_TESTS + " -k how_a_step",
     ),
     (
         "each process divides by its own weights",
         "train/step.py",
-        ("    dist.all_reduce(supervised)\n", ""),
-        LOOP + " -k how_a_step",
+        ("    dist.all_reduce(supervised_counts)\n", ""),
+        LOOP_TESTS + " -k how_a_step",
     ),
     (
         "a template that rewrites history goes unnoticed",
         "data/template.py",
-        ('raise ExcludedExample(NOT_SHOWN, f"message {i}")', "pass"),
-        CHAT,
+        ('raise ExcludedExample(ANSWER_CHANGED_REASON, f"message {index}")', "pass"),
+        CHAT_TESTS,
     ),
     (
         "only the last answer carries loss",
         "data/template.py",
-        ("for piece in pieces:", "for piece in pieces[-1:]:"),
-        CHAT,
+        ("for span in spans:", "for span in spans[-1:]:"),
+        CHAT_TESTS,
     ),
     (
         "questions carry loss",
         "data/template.py",
-        ("return Learnt(start, end, answer)", "return Learnt(0, end, answer)"),
-        CHAT,
+        ("return LossSpan(start, end, answer)", "return LossSpan(0, end, answer)"),
+        CHAT_TESTS,
     ),
     (
         "resuming drops the precision of the weights",
         "train/engine.py",
-        ("name: torch.float32 if", "name: torch.bfloat16 if"),
-        FAULTS + " -k stopped_and_killed",
+        ("dtype = torch.float32 if", "dtype = torch.bfloat16 if"),
+        FAULTS_TESTS + " -k stopped_and_killed",
     ),
     (
         "resuming drops the optimiser's moments",
         "train/run/prepare.py",
-        ("        restore(drafter, engine, state)\n", "        pass\n"),
-        FAULTS + " -k stopped_and_killed",
+        ("        restore_training_state(drafter, engine, state)\n", "        pass\n"),
+        FAULTS_TESTS + " -k stopped_and_killed",
     ),
     (
         "DART: a mask sees the masks behind it",
         "infer/drafters/dart/model.py",
-        ("attention_patterns = [(True, None)]", "attention_patterns = [(False, None)]"),
-        BLOCKS,
+        ("attention_patterns = [CAUSAL_PATTERN]", "attention_patterns = [(False, None)]"),
+        BLOCKS_TESTS,
     ),
     (
         "DART: an item holds its own token",
         "infer/drafters/dart/model.py",
-        ("ids.roll(-1, dims=1)", "ids"),
-        BLOCKS,
+        ("ids.roll(-1, dims=1)", "layer_ids"),
+        BLOCKS_TESTS,
     ),
     (
         "DART: the last position is forgotten",
         "infer/drafters/dart/model.py",
-        ("state.pending[:rows] = ends\n", "pass\n"),
-        BLOCKS,
+        ("state.pending_features[:rows] = last_features\n", "pass\n"),
+        BLOCKS_TESTS,
     ),
     (
         "DART: the head's gradient knows no weights",
         "train/objective.py",
-        ("drafted.hidden[chunk].to(dtype) * weights", "drafted.hidden[chunk].to(dtype)"),
+        ("drafted.hidden[rows].to(dtype) * weights", "drafted.hidden[rows].to(dtype)"),
         "tests/train/test_objective.py",
     ),
     (
         "the shortest context has the last word",
         "infer/ngrams/model.py",
         (
-            "for k in range(len(suffixes)):  # a",
-            "for k in range(len(suffixes) - 1, -1, -1):  # the",
+            "for k in range(len(suffix_nodes)):  # a",
+            "for k in range(len(suffix_nodes) - 1, -1, -1):  # the",
         ),
-        CONTINUITY,
+        CONTINUITY_TESTS,
     ),
     (
         "continuity: texts that ended are gone on with",
         "infer/trees/continuity.py",
-        ("(ENDED if ends[level, i] else 0.0)", "0.0"),
-        CONTINUITY,
+        ("END_TOKEN_PENALTY if is_end[level, i] else 0.0", "0.0"),
+        CONTINUITY_TESTS,
     ),
     (
         "continuity: unseen tokens have their unigrams",
         "infer/trees/continuity.py",
-        ("np.empty(ranks), np.zeros(ranks)\n", "np.empty(ranks), np.full(ranks, 0.01)\n"),
-        CONTINUITY,
+        ("unigrams = np.zeros(num_candidates)", "unigrams = np.full(num_candidates, 0.01)"),
+        CONTINUITY_TESTS,
     ),
     (
         "a path's probability is not normalised",
-        "infer/ngrams/factor.py",
+        "infer/ngrams/rescoring.py",
         (
-            "norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)",
+            "norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else "
+            "LOWEST)",
             "norm = 0.0",
         ),
-        CONTINUITY,
+        CONTINUITY_TESTS,
     ),
     (
         "a window is one position too long",
         "infer/attention/masks.py",
-        ("else positions - width + 1", "else positions - width"),
-        TARGETS,
+        ("return positions - window + 1", "return positions - window"),
+        TARGETS_TESTS,
     ),
     (
         "windows count places in the cache",
         "infer/attention/masks.py",
         (
-            "(positions[:, None] >= near",
-            "(ends[:, None, None] + torch.arange(inside.shape[-1]) >= near",
+            "(positions[:, None] >= first",
+            "(cached_lengths[:, None, None] + torch.arange(new_key_mask.shape[-1]) >= first",
         ),
-        TARGETS,
+        TARGETS_TESTS,
     ),
     (
         "all kinds of layers get one mask",
         "infer/targets/target.py",
         (
-            "attention_mask=found if len(found) > 1 else found.popitem()[1]",
-            "attention_mask=found.popitem()[1]",
+            "if len(additive_masks) == 1:",
+            "if True:",
         ),
-        TARGETS,
+        TARGETS_TESTS,
     ),
     (
         "logits are not capped",
         "infer/targets/target.py",
-        ("return self.scale(", "return ("),
-        TARGETS,
+        ("return self.logit_scale(", "return ("),
+        TARGETS_TESTS,
     ),
     (
         "the cap has no slope",
         "train/objective.py",
-        ("delta.mul_(slope)", "pass"),
+        ("delta.mul_(scale_slope)", "pass"),
         "tests/train/test_objective.py -k scaled_logits",
     ),
     (
         "a drafter starts as a layer that looks alike",
-        "infer/drafters/warm.py",
-        ("return bool((found - expected)", "return True or bool((found - expected)"),
-        TARGETS,
+        "infer/drafters/warm_start.py",
+        ("return bool(difference < allowed", "return True or bool(difference < allowed"),
+        TARGETS_TESTS,
     ),
     (
         "padding behind a row's text is looked at",
         "infer/attention/masks.py",
-        ("ends[:, None].expand_as(near)", "ends.max().expand_as(near)"),
-        TARGETS,
+        ("cached_lengths[:, None].expand_as(first_positions)", "ends.max().expand_as(near)"),
+        TARGETS_TESTS,
     ),
     (
         "a step that is not finite is taken",
         "train/engine.py",
         ("if not torch.isfinite(norm):", "if False:"),
-        GUARDS,
+        GUARDS_TESTS,
     ),
     (
         "a sliding drafter sees too far",
         "infer/attention/masks.py",
-        ("begins = torch.maximum(begins, ends + steps - window + 1)", "pass"),
-        BLOCKS,
+        (
+            "context_starts = torch.maximum(context_starts, context_ends + offsets - window + 1)",
+            "pass",
+        ),
+        BLOCKS_TESTS,
     ),
     (
         "speculators' layers are counted from 0",
-        "infer/drafters/config_keys.py",
-        ("[i - first for i in ids]", "ids"),
-        LAYOUTS,
+        "infer/drafters/key_rules.py",
+        ("[layer - first_layer_id for layer in layer_ids]", "layer_ids"),
+        LAYOUTS_TESTS,
     ),
     (
         "a draft vocabulary's rows are tokens",
         "infer/drafters/base.py",
         ("Vocabulary(self.d2t + ", "Vocabulary("),
-        LAYOUTS,
+        LAYOUTS_TESTS,
     ),
     (
         "a flipped weight is believed",
         "infer/formats/folders.py",
-        ("saved != tensor_digest", "False and saved != tensor_digest"),
-        DIGESTS,
+        ("saved != digest_tensors", "False and saved != digest_tensors"),
+        DIGESTS_TESTS,
     ),
     (
         "old caches stay while new ones come",
         "infer/engine/runner.py",
-        ("self.memory = self.prompts = self.graphs = self.columns = self.prefixes = None\n", ""),
-        FAILURES + " -k old_caches",
+        ("self.batch_state: BatchState = None", ""),
+        FAILURES_TESTS + " -k old_caches",
     ),
     (
-        "a text that cannot be told ends the engine",
-        "infer/serving/server.py",
-        ('log.exception("a text could not be told")', "raise"),
-        FAILURES + " -k 'any_step and tell'",
+        "tokens that cannot be sent end the engine",
+        "infer/serving/worker.py",
+        ('log.exception("new tokens could not be sent")', "raise"),
+        FAILURES_TESTS + " -k 'any_step and send'",
     ),
     (
         "an engine that is lost leaves the process",
-        "infer/serving/server.py",
+        "infer/serving/worker.py",
         ("            self.on_failure()", "            pass"),
-        FAILURES + " -k engine_that_is_lost",
+        FAILURES_TESTS + " -k engine_that_is_lost",
     ),
     (
         "a sampled round adjusts all nodes at once",
         "infer/engine/sampling.py",
         (
-            "for part in slabs(logits.shape[1], logits[:, 0].numel(), logits.device):",
-            "for part in [slice(0, logits.shape[1])]:",
+            "for chunk in iterate_chunks(logits.shape[1], logits[:, 0].numel(), logits.device):",
+            "for chunk in [slice(0, logits.shape[1])]:",
         ),
-        SAMPLING + " -k little_more -m robustness",
+        SAMPLING_TESTS + " -k little_more -m robustness",
     ),
     (
         "all prompts are computed before the next round",
         "infer/engine/scheduler.py",
-        ("if writing and self.positions is not None:", "if False:"),
-        ADMISSION + " -k few_positions",
+        ("if running and self.positions is not None:", "if False:"),
+        ADMISSION_TESTS + " -k few_positions",
     ),
     (
         "contexts cost nothing",
         "infer/engine/scheduler.py",
-        ("return 1 + round(2 * context / self.runner.target.context_reach) / 2", "return 1"),
-        ADMISSION,
+        (
+            "return 1 + round(2 * context / self.runner.target.attention_break_even_length) / 2",
+            "return 1",
+        ),
+        ADMISSION_TESTS,
     ),
     (
         "texts of one call share their noise",
         "infer/api.py",
-        ("derived_seed(options.seed, i) for", "options.seed for"),
-        "tests/infer/engine/test_decode.py -k seeds_of_their_own",
+        ("derive_seed(options.seed, i) for", "options.seed for"),
+        "tests/infer/engine/test_decode.py -k different_seeds",
     ),
     (
         "regenerated rows share their noise",
-        "infer/serving/dialogue.py",
+        "infer/serving/regeneration_task.py",
         ("seed=derived_seed(derived_seed(options.seed, row.index), turn)", "seed=options.seed"),
         "tests/infer/serving/test_regenerate.py -k independent_seeds",
     ),
     (
         "a processor of a batch judges a row alone",
         "infer/serving/hf.py",
-        ("if not isinstance(processor, BY_ROW):", "if True:"),
-        HF + " -k padded_batch",
+        ("row_processors = [", "row_processors = list(processors) or ["),
+        HF_TESTS + " -k padded_batch",
     ),
     (
         "processors see prefixes behind the end",
-        "infer/engine/choices.py",
+        "infer/engine/verification.py",
         (
-            "if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:",
+            "if depth == 0 or not ends_at_last_token(output_ids, sequence, target):",
             "if True:",
         ),
-        SAMPLING + " -k behind_the_end",
+        SAMPLING_TESTS + " -k after_the_end",
     ),
     (
         "threads share a pass's hooks",
         "infer/targets/target.py",
-        ("return LOCKS.setdefault(model, threading.RLock())", "return threading.RLock()"),
-        TARGETS + " -k threads_share",
+        ("return MODEL_LOCKS.setdefault(model, threading.RLock())", "return threading.RLock()"),
+        TARGETS_TESTS + " -k threads_share",
     ),
     (
         "hooks stay behind",
         "infer/targets/target.py",
         ("            hook.remove()", "            pass"),
-        TARGETS + " -k no_hooks",
+        TARGETS_TESTS + " -k no_hooks",
     ),
     (
         "byte tokens are given away at once",
-        "infer/engine/words.py",
-        ('not BYTE.fullmatch(tokenizer.convert_ids_to_tokens(id) or "") and ', ""),
-        "tests/infer/engine/test_words.py",
+        "infer/engine/detokenize.py",
+        ("if BYTE_TOKEN_PATTERN.fullmatch(token):", ""),
+        "tests/infer/engine/test_detokenize.py",
     ),
     (
         "tokens that do not exist are decoded",
         "infer/engine/sequence.py",
-        ("if not 0 <= id < vocabulary]", "if False]"),
-        SAMPLING + " -k does_not_exist",
+        ("if not 0 <= id < vocab_size:", "if False:"),
+        SAMPLING_TESTS + " -k does_not_exist",
     ),
     (
         "requests' unknown fields are ignored",
-        "infer/serving/protocol.py",
+        "infer/serving/messages.py",
         ('extra="forbid"', 'extra="ignore"'),
-        PROTOCOL,
+        PROTOCOL_TESTS,
     ),
     (
         "any name resolves to the local server",
         "infer/serving/guard.py",
-        ("if self.local and host and not loopback(hostname(host)):", "if False:"),
-        GUARD + " -k names_only",
+        (
+            "if self.requires_local_host and host and not is_loopback(parse_hostname(host)):",
+            "if False:",
+        ),
+        GUARD_TESTS + " -k local_names",
     ),
     (
         "JetSpec's causal heads are read as bidirectional",
-        "infer/drafters/config_keys.py",
-        ('CAUSAL = ("is_causal", "causal", "causal_head")', 'CAUSAL = ("is_causal", "causal")'),
-        LAYOUTS,
+        "infer/drafters/key_rules.py",
+        (
+            'CAUSAL_KEYS = ("is_causal", "causal", "causal_head")',
+            'CAUSAL = ("is_causal", "causal")',
+        ),
+        LAYOUTS_TESTS,
     ),
     (
         "a drafter's unknown keys are ignored",
-        "infer/drafters/config_keys.py",
-        ("            self.judge_unknown(key, found[key])", "            pass"),
-        LAYOUTS + " -k unknown_key",
+        "infer/drafters/key_rules.py",
+        ("            self.report_unknown_key(key, values[key])", "            pass"),
+        LAYOUTS_TESTS + " -k unknown_key",
     ),
     (
         "any model may be the card's base",
@@ -427,27 +440,27 @@ MUTANTS = [
     (
         "a config.json of any size is read",
         "infer/utils/files.py",
-        ("if status.st_size > most:", "if False:"),
-        LAYOUTS + " -k never_end",
+        ("if status.st_size > max_bytes:", "if False:"),
+        LAYOUTS_TESTS + " -k never_end",
     ),
     (
         "the walk goes on behind what was refused",
-        "infer/engine/choices.py",
-        ("reached = (match[:, None] | ~ancestors).all(-1)", "reached = match"),
+        "infer/engine/verification.py",
+        ("accepted = (match[:, None] | ~ancestors).all(-1)", "accepted = match"),
         "tests/infer/engine/test_verify.py",
     ),
     (
         "a row moves into another hole than is said",
         "infer/engine/scheduler.py",
-        ("order.insert(hole, order.pop())", "order.insert(hole, order.pop(0))"),
-        ADMISSION,
+        ("order.insert(row, order.pop())", "order.insert(row, order.pop(0))"),
+        ADMISSION_TESTS,
     ),
     (
         "a captured round keeps what other texts asked",
         "infer/engine/runner.py",
         (
-            "if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:",
-            "if not self.noted:",
+            "if kind != SamplingKind() and self.buffered_sequences != current:",
+            "if not self.buffered_sequences:",
         ),
         "tests/infer/engine/test_capture.py",
     ),
@@ -455,23 +468,23 @@ MUTANTS = [
         "a prefix is one block longer than what is kept",
         "infer/engine/runner.py",
         (
-            "text.reused = BLOCK * len(text.kept)",
-            "text.reused = BLOCK * len(text.kept) + bool(text.kept)",
+            "sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks)",
+            "sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks) + 1",
         ),
-        "tests/infer/engine/test_prefixes.py",
+        "tests/infer/engine/test_prefix_cache.py",
     ),
     (
         "what a row did not verify is accepted",
         "infer/trees/tree.py",
-        ("tokens=cut.tokens.where(real, -1), real=real", "real=real"),
+        ("tokens=tree.tokens.where(node_mask, -1), node_mask=node_mask", "node_mask=node_mask"),
         "tests/infer/int8_cpu/test_int8.py",
     ),
     (
         "all drafts count as kept",
         "infer/engine/budget.py",
         (
-            "np.bincount(accepted, minlength=ACCEPTANCE_BINS)",
-            "np.bincount(bins[verified], minlength=ACCEPTANCE_BINS)",
+            "np.bincount(accepted_bins, minlength=ACCEPTANCE_BINS)",
+            "np.bincount(bins[is_verified], minlength=ACCEPTANCE_BINS)",
         ),
         "tests/infer/engine/test_engine.py",
     ),
@@ -479,90 +492,93 @@ MUTANTS = [
         "of equal prefixes the deepest goes first",
         "infer/kernels/cpu_search.py",
         (
-            "key[n] == key[best] and depth[n] < depth[best]",
-            "key[n] == key[best] and depth[n] > depth[best]",
+            "entry_score[n] == entry_score[best] and node_depth[n] < node_depth[best]",
+            "entry_score[n] == entry_score[best] and node_depth[n] > node_depth[best]",
         ),
         "tests/infer/trees/test_conditional.py tests/infer/trees/test_continuity.py",
     ),
     (
         "states of recurrent layers stay where the row was",
         "infer/targets/recurrent.py",
-        ("kept[to] = kept[source]", "kept[source] = kept[to]"),
+        ("states[destination] = states[source]", "states[source] = states[destination]"),
         "tests/infer/targets/test_recurrent.py",
     ),
     (
         "a moved row has the length of the row before",
         "infer/attention/kv_cache.py",
-        ("in (self.ends, self.forgotten)", "in (self.forgotten,)"),
+        ("in (self.device_lengths, self.evicted_counts)", "in (self.evicted_counts,)"),
         "tests/infer/engine/test_decode.py",
     ),
     (
         "a moved row remembers nothing of what it forgot",
         "infer/attention/kv_cache.py",
-        ("in (self.ends, self.forgotten)", "in (self.ends,)"),
+        ("in (self.device_lengths, self.evicted_counts)", "in (self.device_lengths,)"),
         "tests/infer/drafters/test_window.py",
     ),
     (
         "positions forget what their row forgot",
         "infer/attention/kv_cache.py",
-        ("else places + self.forgotten[:rows, None]", "else places"),
+        ("return indices + self.evicted_counts[:num_rows, None]", "return indices"),
         "tests/infer/drafters/test_window.py",
     ),
     (
         "a sliding draft reads a column too few",
         "infer/attention/kv_cache.py",
-        ("shortest - self.reach + 1)", "shortest - self.reach + 2)"),
+        ("min_length - self.sliding_window + 1)", "min_length - self.sliding_window + 2)"),
         "tests/infer/drafters/test_window.py",
     ),
     (
         "gates of a warm start are all open",
-        "infer/drafters/warm.py",
-        (" * openness(layer, target)}", "}"),
-        "tests/infer/drafters/test_warm.py",
+        "infer/drafters/warm_start.py",
+        ('weights["self_attn.o_proj.weight"] * gates', 'weights["self_attn.o_proj.weight"]'),
+        "tests/infer/drafters/test_warm_start.py",
     ),
     (
         "nothing is ever disturbed",
-        "infer/evaluation/measuring.py",
-        ("DISTURBED * statistics.median(paces)", "DISTURBED * max(paces)"),
+        "infer/evaluation/measurement.py",
+        ("DISTURBED_TIME_RATIO * statistics.median(seconds_per_token)", "DISTURBED * max(paces)"),
         "tests/infer/evaluation/test_evaluate.py",
     ),
 ]
 
 
-def misfits(mutant: tuple) -> list[str]:
-    """Return a sentence for each part of a mutant that no longer fits: a text its file lacks, a
-    missing test file."""
+def find_misfits(mutant: tuple) -> list[str]:
+    """Return a message for each old text that the file lacks, and for a missing test file."""
     name, file, *changes, tests = mutant
-    path = REPO / file
+    path = MUTANTS_REPOSITORY / file
     if not path.is_file():
         return [f"{name}: there is no {file} any more"]
-    faults = [
+    misfits = [
         f"{name}: {file} has no {old!r} any more"
         for old, _ in changes
         if old not in path.read_text()
     ]
     test_file = tests.split()[0]
     return (
-        faults
-        if (REPO / test_file).is_file()
-        else [*faults, f"{name}: there is no {test_file} any more"]
+        misfits
+        if (MUTANTS_REPOSITORY / test_file).is_file()
+        else [*misfits, f"{name}: there is no {test_file} any more"]
     )
 
 
-def notice(mutant: tuple) -> str | None:
-    """Return the first test that fails with the bug in place, or None. Raises SystemExit if the bug
-    no longer fits."""
+def find_failing_test(mutant: tuple) -> str | None:
+    """Return the first test that fails with the bug, or None.
+
+    Raises SystemExit if the bug no longer matches the code.
+    """
     name, file, *changes, tests = mutant
-    if faults := misfits(mutant):
-        raise SystemExit("\n".join([*faults, "mend the list MUTANTS"]))
+    if misfits := find_misfits(mutant):
+        raise SystemExit(
+            "\n".join([*misfits, "update the list KNOWN_MUTANTS in tests/robustness/mutants.py"])
+        )
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         listed = subprocess.run(
-            ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+            ["git", "ls-files"], cwd=MUTANTS_REPOSITORY, capture_output=True, text=True, check=True
         ).stdout
         for path in listed.splitlines():
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / path, copy / path)
+            shutil.copy(MUTANTS_REPOSITORY / path, copy / path)
         source = (copy / file).read_text()
         for old, new in changes:
             source = source.replace(old, new)
@@ -572,11 +588,11 @@ def notice(mutant: tuple) -> str | None:
             key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
         }
         environment["PYTHONPATH"] = str(copy)
-        done = subprocess.run(
+        process = subprocess.run(
             command, shell=True, cwd=copy, env=environment, capture_output=True, text=True
         )
-        found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, flags=re.MULTILINE)
-        return found[1] if done.returncode == 1 and found else None
+        match = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", process.stdout, flags=re.MULTILINE)
+        return match[1] if process.returncode == 1 and match else None
 
 
 def main() -> None:
@@ -585,21 +601,22 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*", help="only bugs whose names have all of these words")
     parser.add_argument(
-        "--check", action="store_true", help="say which ones no longer fit the code, run nothing"
+        "--check", action="store_true", help="only list bugs that no longer match the code"
     )
     args = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if all(word in mutant[0] for word in args.words)]
+    selected = [mutant for mutant in KNOWN_MUTANTS if all(word in mutant[0] for word in args.words)]
     if args.check:
-        faults = [fault for mutant in chosen for fault in misfits(mutant)]
-        print("\n".join(faults) or f"all {len(chosen)} fit")
-        raise SystemExit(bool(faults))
+        misfits = [misfit for mutant in selected for misfit in find_misfits(mutant)]
+        print("\n".join(misfits) or f"all {len(selected)} fit")
+        raise SystemExit(bool(misfits))
     missed = 0
-    for mutant in chosen:
-        began = time.perf_counter()
-        test = notice(mutant)
+    for mutant in selected:
+        start_time = time.perf_counter()
+        test = find_failing_test(mutant)
         missed += test is None
         print(
-            f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - began:>5.0f} s",
+            f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - start_time:>5.0f} "
+            "s",
             flush=True,
         )
     raise SystemExit(min(missed, 1))

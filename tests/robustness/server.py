@@ -1,5 +1,4 @@
-"""Shared by the programs of this folder: a server in a process of its own, and what a process takes
-of memory."""
+"""Shared code of the programs in this folder: a server process, the memory of a process."""
 
 import os
 import socket
@@ -12,30 +11,32 @@ from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+SERVER_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def memory(process: int | str = "self", name: str = "VmRSS") -> float:
-    """Return MiB of a process by the kernel's count: what is resident, or VmSize: its address
-    space; 0 when it is no more."""
+def read_memory_mib(process: int | str = "self", name: str = "VmRSS") -> float:
+    """Return the memory of a process in MiB, 0 if it has ended.
+
+    name: a field of /proc/<pid>/status, for example VmRSS (resident) or VmSize (address space)
+    """
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
 
 
 @contextmanager
-def serving(*settings: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run `serve` on a free port; yield its address, once it answers, and its process."""
+def run_server(*settings: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run `serve` on a free port; yield its address and process once it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         sys.executable,
-        str(ROOT / "infer" / "main.py"),
+        str(SERVER_REPOSITORY / "infer" / "main.py"),
         "serve",
         f"server.port={port}",
         *settings,
     ]
-    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(SERVER_REPOSITORY)})
     url = f"http://127.0.0.1:{port}"
     try:
         while server.poll() is None:

@@ -1,4 +1,4 @@
-"""A small Qwen3.5-shaped target, in 4 bits too: a drafter is trained for it and evaluated."""
+"""A drafter is trained and evaluated for a small Qwen3.5-shaped target, also in 4 bits."""
 
 import shutil
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.robustness
 
 @pytest.fixture
 def folder(tmp_path, repo):
-    """A random Qwen3.5-shaped model with the embedded tokenizer."""
+    """Return a folder with a random Qwen3.5-shaped model and the embedded tokenizer in "target"."""
     embedded = repo / "data" / "embedded"
     torch.manual_seed(0)
     config = Qwen3_5TextConfig(
@@ -42,8 +42,10 @@ def folder(tmp_path, repo):
 
 @pytest.fixture
 def train_and_evaluate(folder, start_command):
-    """(settings) -> None: train a drafter for the target in a few steps; every method must write
-    what plain decoding and transformers' own `generate` write."""
+    """Return a function (*settings) that trains a drafter in a few steps and evaluates it.
+
+    Every method must give the outputs of baseline decoding and of transformers' `generate`.
+    """
 
     def run(*settings: str) -> None:
         common = [
@@ -66,15 +68,15 @@ def train_and_evaluate(folder, start_command):
             "drafter.layers=1",
             "drafter.block_size=4",
         ]
-        said = start_command(
+        output = start_command(
             "train/main.py", [*common, f"runs_dir={folder}", "name=tiny", *settings]
         ).finish()
         rows = [
             line.rstrip()
-            for line in said.splitlines()
+            for line in output.splitlines()
             if line.rstrip().endswith((" yes |", " no |", " NO |"))
         ]
-        assert len(rows) >= 3 and all(row.endswith(" yes |") for row in rows), said
+        assert len(rows) >= 3 and all(row.endswith(" yes |") for row in rows), output
 
     return run
 

@@ -1,6 +1,8 @@
-"""The classes of other projects and ours draft the same from one folder
-(benchmarks/others_drafters.py), in processes of their own: ANGELSLIM and ANGELSPEC name folders
-with the projects' sources, SPECULATORS one with its package."""
+"""Other projects' classes and ours draft the same from one folder (benchmarks/others_drafters.py).
+
+The environment variables ANGELSLIM and ANGELSPEC name folders with the projects' sources,
+SPECULATORS one with its package.
+"""
 
 import os
 import subprocess
@@ -14,14 +16,14 @@ pytestmark = pytest.mark.robustness
 @pytest.mark.parametrize(
     "project, cases", [("angelslim", 2), ("angelspec", 2), ("speculators", 11)]
 )
-def test_log_probabilities_are_those_of_the_code_that_defines_them(repo, project, cases):
-    place = os.environ.get(project.upper())
-    if place is None:
+def test_log_probabilities_equal_those_of_the_defining_code(repo, project, cases):
+    project_folder = os.environ.get(project.upper())
+    if project_folder is None:
         pytest.skip(f"{project.upper()} names no folder")
-    flags = [f"--{project}"] if project == "speculators" else [f"--{project}", place]
+    flags = [f"--{project}"] if project == "speculators" else [f"--{project}", project_folder]
     command = [sys.executable, str(repo / "benchmarks" / "others_drafters.py"), *flags]
-    environment = os.environ | {"PYTHONPATH": place, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    differences = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(differences) == cases and max(differences) < 1e-5, done.stdout
+    environment = os.environ | {"PYTHONPATH": project_folder, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    differences = [float(line.split()[-1]) for line in process.stdout.splitlines()]
+    assert len(differences) == cases and max(differences) < 1e-5, process.stdout

@@ -1,7 +1,7 @@
-"""Run every program of this folder in a bounded size: `./launch.sh test -m robustness`, a few
-minutes in all.
+"""Run every program of this folder in a small size: `./launch.sh test -m robustness`.
 
-Each program runs by hand in full, `python tests/robustness/kills.py`; `--help` names its sizes.
+This takes a few minutes. In full size programs are run by hand, such as
+`python tests/robustness/kills.py`; see their `--help`.
 """
 
 import json
@@ -19,14 +19,19 @@ pytestmark = pytest.mark.robustness
 
 @pytest.fixture
 def run_program(repo):
-    """(name, *arguments) -> what a program of this folder prints; it must end with exit code 0."""
+    """Return a function (name, *arguments) -> output of a program of this folder.
+
+    The program must end with exit code 0.
+    """
 
     def run(name: str, *arguments: str) -> str:
         command = [sys.executable, str(repo / "tests" / "robustness" / f"{name}.py"), *arguments]
         environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert process.returncode == 0, f"{process.stdout[-4000:]}\n{process.stderr[-4000:]}"
+        return process.stdout
 
     return run
 
@@ -35,15 +40,15 @@ def test_hostile_command_lines(run_program):
     assert "\n0 faults" in run_program("fuzz_configs", "--lines", "300")
 
 
-def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
-    """With a check that lets everything pass, it says so."""
+def test_the_fuzz_of_command_lines_detects_failures(load_program, monkeypatch):
+    """It fails if a check accepts everything."""
     from infer.utils import hydra_app
 
     fuzzer = load_program("fuzz_configs")
-    assert fuzzer.judge("chat", ["temperature=inf"], [False]) == (False, [])
+    assert fuzzer.check_line("chat", ["temperature=inf"], [False]) == (False, [])
     monkeypatch.setattr(hydra_app, "check_numbers", lambda options: None)
-    taken, faults = fuzzer.judge("chat", ["temperature=inf"], [False])
-    assert taken and faults == ["temperature=inf passes", "a mistake passes"]
+    accepted, failures = fuzzer.check_line("chat", ["temperature=inf"], [False])
+    assert accepted and failures == ["temperature=inf passes", "a mistake passes"]
 
 
 def test_hostile_requests(run_program):
@@ -56,7 +61,7 @@ def test_hostile_grammars(run_program):
     assert "\n0 faults" in run_program("hostile_grammars", "--requests", "24", "--quiet", "10")
 
 
-def test_a_server_that_is_short_of_memory(run_program):
+def test_a_server_with_little_memory(run_program):
     assert "\n0 faults" in run_program("memory", "--requests", "48", "--after", "8")
 
 
@@ -73,10 +78,10 @@ def test_kills_at_any_moment(run_program):
 
 
 def test_regenerated_answers_survive_kills(start_command, tmp_path):
-    """Killed twice while it writes, `regenerate` ends with the file that it would have written: no
-    row is lost or doubled."""
+    """Killed twice, `regenerate` ends with the file of an uninterrupted run: no row is lost or
+    repeated."""
     prompts = [f"def f{i}(x" * (1 + i % 3) + str(i) for i in range(120)]
-    source, whole, killed = (
+    source, expected_file, killed = (
         tmp_path / name for name in ("rows.jsonl", "whole.jsonl", "killed.jsonl")
     )
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -95,15 +100,15 @@ def test_regenerated_answers_survive_kills(start_command, tmp_path):
             time.sleep(0.02)
         process.wait()
 
-    run(whole, None)
-    assert [json.loads(line)["index"] for line in whole.read_text().splitlines()] == list(
+    run(expected_file, None)
+    assert [json.loads(line)["index"] for line in expected_file.read_text().splitlines()] == list(
         range(120)
     )
     for count in (5, 40):
         run(killed, count)
         assert count <= killed.read_bytes().count(b"\n") < 120
     run(killed, None)
-    assert killed.read_text() == whole.read_text()
+    assert killed.read_text() == expected_file.read_text()
 
 
 def test_disks_that_fail(run_program):
@@ -125,9 +130,7 @@ def test_disks_that_fail(run_program):
     )
 
 
-def test_random_ways_of_decoding_write_what_plain_decoding_writes(
-    run_program, monkeypatch, tmp_path
-):
+def test_random_decoding_options_give_the_baselines_output(run_program, monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
     monkeypatch.setenv(
         "NUMBA_CACHE_DIR", str(tmp_path)
@@ -135,11 +138,11 @@ def test_random_ways_of_decoding_write_what_plain_decoding_writes(
     assert "\n0 faults" in run_program("fuzz_trees", "--count", "200")
 
 
-def test_integers_write_what_plain_decoding_writes_without_ties(run_program):
+def test_int8_decoding_gives_the_baselines_output_without_ties(run_program):
     assert "\n0 faults" in run_program("fuzz_trees", "--int8", "--count", "60")
 
 
-def test_logits_in_integers_are_the_same_to_the_last_bit(run_program):
+def test_int8_logits_are_bit_equal(run_program):
     assert "\n0 faults" in run_program("bits", "--positions", "400")
 
 
@@ -147,10 +150,12 @@ def test_weights_that_move_and_change(run_program):
     assert "\n0 faults" in run_program("moved_weights", "--sequences", "20")
 
 
-def test_every_known_bug_still_fits(load_program):
-    """Where code that a mutant changes was renamed, the list in mutants.py must follow."""
+def test_every_mutant_still_matches_the_code(load_program):
+    """If code that a mutant changes is renamed, update the list in mutants.py."""
     program = load_program("mutants")
-    assert [fault for mutant in program.MUTANTS for fault in program.misfits(mutant)] == []
+    assert [
+        misfit for mutant in program.KNOWN_MUTANTS for misfit in program.find_misfits(mutant)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -165,17 +170,17 @@ def test_every_known_bug_still_fits(load_program):
 )
 def test_known_bugs_are_noticed(load_program, name):
     program = load_program("mutants")
-    (mutant,) = [mutant for mutant in program.MUTANTS if mutant[0] == name]
-    assert program.notice(mutant)
+    (mutant,) = [mutant for mutant in program.KNOWN_MUTANTS if mutant[0] == name]
+    assert program.find_failing_test(mutant)
 
 
 def test_memory_stays_flat(run_program, embedded, tmp_path: Path):
     from infer import save_drafter
     from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
+    from infer.drafters.build import create_drafter
 
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), embedded)
-    drafter.initialize(embedded, torch.Generator().manual_seed(0), warm=True)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=6), embedded)
+    drafter.initialize(embedded, torch.Generator().manual_seed(0), warm_start=True)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     sizes = (
         "--minutes",

@@ -1,15 +1,15 @@
-"""Small runs within the test's own process: what a test breaks by hand, they meet."""
+"""Small training runs in the process of the test, which can replace functions of the run."""
 
 import os
 import signal
 
 import pytest
 
-from data.rows import ANSWERS
+from data.rows import EMBEDDED_ANSWERS_FILE
 
-SMALL = [
+SMALL_RUN_OPTIONS = [
     "data=jsonl",
-    f"data.path={ANSWERS}",
+    f"data.path={EMBEDDED_ANSWERS_FILE}",
     "data.length=64",
     "data.max_examples=12",
     "anchors_per_sequence=4",
@@ -26,45 +26,47 @@ SMALL = [
     "checkpoints=1",
 ]
 
-PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
+EVALUATION_PROMPTS: dict[str, list] = {}  # by the arguments of `evaluation_prompts`
 
 
 @pytest.fixture(scope="session")
 def small_options(shallow) -> list[str]:
-    """The overrides of a run of seconds, for a test that starts a process of its own."""
-    return [*SMALL, f"target.path={shallow}"]
+    """The overrides of a run of a few seconds."""
+    return [*SMALL_RUN_OPTIONS, f"target.path={shallow}"]
 
 
 @pytest.fixture
 def small(tmp_path, small_options):
-    """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""
-    from infer.utils.hydra_app import compose_options as composed
+    """A function (*overrides) that returns the configuration of a run of a few seconds, in
+    `tmp_path/small`."""
+    from infer.utils.hydra_app import compose_options
     from train.config import TrainConfig
 
-    own = [*small_options, "count_ngrams=false", "name=small", f"runs_dir={tmp_path}"]
-    return lambda *overrides: composed("train", TrainConfig, [*own, *overrides])
+    options = [*small_options, "count_ngrams=false", "name=small", f"runs_dir={tmp_path}"]
+    return lambda *overrides: compose_options("train", TrainConfig, [*options, *overrides])
 
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """`train.loop.train`, which returns the run's folder also where a signal ended it, and leaves
-    environment and signals to the next test as they were; the process group stays, DeepSpeed can
-    found none anew. Held-out prompts are read once."""
-    import train.run.evaluation as hooks
+    """`train.loop.train`, which also returns the run's folder after a signal stopped the run.
+
+    Environment and signal handlers are restored after the test. The process group stays, because
+    DeepSpeed cannot create a second one. Held-out prompts are read once.
+    """
+    import train.run.evaluation as run_evaluation
     from train.loop import train
     from train.run.folder import run_folder
 
-    plain = hooks.evaluation_prompts
+    original_evaluation_prompts = run_evaluation.select_evaluation_prompts
 
-    def prompts(data, tokenizer, *sizes):
+    def cached_prompts(data, tokenizer, *sizes):
         key = repr((data, *sizes))
-        if key not in PROMPTS:
-            PROMPTS[key] = plain(data, tokenizer, *sizes)
-        return PROMPTS[key]
+        if key not in EVALUATION_PROMPTS:
+            EVALUATION_PROMPTS[key] = original_evaluation_prompts(data, tokenizer, *sizes)
+        return EVALUATION_PROMPTS[key]
 
-    monkeypatch.setattr(hooks, "evaluation_prompts", prompts)
-
-    before = dict(os.environ)
+    monkeypatch.setattr(run_evaluation, "select_evaluation_prompts", cached_prompts)
+    environment = dict(os.environ)
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -73,8 +75,8 @@ def run_here(monkeypatch):
     def train_and_return(config):
         try:
             return train(config)
-        except SystemExit as end:  # stopped by a signal, and saved
-            if end.code:
+        except SystemExit as error:  # saved after a signal
+            if error.code:
                 raise
             return run_folder(config)
 
@@ -82,4 +84,4 @@ def run_here(monkeypatch):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(environment)

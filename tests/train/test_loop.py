@@ -1,5 +1,4 @@
-"""Runs as a user starts them: exact resume after kills and signals, independence of the number of
-processes."""
+"""Complete runs: results do not depend on how a step is computed, nor on interruptions."""
 
 import json
 import math
@@ -14,16 +13,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infer.ngrams.model import NGram
+from infer.ngrams.model import NGramModel
 from infer.targets.loading import load_target
-from infer.utils.hydra_app import compose_options as composed
+from infer.utils.hydra_app import compose_options
 from train import loop
 from train.config import OptimConfig, TrainConfig
-from train.optim import learning_rate
-from train.run.checkpoints import checkpoints, find_damage, newest, step_of
-from train.run.log import trim_log
+from train.optim import cosine_learning_rate
+from train.run.checkpoints import (
+    describe_damage,
+    find_newest_checkpoint,
+    list_checkpoints,
+    parse_step,
+)
+from train.run.log import trim_step_metrics
 
-WHOLE = ("optim.steps=12", "optim.name=muon", "checkpoints=3", "optim.precision=bfloat16")
+UNINTERRUPTED_RUN_OPTIONS = (
+    "optim.steps=12",
+    "optim.name=muon",
+    "checkpoints=3",
+    "optim.precision=bfloat16",
+)
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +43,17 @@ def small(small_options) -> list[str]:
 
 @pytest.fixture(scope="session")
 def start(start_command, small):
-    """(runs folder, *overrides, processes=1) -> a small run that has begun, in processes of its
-    own."""
+    """A function (runs folder, *overrides, processes=1) that starts a small run in new
+    processes."""
 
-    def begin(runs: Path, *overrides: str, processes: int = 1):
+    def start_run(runs: Path, *overrides: str, processes: int = 1):
         return start_command("train/main.py", [f"runs_dir={runs}", *small, *overrides], processes)
 
-    return begin
+    return start_run
 
 
-def lines(run: Path) -> list[dict]:
+def read_complete_lines(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl, without a partially written one."""
     file = run / "metrics.jsonl"
     if not file.exists():
         return []
@@ -55,27 +65,27 @@ def lines(run: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="session")
-def whole_run(start, make_once) -> Path:
+def uninterrupted_run(start, make_once) -> Path:
     """An uninterrupted run of 12 steps with checkpoints every 4."""
 
     def run(runs: Path) -> None:
-        output = start(runs, "name=whole", *WHOLE).finish()
+        output = start(runs, "name=uninterrupted", *UNINTERRUPTED_RUN_OPTIONS).finish()
         for word in ("plain", "chain", "DDTree", "report.html", "tokens/s"):
             assert word in output
 
-    return make_once("whole-run", run) / "whole"
+    return make_once("uninterrupted-run", run) / "uninterrupted"
 
 
 def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "train.loop.evaluate_checkpoint", lambda *all, **more: os.kill(os.getpid(), signal.SIGINT)
+        "train.loop.evaluate_checkpoint", lambda *arguments: os.kill(os.getpid(), signal.SIGINT)
     )
     with pytest.raises(
         KeyboardInterrupt,
-        match="is whole, and the same command evaluates it and goes on from there",
+        match="is complete; the same command evaluates it and continues",
     ):
         run_here(
-            composed(
+            compose_options(
                 "train",
                 TrainConfig,
                 [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"],
@@ -83,40 +93,41 @@ def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_pat
         )
 
 
-def same_losses(run: Path, other: Path) -> None:
-    """Within 1e-5, over all steps."""
-    assert len(lines(run)) == len(lines(other)) > 0
-    for line, twin in zip(lines(run), lines(other), strict=True):
-        assert twin["loss"] == pytest.approx(line["loss"], rel=1e-5)
-        assert twin["agreement"] == pytest.approx(line["agreement"], abs=1e-6)
-        assert twin["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
+def assert_same_metrics(run: Path, other_run: Path) -> None:
+    """Compare the metrics of all steps with a tolerance for rounding."""
+    expected_lines = read_complete_lines(run)
+    assert len(expected_lines) > 0
+    for expected, actual in zip(expected_lines, read_complete_lines(other_run), strict=True):
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert actual["agreement"] == pytest.approx(expected["agreement"], abs=1e-6)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 @pytest.fixture(scope="session")
 def few_steps(start, make_once):
-    """(drafter, steps) -> a run of one process."""
+    """A function (drafter, steps) that returns the folder of a run of one process."""
 
-    def once(drafter: str = "dflash-small", steps: int = 3) -> Path:
+    def train_once(drafter: str = "dflash-small", steps: int = 3) -> Path:
         options = [
             f"drafter={drafter}",
             "count_ngrams=false",
-            "name=one",
+            "name=reference",
             "optim.name=adamw",
             f"optim.steps={steps}",
         ]
         return (
             make_once(f"{steps}-steps-{drafter}", lambda runs: start(runs, *options).finish())
-            / "one"
+            / "reference"
         )
 
-    return once
+    return train_once
 
 
 @pytest.mark.parametrize(
     "drafter, processes, options",
     [
         ("dflash-small", 1, ["optim.micro_batch_size=1", "gradient_checkpointing=true"]),
-        # its own head's gradient adds up over passes
+        # the gradient of its output head is accumulated over micro-batches
         pytest.param(
             "dart",
             1,
@@ -144,21 +155,24 @@ def few_steps(start, make_once):
 def test_losses_do_not_depend_on_how_a_step_is_computed(
     start, few_steps, drafter, processes, options
 ):
-    """Same rows a step: more passes, more processes, sharded state, sharded target."""
-    one = few_steps(drafter)
+    """With more micro-batches, more processes, a sharded state, or a sharded target."""
+    reference_run = few_steps(drafter)
     name = "-".join(option.split("=")[-1] for option in [drafter, *options]) + str(processes)
     options = [f"drafter={drafter}", "count_ngrams=false", f"name={name}", *options]
-    start(one.parent, *options, "optim.name=adamw", "optim.steps=3", processes=processes).finish()
-    same_losses(one, one.parent / name)
+    start(
+        reference_run.parent, *options, "optim.name=adamw", "optim.steps=3", processes=processes
+    ).finish()
+    assert_same_metrics(reference_run, reference_run.parent / name)
 
 
 @pytest.mark.robustness
-def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps, tmp_path):
-    """Stopped four times, each time gone on with by another number of processes and another ZeRO
-    stage."""
+def test_resuming_with_other_processes_and_zero_stages(start_command, small, few_steps, tmp_path):
+    """A run is resumed four times, each time with another number of processes and another stage."""
     script = tmp_path / "all_states.py"
     script.write_text(
-        "import train.main as main, train.run.checkpoints as checkpoints\ncheckpoints.KEPT = 5\nmain.main()\n"
+        "import train.main as main, train.run.checkpoints as checkpoints\n"
+        "checkpoints.MAX_CHECKPOINT_STATES = 5\n"
+        "main.main()\n"
     )
     options = [
         f"runs_dir={tmp_path}",
@@ -169,21 +183,22 @@ def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps
         "checkpoints=5",
     ]
     run = tmp_path / "moved"
-    done = 0
+    completed_steps = 0
     for processes, stage in [(2, "zero3"), (1, "zero2"), (2, "zero1"), (1, "zero0"), (2, "zero2")]:
         output = start_command(
             str(script), [*options, f"deepspeed={stage}"], processes=processes
         ).finish()
-        assert (f"going on after step {done}" in output) == (done > 0)
-        same_losses(few_steps(steps=8), run)
-        done = next(step for step in (2, 3, 5, 6, 8) if step > done)
-        for folder in checkpoints(run):
-            if step_of(folder) > done:
+        was_resumed = f"resuming after step {completed_steps}" in output
+        assert was_resumed == (completed_steps > 0)
+        assert_same_metrics(few_steps(steps=8), run)
+        completed_steps = next(step for step in (2, 3, 5, 6, 8) if step > completed_steps)
+        for folder in list_checkpoints(run):
+            if parse_step(folder) > completed_steps:
                 shutil.rmtree(folder)
 
 
 def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
-    """Answers of one token each: nothing can be drafted, no step may divide by it."""
+    """Answers of one token each have no anchor, and a step must not divide by zero."""
     turns = [
         ("user", "a question, "),
         ("assistant", "x"),
@@ -201,25 +216,27 @@ def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
         "optim.batch_size=1",
     ]
     run = run_here(
-        composed("train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"])
+        compose_options(
+            "train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"]
+        )
     )
-    found = lines(run)
-    assert len(found) == 12 and all(math.isfinite(line["loss"]) for line in found)
-    assert min(line["loss"] for line in found) == 0 < max(line["loss"] for line in found)
+    losses = [line["loss"] for line in read_complete_lines(run)]
+    assert len(losses) == 12 and all(math.isfinite(loss) for loss in losses)
+    assert min(losses) == 0 < max(losses)
 
 
-def test_rows_that_cannot_be_shared_are_one_sentence(small, run_here):
+def test_a_batch_that_cannot_be_divided_is_one_sentence(small, run_here):
     with pytest.raises(ValueError, match=r"^optim.batch_size=3 .*multiple of 2"):
         run_here(
-            composed(
+            compose_options(
                 "train", TrainConfig, [*small, "optim.batch_size=3", "optim.micro_batch_size=2"]
             )
         )
 
 
-def test_drafter_folder_is_the_public_layout(whole_run):
-    """Keys and tensor names exactly as serving engines read them."""
-    folder = whole_run / "checkpoints" / "best" / "drafter"
+def test_drafter_folder_is_the_public_layout(uninterrupted_run):
+    """With exactly the keys and tensor names that serving engines read."""
+    folder = uninterrupted_run / "checkpoints" / "best" / "drafter"
     config = json.loads((folder / "config.json").read_text())
     assert config == {
         "architectures": ["DFlashDraftModel"],
@@ -241,53 +258,68 @@ def test_drafter_folder_is_the_public_layout(whole_run):
         "tie_word_embeddings": False,
     }
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
-    assert (folder / "ngrams").read_bytes() == (whole_run / "ngrams").read_bytes()
-    assert NGram.open(folder / "ngrams", load_target("embedded").tokenizer_digest).order == 6
+    assert (folder / "ngrams").read_bytes() == (uninterrupted_run / "ngrams").read_bytes()
+    assert NGramModel.open(folder / "ngrams", load_target("embedded").tokenizer_digest).order == 6
 
 
-def test_run_folder_explains_itself(whole_run):
-    folders = sorted(path.name for path in (whole_run / "checkpoints").iterdir())
+def test_files_of_a_run_folder(uninterrupted_run):
+    folders = sorted(path.name for path in (uninterrupted_run / "checkpoints").iterdir())
     assert folders == ["best", *(f"step-{step:08d}" for step in (4, 8, 12))]
-    states = [path.parent.name for path in sorted(whole_run.glob("checkpoints/step-*/state"))]
+    states = [
+        path.parent.name for path in sorted(uninterrupted_run.glob("checkpoints/step-*/state"))
+    ]
     assert states == ["step-00000008", "step-00000012"]
     evaluations = {
         path.parent.parent.name: json.loads(path.read_text())
-        for path in whole_run.glob("checkpoints/step-*/evaluation/evaluation.json")
+        for path in uninterrupted_run.glob("checkpoints/step-*/evaluation/evaluation.json")
     }
     assert len(evaluations) == 3
-    assert all(
-        result["dtype"] == "float32" for result in evaluations.values()
-    )  # the steps' products are bfloat16
-    weights = load_file(whole_run / "checkpoints" / "best" / "drafter" / "model.safetensors")
+    # although the training steps used bfloat16
+    assert all(result["dtype"] == "float32" for result in evaluations.values())
+    weights = load_file(
+        uninterrupted_run / "checkpoints" / "best" / "drafter" / "model.safetensors"
+    )
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     best = max(
         evaluations, key=lambda name: max(method["tau"] for method in evaluations[name]["methods"])
     )
     taus = {name: max(m["tau"] for m in evaluations[name]["methods"]) for name in evaluations}
-    assert taus[(whole_run / "checkpoints" / "best").readlink().name] == taus[best]
+    assert taus[(uninterrupted_run / "checkpoints" / "best").readlink().name] == taus[best]
     assert all(
         method["identical"] for result in evaluations.values() for method in result["methods"]
     )
-    assert (whole_run / "report" / "report.html").read_text().count("<figcaption>") == 5
+    assert (uninterrupted_run / "report" / "report.html").read_text().count("<figcaption>") == 5
 
 
-def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whole_run, capsys):
-    before = (whole_run / "metrics.jsonl").read_bytes()
-    options = [*small, f"runs_dir={whole_run.parent}", "name=whole", *WHOLE]
-    run_here(composed("train", TrainConfig, options))
+def test_a_finished_run_is_reported_again_and_never_overwritten(
+    small, run_here, uninterrupted_run, capsys
+):
+    before = (uninterrupted_run / "metrics.jsonl").read_bytes()
+    options = [
+        *small,
+        f"runs_dir={uninterrupted_run.parent}",
+        "name=uninterrupted",
+        *UNINTERRUPTED_RUN_OPTIONS,
+    ]
+    run_here(compose_options("train", TrainConfig, options))
     assert "report.html" in capsys.readouterr().out
     with pytest.raises(ValueError, match="optim.lr differ"):
-        run_here(composed("train", TrainConfig, [*options, "optim.lr=0.1"]))
-    assert (whole_run / "metrics.jsonl").read_bytes() == before
+        run_here(compose_options("train", TrainConfig, [*options, "optim.lr=0.1"]))
+    assert (uninterrupted_run / "metrics.jsonl").read_bytes() == before
 
 
-def test_minutes_are_of_the_wall_clock_unless_processor_time_is_asked_for(
+def test_minutes_are_wall_clock_time_unless_the_option_is_processor(
     small, run_here, monkeypatch, tmp_path
 ):
-    """Each step waits half a second, which takes no processor time."""
-    plain = loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *given: [time.sleep(0.5), plain(*given)][1])
-    own = [
+    """Each step sleeps half a second, which needs no processor time."""
+    original_train_step = loop.train_step
+
+    def sleep_and_train(*arguments):
+        time.sleep(0.5)
+        return original_train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", sleep_and_train)
+    options = [
         *small,
         f"runs_dir={tmp_path}",
         "optim.steps=1",
@@ -295,18 +327,23 @@ def test_minutes_are_of_the_wall_clock_unless_processor_time_is_asked_for(
         "evaluation.prompts=0",
     ]
     for clock in ("wall", "processor"):
-        run_here(composed("train", TrainConfig, [*own, f"optim.clock={clock}", f"name={clock}"]))
-    wall, processor = (lines(tmp_path / clock)[-1]["seconds"] for clock in ("wall", "processor"))
-    assert wall > 0.5 > processor
+        run_here(
+            compose_options(
+                "train", TrainConfig, [*options, f"optim.clock={clock}", f"name={clock}"]
+            )
+        )
+    wall_line = read_complete_lines(tmp_path / "wall")[-1]
+    processor_line = read_complete_lines(tmp_path / "processor")[-1]
+    assert wall_line["seconds"] > 0.5 > processor_line["seconds"]
 
 
-def test_a_run_of_minutes_goes_on_where_its_time_was(
+def test_a_run_of_minutes_resumes_with_the_seconds_it_had(
     small, run_here, monkeypatch, tmp_path, capsys
 ):
-    """By a clock that says a second more whenever it is asked, so that a step takes one."""
+    """The clock advances by one second at every reading, so that a step takes one second."""
     seconds = iter(range(1000))
     monkeypatch.setattr("train.loop.time.thread_time", lambda: next(seconds))
-    own = [
+    options = [
         *small,
         "optim.clock=processor",
         f"runs_dir={tmp_path}",
@@ -315,63 +352,66 @@ def test_a_run_of_minutes_goes_on_where_its_time_was(
         "checkpoints=2",
         "self_check=false",
     ]
-    config = composed("train", TrainConfig, [*own, "evaluation.prompts=0"])
-    run_here(replace(config, name="whole"))
-    plain = loop.train_step
+    config = compose_options("train", TrainConfig, [*options, "evaluation.prompts=0"])
+    run_here(replace(config, name="uninterrupted"))
+    original_train_step = loop.train_step
 
-    def ends(*given):
+    def interrupt_and_train(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
-        return plain(*given)
+        return original_train_step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", ends)
+    monkeypatch.setattr(loop, "train_step", interrupt_and_train)
     stopped = replace(config, name="stopped")
     with pytest.raises(SystemExit):
         run_here(stopped)
     assert "stopped by Ctrl-C after step 1" in capsys.readouterr().out
-    assert len(lines(tmp_path / "stopped")) == 1
-    monkeypatch.setattr(loop, "train_step", plain)
+    assert len(read_complete_lines(tmp_path / "stopped")) == 1
+    monkeypatch.setattr(loop, "train_step", original_train_step)
     run_here(stopped)
-    whole, rejoined = (
-        [[x["seconds"], x["lr"], x["loss"]] for x in lines(tmp_path / n)]
-        for n in ("whole", "stopped")
-    )
-    assert whole == rejoined and [x[0] for x in whole] == [1, 2, 3, 4, 5, 6]
-    assert [step_of(folder) for folder in checkpoints(tmp_path / "whole")] == [3, 6]
+
+    def read_values(name: str) -> list[list[float]]:
+        lines = read_complete_lines(tmp_path / name)
+        return [[line["seconds"], line["lr"], line["loss"]] for line in lines]
+
+    expected = read_values("uninterrupted")
+    assert read_values("stopped") == expected
+    assert [seconds for seconds, _, _ in expected] == [1, 2, 3, 4, 5, 6]
+    folders = list_checkpoints(tmp_path / "uninterrupted")
+    assert [parse_step(folder) for folder in folders] == [3, 6]
 
 
-def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
+def test_damaged_checkpoints_are_reported_and_skipped(uninterrupted_run, tmp_path):
     run = tmp_path / "copy"
-    others = shutil.ignore_patterns(
-        "best", ".*"
-    )  # a finished run that is shown again links its best anew
-    shutil.copytree(whole_run / "checkpoints", run / "checkpoints", ignore=others)
+    # other tests replace the link to the best checkpoint
+    ignored = shutil.ignore_patterns("best", ".*")
+    shutil.copytree(uninterrupted_run / "checkpoints", run / "checkpoints", ignore=ignored)
     last = run / "checkpoints" / "step-00000012"
-    assert newest(run) == (last, [])
+    assert find_newest_checkpoint(run) == (last, [])
     state = last / "state" / "state.safetensors"
     data = bytearray(state.read_bytes())
     data[len(data) // 2] ^= 1
     state.write_bytes(data)
-    assert find_damage(last) == f"state/{state.name} is truncated or altered"
-    found, skipped = newest(run)
-    assert found.name == "step-00000008"
+    assert describe_damage(last) == f"state/{state.name} is truncated or altered"
+    checkpoint, skipped = find_newest_checkpoint(run)
+    assert checkpoint.name == "step-00000008"
     assert skipped == [
         f"skipped checkpoint step-00000012: state/{state.name} is truncated or altered"
     ]
-    (found / "drafter" / "model.safetensors").unlink()
-    assert newest(run)[0] is None
-    assert "drafter/model.safetensors is missing" in newest(run)[1][1]
+    (checkpoint / "drafter" / "model.safetensors").unlink()
+    assert find_newest_checkpoint(run)[0] is None
+    assert "drafter/model.safetensors is missing" in find_newest_checkpoint(run)[1][1]
 
 
-def test_log_is_trimmed_to_the_resumed_step(tmp_path):
+def test_the_log_is_trimmed_to_the_resumed_step(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    trim_log(log, 2)
+    trim_step_metrics(log, 2)
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
     optim = OptimConfig(lr=2.0, warmup_ratio=0.1)
-    rates = torch.tensor([learning_rate(optim, step, 100) for step in range(100)])
+    rates = torch.tensor([cosine_learning_rate(optim, step, 100) for step in range(100)])
     assert rates[:10].tolist() == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates.max() == 2.0
     assert (rates[10:].diff() < 0).all()

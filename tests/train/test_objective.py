@@ -1,4 +1,4 @@
-"""The chunked objective against the dense one."""
+"""The chunked objective gives the loss and the gradients of a dense computation."""
 
 import math
 from dataclasses import replace
@@ -8,221 +8,248 @@ import torch
 
 from infer.targets.support import LogitScale
 from train.config import ObjectiveConfig
-from train.divergences import DIVERGENCES
+from train.divergences import DIVERGENCE_TABLE
 from train.objective import (
-    Batch,
-    Correction,
-    RowLoss,
-    _logits,
-    divergence as divergence_of,
+    BlockLoss,
+    DivergenceInputs,
+    LogitCorrection,
+    _compute_logits,
+    compute_divergence,
     position_weights,
 )
 
-G = 8
-L = 3
-P = 9
-D = 6
-V = 31
-R = G * L
+NUM_BLOCKS = 8  # G
+NUM_DRAFTED = 3  # L
+NUM_TEACHER_ROWS = 9  # P
+HIDDEN_SIZE = 6  # D
+VOCABULARY_SIZE = 31  # V
+NUM_ROWS = NUM_BLOCKS * NUM_DRAFTED  # R
 
 
-def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def make_case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Return random inputs of the objective; about a third of the weights are 0."""
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(G, L, generator=generator, dtype=torch.float32)
-    weights[torch.rand(G, L, generator=generator) < 0.3] = 0
+    shape = (NUM_BLOCKS, NUM_DRAFTED)
+
+    def random_matrix(rows: int) -> torch.Tensor:
+        matrix = torch.randn(rows, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+        return matrix.to(dtype)
+
+    weights = torch.rand(*shape, generator=generator, dtype=torch.float32)
+    weights[torch.rand(*shape, generator=generator) < 0.3] = 0
     return {
-        "hidden": torch.randn(R, D, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(),
-        "teacher_hidden": torch.randn(P, D, generator=generator, dtype=torch.float64).to(dtype),
-        "teacher_rows": torch.randint(P, (G, L), generator=generator),
-        "labels": torch.randint(V, (G, L), generator=generator),
+        "hidden": random_matrix(NUM_ROWS).requires_grad_(),
+        "teacher_hidden": random_matrix(NUM_TEACHER_ROWS),
+        "teacher_rows": torch.randint(NUM_TEACHER_ROWS, shape, generator=generator),
+        "labels": torch.randint(VOCABULARY_SIZE, shape, generator=generator),
         "weights": weights,
-        "head": torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
+        "head": random_matrix(VOCABULARY_SIZE),
     }
 
 
-def divergence(hidden, own_head=None, correction=None, **batch) -> RowLoss:
-    return divergence_of(hidden, Batch(**batch), own_head, correction)
+def compute_chunked(hidden, drafter_head=None, correction=None, **inputs) -> BlockLoss:
+    return compute_divergence(hidden, DivergenceInputs(**inputs), drafter_head, correction)
 
 
-def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str):
-    log_q = (hidden @ head.T).log_softmax(-1).view(G, L, V)
+def compute_dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, divergence: str):
+    """Return loss, divergences and agreement from all logits at once."""
+    shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
+    log_q = (hidden @ head.T).log_softmax(-1).view(shape)
     log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
-    agree = log_q.argmax(-1) == log_p.argmax(-1)
-    rows = DIVERGENCES[kind].formula(log_p, log_q, labels)
-    return (rows * weights).sum(), rows, agree
+    agrees = log_q.argmax(-1) == log_p.argmax(-1)
+    divergences = DIVERGENCE_TABLE[divergence].formula(log_p, log_q, labels)
+    return (divergences * weights).sum(), divergences, agrees
 
 
-def test_every_formula_is_what_its_definition_says():
+def test_every_formula_matches_its_definition():
     """In plain Python, token by token."""
     p = [0.5, 0.3, 0.2]
     q = [0.1, 0.6, 0.3]
     label = 1
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     overlap = 0.1 + 0.3 + 0.2
-    share = math.exp(-3 * overlap)
+    kl_share = math.exp(-3 * overlap)
     expected = {
         "kl": kl,
         "cross_entropy": -math.log(0.6),
         "tv": 1 - overlap,
         "acceptance": -math.log(overlap),
-        "lk": share * kl + (1 - share) * (1 - overlap),
+        "lk": kl_share * kl + (1 - kl_share) * (1 - overlap),
         "ce_l1": -0.1 * math.log(0.6) + 0.9 * (0.4 + 0.3 + 0.1),
     }
-    log_p, log_q = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
-    found = {
-        name: DIVERGENCES[name].formula(log_p, log_q, torch.tensor(label)).item()
+    log_p = torch.tensor(p, dtype=torch.float64).log()
+    log_q = torch.tensor(q, dtype=torch.float64).log()
+    actual = {
+        name: DIVERGENCE_TABLE[name].formula(log_p, log_q, torch.tensor(label)).item()
         for name in expected
     }
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert actual == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, row in DIVERGENCES.items() if row.by_hand])
-@pytest.mark.parametrize("own", [False, True])
-def test_gradients_by_hand_are_those_of_autograd(kind, own, monkeypatch):
-    args = case(9)
+@pytest.mark.parametrize(
+    "divergence", [name for name, row in DIVERGENCE_TABLE.items() if row.value_and_gradient]
+)
+@pytest.mark.parametrize("has_drafter_head", [False, True])
+def test_hand_derived_gradients_equal_those_of_autograd(divergence, has_drafter_head, monkeypatch):
+    case = make_case(9)
+    inputs = [case["hidden"]]
+    drafter_head = None
+    if has_drafter_head:
+        drafter_head = (case["head"] + 0.1).requires_grad_()
+        inputs.append(drafter_head)
+    config = ObjectiveConfig(divergence=divergence, chunk_rows=5)
+    row = DIVERGENCE_TABLE[divergence]
     results = []
-    head = (args["head"] + 0.1).requires_grad_() if own else None
-    for row in (DIVERGENCES[kind], replace(DIVERGENCES[kind], by_hand=None)):
-        monkeypatch.setitem(DIVERGENCES, kind, row)
-        result = divergence(
-            **args, config=ObjectiveConfig(divergence=kind, chunk_rows=5), own_head=head
-        )
-        grads = torch.autograd.grad(
-            result.loss, [args["hidden"], head] if own else [args["hidden"]]
-        )
-        results.append([result.loss.detach(), result.rows, result.agree.double(), *grads])
-    for by_hand, automatic in zip(*results, strict=True):
-        assert torch.allclose(by_hand, automatic, rtol=1e-10, atol=1e-12)
+    for tested_row in (row, replace(row, value_and_gradient=None)):
+        monkeypatch.setitem(DIVERGENCE_TABLE, divergence, tested_row)
+        result = compute_chunked(**case, config=config, drafter_head=drafter_head)
+        gradients = torch.autograd.grad(result.loss, inputs)
+        values = [result.loss.detach(), result.divergences, result.agrees.double()]
+        results.append([*values, *gradients])
+    for by_hand, by_autograd in zip(*results, strict=True):
+        assert torch.allclose(by_hand, by_autograd, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("chunk", [1, 4, 24, 100])
-def test_equals_the_dense_objective(kind, chunk):
-    args = case()
-    expected, rows, agree = dense(**args, kind=kind)
-    (expected * 1.7).backward()
-    gradient = args["hidden"].grad.clone()
-    args["hidden"].grad = None
-    result = divergence(**args, config=ObjectiveConfig(divergence=kind, chunk_rows=chunk))
+@pytest.mark.parametrize("divergence", DIVERGENCE_TABLE)
+@pytest.mark.parametrize("chunk_rows", [1, 4, 24, 100])
+def test_equals_the_dense_objective(divergence, chunk_rows):
+    case = make_case()
+    expected_loss, expected_divergences, expected_agrees = compute_dense(
+        **case, divergence=divergence
+    )
+    (expected_loss * 1.7).backward()
+    expected_gradient = case["hidden"].grad.clone()
+    case["hidden"].grad = None
+
+    config = ObjectiveConfig(divergence=divergence, chunk_rows=chunk_rows)
+    result = compute_chunked(**case, config=config)
     (result.loss * 1.7).backward()
-    live = args["weights"] > 0
-    assert 0 < live.sum() < R
-    assert result.rows.shape == result.agree.shape == (G, L)
-    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-7)  # weights are float32
-    assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
-    assert torch.allclose(result.rows[live], rows[live], rtol=1e-10)
-    assert torch.equal(result.agree[live], agree[live])
-    assert not result.rows[~live].any()
-    assert not result.agree[~live].any()
-    assert not args["hidden"].grad.view(G, L, D)[~live].any()
+    gradient = case["hidden"].grad
+    has_weight = case["weights"] > 0
+    assert 0 < has_weight.sum() < NUM_ROWS
+    assert result.divergences.shape == result.agrees.shape == (NUM_BLOCKS, NUM_DRAFTED)
+    # weights are float32
+    assert result.loss.item() == pytest.approx(expected_loss.item(), rel=1e-7)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(
+        result.divergences[has_weight], expected_divergences[has_weight], rtol=1e-10
+    )
+    assert torch.equal(result.agrees[has_weight], expected_agrees[has_weight])
+    assert not result.divergences[~has_weight].any()
+    assert not result.agrees[~has_weight].any()
+    assert not gradient.view(NUM_BLOCKS, NUM_DRAFTED, HIDDEN_SIZE)[~has_weight].any()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_dpace_weighs_every_position_with_what_lies_behind_it(own):
-    """Its weights are constant in the gradient, and known only when a whole block is."""
-    args = case(5)
-    args["weights"] = (args["weights"] > 0).float()
-    head = args["head"].flip(0).requires_grad_()
-    log_q = (args["hidden"] @ (head if own else args["head"]).T).log_softmax(-1).view(G, L, V)
-    log_p = (args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
-    likely = log_q.exp().gather(-1, args["labels"][..., None])[..., 0]
-    rows = (log_p.exp() * (log_p - log_q)).sum(-1)
-    expected = 0
-    inputs = [args["hidden"], head] if own else [args["hidden"]]
-    for g in range(G):
-        live = [t for t in range(L) if args["weights"][g, t]]
-        s = [0.5 * likely[g, t].item() + 0.5 for t in live]
-        for k in range(len(live)):
-            worth = sum(math.prod(s[: j + 1]) for j in range(k, len(live)))
-            expected = expected + worth * rows[g, live[k]]
+@pytest.mark.parametrize("has_drafter_head", [False, True])
+def test_dpace_weights_a_position_by_all_later_positions(has_drafter_head):
+    """The weights are constant in the gradient, and known only for a complete block."""
+    case = make_case(5)
+    case["weights"] = (case["weights"] > 0).float()
+    inputs = [case["hidden"]]
+    drafter_head = None
+    if has_drafter_head:
+        drafter_head = case["head"].flip(0).requires_grad_()
+        inputs.append(drafter_head)
+    head = case["head"] if drafter_head is None else drafter_head
+    shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
+    log_q = (case["hidden"] @ head.T).log_softmax(-1).view(shape)
+    log_p = (case["teacher_hidden"] @ case["head"].T).log_softmax(-1)[case["teacher_rows"]]
+    label_probs = log_q.exp().gather(-1, case["labels"][..., None])[..., 0]
+    divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    expected_loss = 0
+    for block in range(NUM_BLOCKS):
+        positions = [t for t in range(NUM_DRAFTED) if case["weights"][block, t]]
+        smoothed = [0.5 * label_probs[block, t].item() + 0.5 for t in positions]
+        for k, position in enumerate(positions):
+            weight = sum(math.prod(smoothed[: j + 1]) for j in range(k, len(positions)))
+            expected_loss = expected_loss + weight * divergences[block, position]
     config = ObjectiveConfig(position_weights="dpace", chunk_rows=7)
-    result = divergence(**args, config=config, own_head=head if own else None)
-    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    for found, wanted in zip(
-        *(torch.autograd.grad(loss, inputs) for loss in (result.loss, expected)), strict=True
-    ):
-        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-OWN = [{"divergence": kind} for kind in ("kl", "cross_entropy", "tv", "acceptance")]
+    result = compute_chunked(**case, config=config, drafter_head=drafter_head)
+    assert result.loss.item() == pytest.approx(expected_loss.item(), rel=1e-12)
+    gradients = torch.autograd.grad(result.loss, inputs)
+    expected_gradients = torch.autograd.grad(expected_loss, inputs)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "scale", [LogitScale(cap=1.5), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)]
 )
-@pytest.mark.parametrize("options", OWN)
-def test_scaled_logits_are_those_of_both_and_pass_the_gradient_on(options, scale):
-    """Softmax of what the scale makes of the products, of a shared head and of one of the drafter's
-    own."""
-    args = case(8)
-    args["weights"] = args["weights"].double()
-    own = args["head"] + 0.5 * torch.randn(
-        V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-    )
-    own.requires_grad_()
-    log_q = scale(args["hidden"] @ own.T).log_softmax(-1).view(G, L, V)
-    log_p = scale(args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
-    rows = DIVERGENCES[options["divergence"]].formula(log_p, log_q, args["labels"])
-    expected = (rows * args["weights"]).sum()
-    expected.backward()
-    gradients = args["hidden"].grad.clone(), own.grad.clone()
-    args["hidden"].grad = own.grad = None
-    config = ObjectiveConfig(chunk_rows=5, **options)
-    result = divergence(**args, config=config, own_head=own, scale=scale)
-    result.loss.backward()
-    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-10)
-    assert torch.allclose(args["hidden"].grad, gradients[0], rtol=1e-9, atol=1e-12)
-    assert torch.allclose(own.grad, gradients[1], rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("divergence", ["kl", "cross_entropy", "tv", "acceptance"])
+def test_scaled_logits_of_both_models_and_their_gradients(divergence, scale):
+    """With the target's head and a head of the drafter."""
+    case = make_case(8)
+    case["weights"] = case["weights"].double()
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(VOCABULARY_SIZE, HIDDEN_SIZE, dtype=torch.float64, generator=generator)
+    drafter_head = (case["head"] + 0.5 * noise).requires_grad_()
+    shape = (NUM_BLOCKS, NUM_DRAFTED, VOCABULARY_SIZE)
+    log_q = scale(case["hidden"] @ drafter_head.T).log_softmax(-1).view(shape)
+    teacher_logits = scale(case["teacher_hidden"] @ case["head"].T)
+    log_p = teacher_logits.log_softmax(-1)[case["teacher_rows"]]
+    divergences = DIVERGENCE_TABLE[divergence].formula(log_p, log_q, case["labels"])
+    expected_loss = (divergences * case["weights"]).sum()
+    inputs = [case["hidden"], drafter_head]
+    expected_gradients = torch.autograd.grad(expected_loss, inputs)
+
+    config = ObjectiveConfig(chunk_rows=5, divergence=divergence)
+    result = compute_chunked(**case, config=config, drafter_head=drafter_head, scale=scale)
+    assert result.loss.item() == pytest.approx(expected_loss.item(), rel=1e-10)
+    gradients = torch.autograd.grad(result.loss, inputs)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_supervised_costs_nothing():
-    args = case()
-    args["weights"] = torch.zeros(G, L)
-    result = divergence(**args, config=ObjectiveConfig())
+def test_the_loss_is_zero_without_supervised_positions():
+    case = make_case()
+    case["weights"] = torch.zeros(NUM_BLOCKS, NUM_DRAFTED)
+    result = compute_chunked(**case, config=ObjectiveConfig())
     result.loss.backward()
     assert result.loss.item() == 0
-    assert not args["hidden"].grad.any()
-    empty = {k: v[:0] if len(v) in (G, R) else v for k, v in args.items()}
-    assert divergence(**empty, config=ObjectiveConfig()).loss.item() == 0
+    assert not case["hidden"].grad.any()
+    empty = {}
+    for name, tensor in case.items():
+        empty[name] = tensor[:0] if len(tensor) in (NUM_BLOCKS, NUM_ROWS) else tensor
+    assert compute_chunked(**empty, config=ObjectiveConfig()).loss.item() == 0
 
 
-def test_bfloat16_is_close_and_finite():
-    half = divergence(**case(2, torch.bfloat16), config=ObjectiveConfig(chunk_rows=6))
-    full = divergence(**case(2), config=ObjectiveConfig(chunk_rows=6))
-    assert half.rows.dtype == torch.float32
-    assert half.loss.item() == pytest.approx(full.loss.item(), rel=0.05)
+def test_bfloat16_is_close_to_float64():
+    config = ObjectiveConfig(chunk_rows=6)
+    bfloat16_result = compute_chunked(**make_case(2, torch.bfloat16), config=config)
+    float64_result = compute_chunked(**make_case(2), config=config)
+    assert bfloat16_result.divergences.dtype == torch.float32
+    assert bfloat16_result.loss.item() == pytest.approx(float64_result.loss.item(), rel=0.05)
 
 
 def test_shared_teacher_rows_are_projected_once(monkeypatch):
-    """All rows of weight share two teacher rows: with one chunk, two teacher rows are projected."""
-    args = case(3)
-    args["weights"] = torch.ones(G, L)
-    args["teacher_rows"] = torch.arange(R).view(G, L) % 2 * 5
-    projected = []
-    real = torch.mm
+    """All rows share two teacher rows: with one chunk, two teacher rows are projected."""
+    case = make_case(3)
+    case["weights"] = torch.ones(NUM_BLOCKS, NUM_DRAFTED)
+    case["teacher_rows"] = torch.arange(NUM_ROWS).view(NUM_BLOCKS, NUM_DRAFTED) % 2 * 5
+    projected_rows = []
+    original_mm = torch.mm
 
-    def spy(a, b, **rest):
-        projected.append(len(a))
-        return real(a, b, **rest)
+    def count_rows(a, b, **options):
+        projected_rows.append(len(a))
+        return original_mm(a, b, **options)
 
-    monkeypatch.setattr(torch, "mm", spy)
-    divergence(**args, config=ObjectiveConfig(chunk_rows=100))
-    assert sorted(projected) == [2, R]
+    monkeypatch.setattr(torch, "mm", count_rows)
+    compute_chunked(**case, config=ObjectiveConfig(chunk_rows=100))
+    assert sorted(projected_rows) == [2, NUM_ROWS]
 
 
 def test_position_weights():
-    assert torch.allclose(
-        position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36])
-    )
+    gamma = position_weights(ObjectiveConfig(gamma=0.6), 3)
     exponential = position_weights(ObjectiveConfig(position_weights="exponential", gamma=4.0), 3)
-    assert position_weights(ObjectiveConfig(position_weights="dpace"), 3).tolist() == [1, 1, 1]
+    dpace = position_weights(ObjectiveConfig(position_weights="dpace"), 3)
+    assert torch.allclose(gamma, torch.tensor([1, 0.6, 0.36]))
     assert torch.allclose(exponential, torch.exp(torch.tensor([0, -0.25, -0.5])))
+    assert dpace.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    "options, word",
+    "options, message",
     [
         ({"divergence": "l2"}, "l2"),
         ({"position_weights": "linear"}, "linear"),
@@ -231,79 +258,78 @@ def test_position_weights():
         ({"chunk_rows": 0}, "chunk_rows=0"),
     ],
 )
-def test_bad_objectives_are_refused(options, word):
-    with pytest.raises(ValueError, match=word):
+def test_invalid_objectives_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         ObjectiveConfig(**options).check()
-
-
-def corrected(args: dict, rank: int = 5) -> dict:
-    """Corrections of a conditional head, and its matrix, both trained."""
-    generator = torch.Generator().manual_seed(12)
-    rows = torch.randn(R, rank, generator=generator, dtype=torch.float64).requires_grad_()
-    return {
-        "rows": rows,
-        "out": torch.randn(V, rank, generator=generator, dtype=torch.float64).requires_grad_(),
-    }
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("unary", [0.0, 0.6])
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, top_k):
-    """Its corrections, its matrix, the states, and a head of the drafter's own; over all tokens, or
-    over a row's candidates and the label, with the target's distribution among these."""
-    args = case(10)
-    parts = corrected(case(10))
-    args["weights"] = args["weights"].double()
-    own = (args["head"] + 0.1).requires_grad_()
-    alone = args["hidden"] @ own.T
-    scores = alone + parts["rows"] @ parts["out"].T
-    teacher = args["teacher_hidden"] @ args["head"].T
-    teacher = teacher[args["teacher_rows"].flatten()]
-    labels = args["labels"].flatten()
-    agree = scores.argmax(-1) == teacher.argmax(-1)
-    formula = DIVERGENCES[kind].formula
-    log_p = teacher.log_softmax(-1)
-    rows = unary * formula(log_p, alone.log_softmax(-1), labels)
+@pytest.mark.parametrize("divergence", DIVERGENCE_TABLE)
+def test_a_conditional_head_gets_the_gradients_of_its_distribution(divergence, unary, top_k):
+    """For its vectors, its matrix, the states, and the drafter's head; over all tokens, or over a
+    row's candidates and the label, with the target's distribution over the same tokens."""
+    case = make_case(10)
+    case["weights"] = case["weights"].double()
+    generator = torch.Generator().manual_seed(12)
+    rank = 5
+    vectors = torch.randn(NUM_ROWS, rank, generator=generator, dtype=torch.float64)
+    out = torch.randn(VOCABULARY_SIZE, rank, generator=generator, dtype=torch.float64)
+    correction = LogitCorrection(vectors.requires_grad_(), out.requires_grad_())
+    drafter_head = (case["head"] + 0.1).requires_grad_()
+
+    uncorrected = case["hidden"] @ drafter_head.T
+    corrected = uncorrected + correction.vectors @ correction.out.T
+    teacher_logits = case["teacher_hidden"] @ case["head"].T
+    teacher_logits = teacher_logits[case["teacher_rows"].flatten()]
+    labels = case["labels"].flatten()
+    agrees = corrected.argmax(-1) == teacher_logits.argmax(-1)
+    formula = DIVERGENCE_TABLE[divergence].formula
+    log_p = teacher_logits.log_softmax(-1)
+    divergences = unary * formula(log_p, uncorrected.log_softmax(-1), labels)
     if top_k:
-        for r in range(R):
-            chosen = alone[r].topk(top_k).indices.tolist()
-            if labels[r] not in chosen:
-                chosen[-1] = int(labels[r])
-            agree[r] = chosen[int(scores[r, chosen].argmax())] == teacher[r].argmax()
-            among = (x[r, chosen].log_softmax(-1) for x in (teacher, scores))
-            rows[r] = rows[r] + formula(*among, torch.tensor(chosen.index(labels[r])))
+        for row in range(NUM_ROWS):
+            candidates = uncorrected[row].topk(top_k).indices.tolist()
+            if labels[row] not in candidates:
+                candidates[-1] = int(labels[row])
+            likeliest = candidates[int(corrected[row, candidates].argmax())]
+            agrees[row] = likeliest == teacher_logits[row].argmax()
+            candidate_log_p = teacher_logits[row, candidates].log_softmax(-1)
+            candidate_log_q = corrected[row, candidates].log_softmax(-1)
+            label = torch.tensor(candidates.index(labels[row]))
+            divergences[row] = divergences[row] + formula(candidate_log_p, candidate_log_q, label)
     else:
-        rows = rows + formula(log_p, scores.log_softmax(-1), labels)
-    expected = (rows.view(G, L) * args["weights"]).sum()
-    inputs = [args["hidden"], own, parts["rows"], parts["out"]]
-    gradients = torch.autograd.grad(1.7 * expected, inputs)
-    config = ObjectiveConfig(divergence=kind, marginal_weight=unary, chunk_rows=5)
-    result = divergence(
-        **args,
-        config=config,
-        own_head=own,
-        correction=Correction(**parts),
+        divergences = divergences + formula(log_p, corrected.log_softmax(-1), labels)
+    weighted = divergences.view(NUM_BLOCKS, NUM_DRAFTED) * case["weights"]
+    expected_loss = weighted.sum()
+    inputs = [case["hidden"], drafter_head, *correction]
+    expected_gradients = torch.autograd.grad(1.7 * expected_loss, inputs)
+
+    result = compute_chunked(
+        **case,
+        config=ObjectiveConfig(divergence=divergence, marginal_weight=unary, chunk_rows=5),
+        drafter_head=drafter_head,
+        correction=correction,
         top_k=top_k,
-        overlap=True,
+        needs_overlap=True,
     )
-    live = args["weights"] > 0
-    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
-    assert torch.equal(result.agree[live], agree.view(G, L)[live])
-    for found, wanted in zip(
-        torch.autograd.grad(1.7 * result.loss, inputs), gradients, strict=True
-    ):
-        assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-11)
+    has_weight = case["weights"] > 0
+    assert result.loss.item() == pytest.approx(expected_loss.item(), rel=1e-9)
+    expected_agrees = agrees.view(NUM_BLOCKS, NUM_DRAFTED)
+    assert torch.equal(result.agrees[has_weight], expected_agrees[has_weight])
+    gradients = torch.autograd.grad(1.7 * result.loss, inputs)
+    for actual, expected in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-11)
     if not top_k:
-        overlap = torch.minimum(teacher.softmax(-1), scores.softmax(-1)).sum(-1).view(G, L)
-        assert torch.allclose(result.overlap[live], overlap[live], rtol=1e-10)
+        overlap = torch.minimum(teacher_logits.softmax(-1), corrected.softmax(-1)).sum(-1)
+        overlap = overlap.view(NUM_BLOCKS, NUM_DRAFTED)
+        assert torch.allclose(result.overlap[has_weight], overlap[has_weight], rtol=1e-10)
 
 
-def test_logits_of_states_and_head_of_two_precisions_under_autocast():
-    """States behind a float32 norm meet a bfloat16 head: autocast casts products, but none that
-    writes to room."""
+def test_logits_of_float32_states_and_a_bfloat16_head_under_autocast():
+    """As behind a float32 norm: autocast casts matrix products, but not those with `out=`."""
     states = torch.ones(3, 4)
     head = torch.eye(5, 4, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        found = _logits(states, head, LogitScale(), torch.empty(8, 5))
-    assert torch.equal(found, torch.ones(3, 4) @ head.float().T)
+        logits = _compute_logits(states, head, LogitScale(), torch.empty(8, 5))
+    assert torch.equal(logits, torch.ones(3, 4) @ head.float().T)

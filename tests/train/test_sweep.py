@@ -1,5 +1,4 @@
-"""Hydra's sweeps, a user's own configuration, and runs that are trained again from their own
-folder."""
+"""Hydra: sweeps, a user's configuration files, and a run repeated from its saved configuration."""
 
 import importlib.util
 import json
@@ -10,9 +9,9 @@ import sys
 
 import pytest
 
-from train.sweep import sweep_table
+from train.sweep import format_sweep_table
 
-SHORT = [
+SHORT_RUN_OPTIONS = [
     "drafter.layers=1",
     "optim.steps=2",
     "optim.batch_size=2",
@@ -20,20 +19,21 @@ SHORT = [
     "self_check=false",
     "count_ngrams=false",
 ]
-SHORT += [
+SHORT_RUN_OPTIONS += [
     "evaluation.prompts=1",
     "evaluation.external_prompts=0",
     "evaluation.sampling_temperature=null",
     "evaluation.max_new_tokens=4",
 ]
-SHORT += ["checkpoints=1", "evaluation.budgets=[3]"]
+SHORT_RUN_OPTIONS += ["checkpoints=1", "evaluation.budgets=[3]"]
 
 
 @pytest.fixture
-def own_files(tmp_path):
-    """A user's folder of configuration, in a folder that is no checkout."""
+def user_folder(tmp_path):
+    """A folder outside the repository with a user's configuration files."""
     files = {
-        "experiment/short": "# @package _global_\ndefaults:\n  - override /target: small\n  - override /data: tickets\n"
+        "experiment/short": "# @package _global_\ndefaults:\n"
+        "  - override /target: small\n  - override /data: tickets\n"
         "name: short\ndrafter:\n  layers: 1\noptim:\n  steps: 2\n",
         "target/small": "path: embedded\n",
         "data/tickets": "source: jsonl\npath: answers.jsonl\n",
@@ -45,25 +45,25 @@ def own_files(tmp_path):
     return tmp_path
 
 
-def run(command, cwd, pythonpath, code=0, **more):
-    """What a command prints on stdout."""
-    environment = os.environ | {"PYTHONPATH": str(pythonpath), "OMP_NUM_THREADS": "1"} | more
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stdout
+def run(command, cwd, pythonpath) -> str:
+    """Run a command and return its standard output."""
+    environment = os.environ | {"PYTHONPATH": str(pythonpath), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
-def test_a_users_own_configuration_is_found_from_any_folder(repo, own_files):
-    """Its experiment, target and data, together and each alone; what is typed counts most."""
+def test_a_users_configuration_is_found_from_any_folder(repo, user_folder):
+    """Experiment, target and data, together and separately. The command line overrides them."""
     train = [sys.executable, repo / "train" / "main.py", "--config-dir", "mine"]
-    text = run([*train, "+experiment=short", "optim.steps=3", "--cfg", "job"], own_files, repo)
+    text = run([*train, "+experiment=short", "optim.steps=3", "--cfg", "job"], user_folder, repo)
     assert re.search(r"^name: short$", text, re.MULTILINE)
     assert "  steps: 3" in text and "  source: jsonl" in text and "  path: answers.jsonl" in text
     text = run(
-        [*train, "+model=hf", "target=small", "data=tickets", "--cfg", "job"], own_files, repo
+        [*train, "+model=hf", "target=small", "data=tickets", "--cfg", "job"], user_folder, repo
     )
     assert "anchors_per_document: 512" in text and "  path: embedded" in text
-    text = run([*train, "+experiment=short", "--help"], own_files, repo)
+    text = run([*train, "+experiment=short", "--help"], user_folder, repo)
     assert "experiment: fine-tune, objectives, short" in text
     search = [
         sys.executable,
@@ -71,17 +71,17 @@ def test_a_users_own_configuration_is_found_from_any_folder(repo, own_files):
         "hydra.searchpath=[file://mine]",
         "+experiment=short",
     ]
-    assert "  path: answers.jsonl" in run([*search, "--cfg", "job"], own_files, repo)
-    (own_files / "mine" / "first.yaml").write_text(
+    assert "  path: answers.jsonl" in run([*search, "--cfg", "job"], user_folder, repo)
+    (user_folder / "mine" / "first.yaml").write_text(
         "defaults: [train, {override drafter: dflash}, _self_]\nseed: 5\n"
     )
-    text = run([*train, "--config-name", "first", "--cfg", "job"], own_files, repo)
+    text = run([*train, "--config-name", "first", "--cfg", "job"], user_folder, repo)
     assert "seed: 5" in text and "  block_size: 16" in text
-    assert sorted(path.name for path in own_files.iterdir()) == ["answers.jsonl", "mine"]
+    assert sorted(path.name for path in user_folder.iterdir()) == ["answers.jsonl", "mine"]
 
 
 @pytest.mark.robustness
-def test_a_users_own_configuration_is_found_from_a_pip_installation(repo, own_files, tmp_path):
+def test_a_users_configuration_is_found_from_a_pip_installation(repo, user_folder, tmp_path):
     installed = tmp_path / "installed"
     archive = subprocess.run(
         ["git", "archive", "HEAD"], cwd=repo, capture_output=True, check=True
@@ -110,13 +110,13 @@ def test_a_users_own_configuration_is_found_from_a_pip_installation(repo, own_fi
         "--cfg",
         "job",
     ]
-    text = run(command, own_files, installed)
+    text = run(command, user_folder, installed)
     assert "name: short" in text and "  path: answers.jsonl" in text
     command = [sys.executable, "-m", "infer", "plan", "+model=qwen3-4b", "--cfg", "job"]
-    assert "Qwen/Qwen3-4B" in run(command, own_files, installed)
+    assert "Qwen/Qwen3-4B" in run(command, user_folder, installed)
 
 
-LAUNCHERS = [
+SWEEP_LAUNCHERS = [
     [],
     pytest.param(
         ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10"],
@@ -131,25 +131,29 @@ LAUNCHERS = [
 
 
 @pytest.mark.robustness
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["one after the other", "submitit"])
+@pytest.mark.parametrize("launcher", SWEEP_LAUNCHERS, ids=["one after the other", "submitit"])
 def test_a_sweep_trains_all_combinations_and_prints_their_table(repo, tmp_path, launcher):
-    """Two objectives and two seeds; a second time it finds all four trained."""
-    swept = [
+    """Two objectives and two seeds. The second time, all four runs are finished already."""
+    sweep_options = [
         "objective=annealed-kl,lk",
         "seed=0,1",
         "hydra.sweep.subdir=${objective.divergence}-${seed}",
     ]
-    command = [sys.executable, repo / "train" / "main.py", "-m", *SHORT, *swept, *launcher]
+    command = [
+        sys.executable,
+        repo / "train" / "main.py",
+        "-m",
+        *SHORT_RUN_OPTIONS,
+        *sweep_options,
+        *launcher,
+    ]
     for _ in range(2):
         printed = run(command, tmp_path, repo)
         table = printed[printed.index("Runs in runs/sweep") :]
-        assert sorted(re.findall(r"^\| (\S+-\d) ", table, re.MULTILINE)) == [
-            "kl-0",
-            "kl-1",
-            "lk-0",
-            "lk-1",
-        ]
-        assert table.rstrip().endswith(sweep_table(tmp_path / "runs" / "sweep").splitlines()[-1])
+        names = sorted(re.findall(r"^\| (\S+-\d) ", table, re.MULTILINE))
+        assert names == ["kl-0", "kl-1", "lk-0", "lk-1"]
+        last_line = format_sweep_table(tmp_path / "runs" / "sweep").splitlines()[-1]
+        assert table.rstrip().endswith(last_line)
     for name in ("kl-0", "kl-1", "lk-0", "lk-1"):
         config = json.loads((tmp_path / "runs" / "sweep" / name / "config.json").read_text())
         assert (config["objective"]["divergence"], config["seed"]) == (name[:2], int(name[-1]))
@@ -158,32 +162,29 @@ def test_a_sweep_trains_all_combinations_and_prints_their_table(repo, tmp_path, 
 
 
 @pytest.mark.robustness
-def test_a_runs_saved_configuration_trains_it_again(repo, tmp_path):
+def test_a_run_is_repeated_from_its_saved_configuration(repo, tmp_path):
     train = [sys.executable, repo / "train" / "main.py"]
-    run([*train, *SHORT, "name=first", "seed=7"], tmp_path, repo)
+    run([*train, *SHORT_RUN_OPTIONS, "name=first", "seed=7"], tmp_path, repo)
     run(
-        [*train, "--config-dir", "runs/first", "--config-name", "config", "name=again"],
+        [*train, "--config-dir", "runs/first", "--config-name", "config", "name=repeated"],
         tmp_path,
         repo,
     )
-    first, again = (
-        json.loads((tmp_path / "runs" / name / "config.json").read_text())
-        for name in ("first", "again")
-    )
-    assert again.pop("name") == "again" and first.pop("name") == "first" and first == again
-    losses = [
-        (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        for name in ("first", "again")
-    ]
-    assert [[json.loads(line)["loss"] for line in lines] for lines in losses][0] == [
-        json.loads(line)["loss"] for line in losses[1]
-    ]
-    said = subprocess.run(
-        [*train, *SHORT, "name=first", "seed=8"],
+
+    def read_run(name: str) -> tuple[dict, list[float]]:
+        config = json.loads((tmp_path / "runs" / name / "config.json").read_text())
+        assert config.pop("name") == name
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return config, [json.loads(line)["loss"] for line in lines]
+
+    assert read_run("first") == read_run("repeated")
+    process = subprocess.run(
+        [*train, *SHORT_RUN_OPTIONS, "name=first", "seed=8"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(repo)},
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 2 and "another configuration (seed differ)" in said.stderr
+    assert process.returncode == 2
+    assert "another configuration (seed differ)" in process.stderr
     assert json.loads((tmp_path / "runs" / "first" / "config.json").read_text())["seed"] == 7

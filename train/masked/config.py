@@ -1,10 +1,10 @@
-"""Options of a masked diffusion model's training. No torch here: a wrong option is refused before
-it loads."""
+"""The options of a masked diffusion model's training. This module does not import torch, so that an
+invalid option raises an error before torch is loaded."""
 
 from dataclasses import dataclass
 
 from data.rows import DataConfig
-from infer.utils.checks import above_zero, at_least, one_of
+from infer.utils.checks import require_at_least, require_one_of, require_positive
 
 
 @dataclass
@@ -41,23 +41,25 @@ class DiffusionConfig:
     lr: float = 1e-3
 
     def check(self) -> None:
-        """Raise ValueError, one sentence, for a run that cannot work."""
-        for data in self.sets():
+        """Raise ValueError, with one sentence, for invalid options."""
+        for data in self.data_configs():
             data.check()
-        at_least(self, batch_size=1, steps=1)
-        if self.batch_size % len(self.sets()):
+        require_at_least(self, batch_size=1, steps=1)
+        num_data_sets = len(self.data_configs())
+        if self.batch_size % num_data_sets:
             raise ValueError(
-                f"batch_size={self.batch_size} cannot be shared equally by {len(self.sets())} data sets"
+                f"batch_size={self.batch_size} cannot be divided evenly among {num_data_sets} data sets"
             )
         if self.block_length is not None and not 1 <= self.block_length <= self.length:
             raise ValueError(
-                f"block_length={self.block_length}: 1 to length={self.length} tokens, or null"
+                f"block_length={self.block_length}: it must be from 1 to length={self.length} "
+                "tokens, or null"
             )
-        above_zero(self, "", "lr")
-        one_of(self, weighting=("elbo", "flat"))
+        require_positive(self, "", "lr")
+        require_one_of(self, weighting=("elbo", "flat"))
 
-    def sets(self) -> list[DataConfig]:
-        """The data sets to learn from, equal shares of every batch."""
+    def data_configs(self) -> list[DataConfig]:
+        """Return the data sets, which have equal shares of every batch."""
         if self.path is not None:
             return [DataConfig(source="jsonl", path=self.path, length=self.length)]
         return [DataConfig(source=source, length=self.length) for source in ("stdlib", "embedded")]

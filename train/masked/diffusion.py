@@ -1,15 +1,15 @@
-"""Trains a masked diffusion language model: a causal language model made bidirectional, from its
-own weights.
+"""Train a masked diffusion language model: a causal language model that becomes bidirectional,
+starting from its own weights.
 
-    ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
+    ./launch.sh diffusion     # writes runs/embedded-diffusion; less than half an hour on one core
 
-The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask
-that lets every token see its whole document. Its outputs stay shifted, as in Dream: the one at
-position i - 1 predicts the token at i. Single process, without DeepSpeed.
+The model class stays the same (`Qwen3ForCausalLM` for the embedded target). It is run with a mask
+that lets every token see its whole document. Its outputs stay shifted, as in Dream: the output at
+position i - 1 predicts the token at i. Training uses a single process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
                           tokenizer
-    <out>/metrics.jsonl   a line a step; held-out bounds among them
+    <out>/metrics.jsonl   one line per step, and the held-out bounds
     <out>/options.json    the resolved configuration
 """
 
@@ -23,211 +23,274 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from data.packing import batch, best_fit, lay_out, pieces_of, prepare_rows, refuse_no_rows
-from data.rows import held_out_rows
-from infer.drafters.base import default_mask_token
-from infer.masked.model import NATIVE
+from data.packing import (
+    best_fit_decreasing,
+    pack_segments,
+    prepare_packed_dataset,
+    read_batch,
+    refuse_empty_dataset,
+    tokenize_example,
+)
+from data.rows import read_held_out_examples
+from infer.drafters.build import choose_mask_token
+from infer.masked.model import NATIVE_MODEL_TYPES
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.errors import disk, going_on
-from infer.utils.files import READABLE, replacing_folder, write_json
+from infer.utils.errors import abort_on_write_error, explain_interrupt
+from infer.utils.files import SHARED_FILE_MODE, atomic_create_folder, write_json
 from infer.utils.progress import Progress
-from train.batches import seeded
 from train.config import OptimConfig
 from train.masked.config import DiffusionConfig
-from train.masked.objective import Dice, bound, learnable, noise, throw
-from train.optim import make_optimizer, set_rate, trapezoid
+from train.masked.objective import (
+    estimate_bound,
+    mask_tokens,
+    remove_unpredictable_loss,
+    sample_noise,
+)
+from train.optim import make_optimizer, set_learning_rate, warmup_decay_factor
+from train.seeding import seeded_generator
 
-WARMUP_SHARE = 0.05  # of the steps
-DECAY_SHARE = 0.9
-TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
-WHOLE = 0.25  # share of the rows whose documents are noised whole, whatever the block length
-SAVE_EVERY = 40  # steps between saves, and between measurements of the held-out bound
-HELD_OUT_ROWS = 32  # that the bound is measured on, each under LEVELS noise levels
-LEVELS = 4
+WARMUP_SHARE = 0.05  # of all steps
+DECAY_SHARE = 0.9  # of all steps
+MUON_WEIGHT_DECAY = 0.05
+DIFFUSION_MAX_GRADIENT_NORM = 1.0
+# keys of `seeded_generator`, so that training and evaluation have different noise
+TRAINING_NOISE_STREAM = 0
+HELD_OUT_NOISE_STREAM = 1
+# fraction of the sequences that are masked without blocks, whatever the block length
+UNBLOCKED_SHARE = 0.25
+SAVE_INTERVAL_STEPS = 40  # between saves, and between measurements of the held-out bound
+MAX_HELD_OUT_SEQUENCES = 32
+HELD_OUT_NOISE_LEVELS = 4  # each held-out sequence is masked so many times
+HELD_OUT_BATCH_SIZE = 16
 
 
-def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
-    """Return the model to train, on its device in float32, and its tokenizer; the model's config
-    carries `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind,
-    and for one without an id for the mask."""
+def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object]:
+    """Return the model to train, float32 on its device, and its tokenizer.
+
+    Its config gets `mask_token_id` and `masked_diffusion`. Raises ValueError if the model's
+    architecture is not supported, and if no token id is free for the mask.
+    """
     start = load_target(config.init, "float32")
-    if start.config.model_type not in NATIVE:
+    if start.config.model_type not in NATIVE_MODEL_TYPES:
         raise ValueError(
-            f"init={config.init}: only {', '.join(NATIVE)} can become a masked diffusion model here"
+            f"init={config.init}: model_type {start.config.model_type} is not supported, give a "
+            f"model of {', '.join(NATIVE_MODEL_TYPES)}"
         )
-    mask = config.mask_token_id
-    size = start.config.vocab_size
-    if mask is None:
+    mask_token_id = config.mask_token_id
+    vocab_size = start.config.vocab_size
+    if mask_token_id is None:
         try:
-            mask = default_mask_token(start.tokenizer, size, start.end_ids)
+            mask_token_id = choose_mask_token(start.tokenizer, vocab_size, start.eos_token_ids)
         except ValueError:
             raise ValueError(
-                "no token id is free for the mask: name one by mask_token_id=<id>"
+                "no token id is free for the mask: choose one with mask_token_id=<id>"
             ) from None
-    if not 0 <= mask < size:
-        raise ValueError(f"mask_token_id={mask}: the vocabulary has ids 0 to {size - 1}")
+    if not 0 <= mask_token_id < vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask_token_id}: it must be an id of the vocabulary, 0 to "
+            f"{vocab_size - 1}"
+        )
+
     model = AutoModelForCausalLM.from_config(
         start.model.config, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.load_state_dict(start.model.state_dict())
-    with torch.no_grad():  # no text had a mask: what stands there is no token's vector
-        table = model.get_input_embeddings().weight
-        table[mask] = table.mean(0)
-    model.config.mask_token_id = mask
+    with torch.no_grad():  # the mask token was never trained: start from the mean embedding
+        embeddings = model.get_input_embeddings().weight
+        embeddings[mask_token_id] = embeddings.mean(0)
+    model.config.mask_token_id = mask_token_id
     model.config.masked_diffusion = {"shifted": True}
     model.config.dtype = torch.float32
     return model.to(start.device), start.tokenizer
 
 
-def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out
-    text: each column (B, T). Raises ValueError if there are none."""
-    data = config.sets()[0]
+def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
+    """Return up to MAX_HELD_OUT_SEQUENCES packed sequences of held-out text, evenly spaced over it,
+    columns (B, T). Raises ValueError if there is no held-out text."""
+    data = config.data_configs()[0]
     pieces = []
-    for row in held_out_rows(data):
-        with suppress(ValueError):  # training leaves such a row out, and says so
-            pieces += pieces_of(row, tokenizer, data.length)
-    rows = list(best_fit([len(ids) for ids, _ in pieces], data.length))
-    if not rows:
-        raise ValueError(f"path={config.path}: no held-out row to measure the bound on")
-    count = min(HELD_OUT_ROWS, len(rows))
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    packed = [lay_out(*zip(*(pieces[i] for i in row), strict=True), data.length) for row in chosen]
-    return {name: torch.tensor([row[name] for row in packed]) for name in packed[0]}
+    for example in read_held_out_examples(data):
+        with suppress(ValueError):  # training excludes such an example, too, and reports it
+            pieces += tokenize_example(example, tokenizer, data.length)
+    sequences = list(best_fit_decreasing([len(ids) for ids, _ in pieces], data.length))
+    if not sequences:
+        raise ValueError(f"path={config.path}: there is no held-out text to measure the bound on")
+
+    count = min(MAX_HELD_OUT_SEQUENCES, len(sequences))
+    packed = []
+    for i in range(count):
+        piece_numbers = sequences[i * len(sequences) // count]
+        ids = [pieces[number][0] for number in piece_numbers]
+        loss = [pieces[number][1] for number in piece_numbers]
+        packed.append(pack_segments(ids, loss, data.length))
+    return {name: torch.tensor([sequence[name] for sequence in packed]) for name in packed[0]}
 
 
-def held_out_bound(
-    model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig
+def measure_held_out_bound(
+    model: PreTrainedModel, held_out: dict[str, torch.Tensor], config: DiffusionConfig
 ) -> float:
-    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded,
-    block by block or whole; always under the same noise."""
-    mask = model.config.mask_token_id
-    dice = throw(
-        rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT)
-    )  # levels spread over all
-    rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
-    count, length = rows["ids"].shape
+    """Return the bound of the held-out text in nats per token.
+
+    The text is masked as in decoding: block by block, or completely without a block length. The
+    noise is the same at every call.
+    """
+    mask_token_id = model.config.mask_token_id
+    # sampled for all repetitions together, so that their noise levels are evenly spread
+    noise = sample_noise(
+        held_out["documents"].repeat(HELD_OUT_NOISE_LEVELS, 1),
+        seeded_generator(config.seed, HELD_OUT_NOISE_STREAM),
+    )
+    held_out = remove_unpredictable_loss(held_out, mask_token_id)
+    held_out = {name: column.to(model.device) for name, column in held_out.items()}
+    count, length = held_out["ids"].shape
+    order = torch.randperm(
+        HELD_OUT_NOISE_LEVELS * count,
+        generator=seeded_generator(config.seed, HELD_OUT_NOISE_STREAM, 1),
+    )
     total = 0.0
-    order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
-    for part in order.split(16):
-        some = {key: column[part % count] for key, column in rows.items()}
-        lengths = torch.full((len(part),), config.block_length or length, device=model.device)
-        thrown = Dice(*(one[part].to(model.device) for one in dice))
-        covered, weights = noise(some, thrown, lengths, mask)
-        with torch.no_grad(), products(model):
-            total += bound(model, some, covered, weights, mask).item()
-    return total / LEVELS / rows["loss"].sum().item()
+    for repetitions in order.split(HELD_OUT_BATCH_SIZE):
+        columns = {name: column[repetitions % count] for name, column in held_out.items()}
+        block_lengths = torch.full(
+            (len(repetitions),), config.block_length or length, device=model.device
+        )
+        masked_ids, weights = mask_tokens(
+            columns, noise.select_rows(repetitions, model.device), block_lengths, mask_token_id
+        )
+        with torch.no_grad(), bfloat16_autocast(model):
+            total += estimate_bound(model, columns, masked_ids, weights, mask_token_id).item()
+    return total / HELD_OUT_NOISE_LEVELS / held_out["loss"].sum().item()
 
 
-def products(model: nn.Module) -> torch.autocast:
-    """Return the autocast context of a pass: weights stay float32, products are bfloat16."""
+def bfloat16_autocast(model: PreTrainedModel) -> torch.autocast:
+    """Return the context of forward passes: float32 weights, bfloat16 matrix products."""
     return torch.autocast(model.device.type, torch.bfloat16)
 
 
-def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, torch.Tensor]:
-    """Return the rows of a step, equally many of every data set: a pure function of seed and
-    step."""
-    share = config.batch_size // len(sets)
-    parts = [batch(rows, step * share, share, config.seed) for rows in sets]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def load_training_batch(config: DiffusionConfig, datasets: list, step: int) -> dict:
+    """Return the packed sequences of a step, columns (B, T), with an equal share of every data set.
+    It is a pure function of seed and step."""
+    share = config.batch_size // len(datasets)
+    batches = [read_batch(dataset, step * share, share, config.seed) for dataset in datasets]
+    return {name: torch.cat([columns[name] for columns in batches]) for name in batches[0]}
 
 
-def train_step(
-    model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int
+def compute_gradients(
+    model: PreTrainedModel, columns: dict[str, torch.Tensor], config: DiffusionConfig, step: int
 ) -> float:
-    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo,
-    an estimate of the bound. The noise is a pure function of seed and step."""
-    mask = model.config.mask_token_id
-    generator = seeded(config.seed, TRAINING, step)
-    dice = Dice(*(one.to(model.device) for one in throw(rows["documents"], generator)))
-    rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
-    count, length = rows["ids"].shape
+    """Run forward and backward pass of one step and return the loss in nats per token.
+
+    columns: packed sequences, (B, T) each. With weighting=elbo, the loss is an estimate of the
+    bound. The noise is a pure function of seed and step.
+    """
+    mask_token_id = model.config.mask_token_id
+    generator = seeded_generator(config.seed, TRAINING_NOISE_STREAM, step)
+    noise = sample_noise(columns["documents"], generator).to_device(model.device)
+    columns = remove_unpredictable_loss(columns, mask_token_id)
+    columns = {name: column.to(model.device) for name, column in columns.items()}
+    count, length = columns["ids"].shape
     order = torch.randperm(count, generator=generator).to(model.device)
-    lengths = torch.where(order < round(WHOLE * count), length, config.block_length or length)
-    covered, weights = noise(rows, dice, lengths, mask)
+    block_lengths = torch.where(
+        order < round(UNBLOCKED_SHARE * count), length, config.block_length or length
+    )
+    masked_ids, weights = mask_tokens(columns, noise, block_lengths, mask_token_id)
     if config.weighting == "flat":
         weights = (weights > 0).float()
-    tokens = weights.sum() if config.weighting == "flat" else rows["loss"].sum()
-    with products(model):
-        loss = bound(model, rows, covered, weights, mask) / tokens.clamp(min=1)
+        num_tokens = weights.sum()
+    else:
+        num_tokens = columns["loss"].sum()
+    with bfloat16_autocast(model):
+        bound = estimate_bound(model, columns, masked_ids, weights, mask_token_id)
+        loss = bound / num_tokens.clamp(min=1)
     loss.backward()
     return loss.item()
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Write an ordinary model folder in the place of the one that was saved before."""
+def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
+    """Save model and tokenizer in Hugging Face's layout, in place of the previous save."""
     shutil.rmtree(folder, ignore_errors=True)
-    with disk(str(folder)), replacing_folder(folder) as fresh:
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        for weights in fresh.glob("*.safetensors"):
-            weights.chmod(READABLE)
+    with abort_on_write_error(str(folder)), atomic_create_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        for weights in temporary.glob("*.safetensors"):
+            weights.chmod(SHARED_FILE_MODE)
 
 
-def take_steps(
-    model: nn.Module, rate: float, steps: int, backward: Callable[[int], float]
+def run_optimizer_steps(
+    model: nn.Module, peak_rate: float, num_steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Take the steps, in one process, with Muon for matrices, which decay, and AdamW for the rest;
-    yield how many are taken and the loss, after each.
+    """Train in a single process, with Muon for matrices and AdamW for all other weights. Yield the
+    number of completed steps and the loss after each step.
 
-    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and
-        returns its loss."""
-    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate), decay=0.05)
+    backward(step): computes the gradients of a step, counted from 0, and returns its loss.
+    """
+    optim = OptimConfig(name="muon", lr=peak_rate)
+    optimizer = make_optimizer(model, optim, weight_decay=MUON_WEIGHT_DECAY)
     progress = Progress("training", "steps", stream=sys.stdout)
-    for step in range(steps):
-        set_rate(optimizer, rate * trapezoid(step, steps, WARMUP_SHARE, DECAY_SHARE))
+    for step in range(num_steps):
+        factor = warmup_decay_factor(step, num_steps, WARMUP_SHARE, DECAY_SHARE)
+        set_learning_rate(optimizer, peak_rate * factor)
         loss = backward(step)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), DIFFUSION_MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        progress(step + 1, steps, f"loss {loss:.3f}")
+        progress(step + 1, num_steps, f"loss {loss:.3f}")
         yield step + 1, loss
 
 
-def train(config: DiffusionConfig) -> float:
-    """Train into `config.out`; return the last held-out bound. Raises ValueError or
-    FileNotFoundError for models and data that cannot be used, and for a folder that has a run in
-    it."""
+def train_diffusion_model(config: DiffusionConfig) -> float:
+    """Train a masked diffusion model into `config.out`; return the final held-out bound in nats per
+    token.
+
+    Raises ValueError or FileNotFoundError for a model or data that cannot be used, and if the
+    folder already holds a run.
+    """
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
         raise ValueError(
-            f"out={out} holds a run, and runs are not gone on with: choose another folder"
+            f"out={out} holds a run, and this command cannot resume it: choose another folder"
         )
-    model, tokenizer = begin(config)
-    digest = tokenizer_digest(tokenizer)
-    progress = Progress("tokenising", "texts")
-    sets = []
-    for data in config.sets():
-        prepared = prepare_rows(data, tokenizer, digest, progress)
-        refuse_no_rows(prepared.counts)
-        print(*prepared.counts.lines(), sep="\n", flush=True)
-        sets.append(prepared.rows)
-    held_out = held_out_batch(config, tokenizer)
+    model, tokenizer = load_initial_model(config)
+    datasets = prepare_datasets(config, tokenizer)
+    held_out = load_held_out_batch(config, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "options.json", asdict(config))
 
-    def note(**values: float) -> None:
+    def write_metrics(**values: float) -> None:
         with (out / "metrics.jsonl").open("a") as log:
             log.write(json.dumps(values) + "\n")
 
-    def measure(step: int) -> float:
-        nats = held_out_bound(model.eval(), held_out, config)
+    def evaluate(step: int) -> float:
+        bound = measure_held_out_bound(model.eval(), held_out, config)
         model.train()
-        note(step=step, held_out_nats_per_token=nats)
-        print(f"step {step}: held out {nats:.3f} nats a token", flush=True)
-        return nats
+        write_metrics(step=step, held_out_nats_per_token=bound)
+        print(f"step {step}: held out {bound:.3f} nats a token", flush=True)
+        return bound
 
     def backward(step: int) -> float:
-        return train_step(model, training_batch(config, sets, step), config, step)
+        columns = load_training_batch(config, datasets, step)
+        return compute_gradients(model, columns, config, step)
 
-    nats = measure(0)
-    with going_on(f"{out}/model is as it was last saved, if it was"):
-        for step, loss in take_steps(model, config.lr, config.steps, backward):
-            note(step=step, loss=loss)
-            if step % SAVE_EVERY == 0 or step == config.steps:
-                nats = measure(step)
+    bound = evaluate(0)
+    with explain_interrupt(f"{out}/model has the last saved state, if there is one"):
+        for step, loss in run_optimizer_steps(model, config.lr, config.steps, backward):
+            write_metrics(step=step, loss=loss)
+            if step % SAVE_INTERVAL_STEPS == 0 or step == config.steps:
+                bound = evaluate(step)
                 save_model(out / "model", model, tokenizer)
-    return nats
+    return bound
+
+
+def prepare_datasets(config: DiffusionConfig, tokenizer) -> list:
+    """Return the packed sequences of every data set, and print the counts of its examples."""
+    digest = tokenizer_digest(tokenizer)
+    progress = Progress("tokenising", "texts")
+    datasets = []
+    for data in config.data_configs():
+        prepared = prepare_packed_dataset(data, tokenizer, digest, progress)
+        refuse_empty_dataset(prepared.counts)
+        print(*prepared.counts.format_lines(), sep="\n", flush=True)
+        datasets.append(prepared.dataset)
+    return datasets

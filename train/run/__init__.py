@@ -1,4 +1,3 @@
-"""A run's folder: its configuration and lock, state, checkpoints, log, evaluations.
-May import infer, data and train's top but for loop.
-Start with prepare.py (all that comes before the first step), then state.py (what a run is) and
-folder.py (who may write)."""
+"""A run's folder: configuration, lock, state, checkpoints, log and evaluations.
+May import infer, data and train's modules except loop. Start with prepare.py (everything before the
+first step), then state.py (the state of a run) and folder.py (who may write the folder)."""

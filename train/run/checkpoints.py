@@ -1,193 +1,224 @@
-"""Checkpoints of a run: whole or absent, newest first, best marked.
+"""Checkpoints of a run. A checkpoint folder is either complete or absent.
 
     <run>/checkpoints/step-00000300/
-        drafter/        config.json, model.safetensors: the public layout, what serving engines read;
-                        ngrams, with ngrams=true
-        state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever
-                        processes and ZeRO stage wrote it; manifest.json: step, size and sha256 of
-                        every file of the checkpoint
-        evaluation/     evaluation.json and the report, written after the checkpoint; failed.txt if that
-                        did not work
+        drafter/        config.json and model.safetensors, in the public layout that serving engines
+                        read; ngrams, with ngrams=true
+        state/          state.safetensors: float32 weights and optimiser moments, complete for any
+                        number of processes and ZeRO stage; manifest.json: the step, and size and
+                        SHA-256 of every file of the checkpoint
+        evaluation/     evaluation.json and the report, written after the checkpoint; failed.txt if
+                        the evaluation failed
     <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the
-training state and nothing else; the next one of either kind takes its place. Each is written into a
-hidden sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves
-either none or a whole one. There is no other state: data order, anchors and learning rate are pure
-functions of seed and step.
+A rolling state is a training state without a drafter. It is saved every few minutes and when a
+signal stops the run, and replaced by the next checkpoint or rolling state.
+
+A folder is written under a hidden name, synced, given its manifest, and renamed. If the process is
+killed, the folder is therefore absent or complete. There is no other state: the order of the data,
+the anchors and the learning rate are pure functions of seed and step.
 """
 
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.drafters.base import Drafter
-from infer.formats.checkpoint import NGRAMS, save_drafter
-from infer.utils.errors import disk
-from infer.utils.files import file_digest, replacing, replacing_folder, sync, write_json
-from train.engine import training_state
-from train.processes import first_only
+from infer.formats.checkpoint import NGRAM_FILE_NAME, save_drafter
+from infer.utils.errors import abort_on_write_error
+from infer.utils.files import (
+    atomic_create_folder,
+    atomic_replace_file,
+    file_digest,
+    fsync_path,
+    write_json,
+)
+from train.engine import gather_training_state
+from train.processes import run_on_first_process
 
-MANIFEST = "manifest.json"
-STATE = "state.safetensors"
-KEPT = 2  # newest checkpoints that keep their training state; drafters and evaluations always stay
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+CHECKPOINT_MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.safetensors"
+# so many newest checkpoints keep their training state; all keep drafter and evaluation
+MAX_CHECKPOINT_STATES = 2
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
+    """Return the path of a checkpoint's folder."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """Return the run's checkpoint folders, oldest first, damaged ones included."""
-    return numbered_folders(run / "checkpoints", "step")
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the run's checkpoint folders, oldest first, including damaged ones."""
+    return list_numbered_folders(run / "checkpoints", "step")
 
 
-def rolling(run: Path) -> list[Path]:
-    """Return the rolling training states, oldest first, damaged ones included."""
-    return numbered_folders(run / "checkpoints", "rolling")
+def list_rolling_states(run: Path) -> list[Path]:
+    """Return the folders of rolling training states, oldest first, including damaged ones."""
+    return list_numbered_folders(run / "checkpoints", "rolling")
 
 
-def numbered_folders(parent: Path, name: str) -> list[Path]:
-    """Return the folders called `name`-<step>, by step. Whatever else lies there, such as a copy
-    with a name of the user's, belongs to nobody and is left alone."""
-    folders = [
-        path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{name}-[0-9]+", path.name)
-    ]
-    return sorted((path for path in folders if path.is_dir()), key=step_of)
+def list_numbered_folders(parent: Path, name: str) -> list[Path]:
+    """Return the folders named `name`-<step>, sorted by step. Folders with other names, for example
+    a user's copy of a checkpoint, are ignored."""
+    folders = []
+    for path in parent.glob(f"{name}-*"):
+        if re.fullmatch(rf"{name}-[0-9]+", path.name) and path.is_dir():
+            folders.append(path)
+    return sorted(folders, key=parse_step)
 
 
-def step_of(folder: Path) -> int:
-    """Return the step in the name of a folder of `checkpoints` or `rolling`."""
+def parse_step(folder: Path) -> int:
+    """Return the step in the name of a checkpoint or rolling state."""
     return int(folder.name.rpartition("-")[2])
 
 
-def _digest(path: Path) -> dict:
+def build_manifest_entry(path: Path) -> dict:
+    """Return a file's entry in the manifest: size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def save(run: Path, step: int, drafter: Drafter, engine, dtype: torch.dtype | None = None) -> Path:
-    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a
-    rolling state in place of the one before; return the finished folder. Called by every process;
-    engine: the one around the drafter. Raises Stopped in all processes if the checkpoint cannot be
-        written; nothing
-    half-written is left then."""
-    state = training_state(drafter, engine)
-    folder = (
-        run / "checkpoints" / f"rolling-{step:08d}"
-        if dtype is None
-        else checkpoint_folder(run, step)
+def save_checkpoint(
+    run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine", dtype: torch.dtype
+) -> Path:
+    """Save a checkpoint with the training state, and the drafter in `dtype`. Return its folder.
+
+    All processes call it together. Raises Stopped in all of them if the checkpoint cannot be
+    written; no partial checkpoint remains.
+    """
+    state = gather_training_state(drafter, engine)
+    folder = checkpoint_folder(run, step)
+    return run_on_first_process(
+        lambda: _write_checkpoint(folder, step, state, (drafter.config, dtype))
     )
 
-    def write() -> Path:
-        _write(folder, step, state, dtype and (drafter.config, dtype))
-        tidy(run, step)
-        return folder
 
-    return first_only(write)
+def save_rolling_state(run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine") -> Path:
+    """Save the training state in place of the previous rolling state. Otherwise like
+    `save_checkpoint`."""
+    state = gather_training_state(drafter, engine)
+    folder = run / "checkpoints" / f"rolling-{step:08d}"
+    return run_on_first_process(lambda: _write_checkpoint(folder, step, state, None))
 
 
-def _write(
-    final: Path,
+def _write_checkpoint(
+    folder: Path,
     step: int,
     state: dict[str, torch.Tensor],
     drafter: tuple[Qwen3Config, torch.dtype] | None,
-) -> None:
-    """Write the folder `final` with a training state, a drafter if its configuration and dtype are
-    given, and a manifest."""
-    run = final.parent.parent
-    with disk(f"{final.name} of {run}"):
-        final.parent.mkdir(
-            exist_ok=True
-        )  # but not the run's folder: where that vanished, the run ends
-        with replacing_folder(final) as partial:
+) -> Path:
+    """Write a folder with a training state, a manifest, and a drafter if its config and dtype are
+    given. Then remove superseded states. Return the folder."""
+    run = folder.parent.parent
+    with abort_on_write_error(f"{folder.name} of {run}"):
+        # `parents` is not set: if the run's folder was deleted, the run must end
+        folder.parent.mkdir(exist_ok=True)
+        with atomic_create_folder(folder) as partial:
             (partial / "state").mkdir()
-            save_file(state, partial / "state" / STATE)
+            save_file(state, partial / "state" / STATE_FILE)
             if drafter is not None:
                 config, dtype = drafter
-                weights = {name: tensor for name, tensor in state.items() if "/" not in name}
-                weights |= {
-                    name: weight.to(dtype)
-                    for name, weight in weights.items()
-                    if weight.is_floating_point()
-                }
-                save_drafter(config, weights, partial / "drafter")
-                if (run / NGRAMS).is_file():
-                    shutil.copyfile(run / NGRAMS, partial / "drafter" / NGRAMS)
-            files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-            manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
-            write_json(partial / "state" / MANIFEST, {"step": step, "files": manifest})
-            log = run / "metrics.jsonl"  # has all steps up to this one: on the disk before it
-            for path in (*partial.rglob("*"), *[log] * log.exists()):
-                sync(path)
-            shutil.rmtree(final, ignore_errors=True)
-        sync(final.parent)
+                save_drafter(config, _select_weights(state, dtype), partial / "drafter")
+                if (run / NGRAM_FILE_NAME).is_file():
+                    shutil.copyfile(run / NGRAM_FILE_NAME, partial / "drafter" / NGRAM_FILE_NAME)
+
+            files = {}
+            for path in sorted(partial.rglob("*")):
+                if path.is_file():
+                    files[path.relative_to(partial).as_posix()] = build_manifest_entry(path)
+            manifest = {"step": step, "files": files}
+            write_json(partial / "state" / CHECKPOINT_MANIFEST_FILE, manifest)
+
+            # the log must be on the disk first, because resuming needs its lines up to this step
+            for path in partial.rglob("*"):
+                fsync_path(path)
+            log = run / "metrics.jsonl"
+            if log.exists():
+                fsync_path(log)
+            shutil.rmtree(folder, ignore_errors=True)
+        fsync_path(folder.parent)
+    remove_superseded_states(run, step)
+    return folder
 
 
-def tidy(run: Path, step: int) -> None:
-    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it,
-    the next start does. Newer checkpoints are damaged; they are kept until overwritten."""
-    for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-KEPT]:
-        shutil.rmtree(old / "state", ignore_errors=True)
-    for old in rolling(run):
-        if step_of(old) < step or checkpoint_folder(run, step).exists():
-            shutil.rmtree(old, ignore_errors=True)
+def _select_weights(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the drafter's weights and buffers of a training state, floating-point ones in
+    `dtype`."""
+    weights = {}
+    for name, tensor in state.items():
+        if "/" not in name:  # names with a slash belong to the optimiser
+            weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return weights
 
 
-def remove_partial(run: Path) -> None:
-    """Remove what a killed run left half-written."""
-    (run / "checkpoints" / ".best").unlink(missing_ok=True)
-    for partial in (
-        *(run / "checkpoints").glob(".step-*"),
-        *(run / "checkpoints").glob(".rolling-*"),
-    ):
+def remove_superseded_states(run: Path, step: int) -> None:
+    """Remove training states that the one of `step` supersedes. If the process is killed meanwhile,
+    the next start finishes it. Newer checkpoints are damaged ones; they stay until overwritten."""
+    checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
+    for folder in checkpoints[:-MAX_CHECKPOINT_STATES]:
+        shutil.rmtree(folder / "state", ignore_errors=True)
+    for folder in list_rolling_states(run):
+        if parse_step(folder) < step or checkpoint_folder(run, step).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_partial_checkpoints(run: Path) -> None:
+    """Remove partially written folders of a killed run."""
+    folder = run / "checkpoints"
+    (folder / ".best").unlink(missing_ok=True)
+    for partial in (*folder.glob(".step-*"), *folder.glob(".rolling-*")):
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def find_damage(folder: Path) -> str | None:
-    """Describe the first fault of a checkpoint; None if every file matches its manifest."""
-    manifest = folder / "state" / MANIFEST
+def describe_damage(folder: Path) -> str | None:
+    """Describe the first defect of a checkpoint; None if every file matches the manifest."""
+    manifest = folder / "state" / CHECKPOINT_MANIFEST_FILE
     if not manifest.is_file():
         return "has no training state"
     try:
-        expected = dict(json.loads(manifest.read_text())["files"])
+        files = dict(json.loads(manifest.read_text())["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return "its manifest cannot be read"
-    if f"state/{STATE}" not in expected:
-        return f"its manifest names no state/{STATE}"
-    for name, digest in expected.items():
+    if f"state/{STATE_FILE}" not in files:
+        return f"its manifest does not list state/{STATE_FILE}"
+    for name, expected in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if _digest(folder / name) != digest:
+        if build_manifest_entry(folder / name) != expected:
             return f"{name} is truncated or altered"
     return None
 
 
-def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint or rolling state, or None, and a sentence about every
-    newer one."""
+def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest undamaged checkpoint or rolling state, None if there is none, and one line
+    about every newer, damaged one."""
     skipped = []
-    for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
-        problem = find_damage(folder)
-        if problem is None:
+    folders = [*list_checkpoints(run), *list_rolling_states(run)]
+    for folder in sorted(folders, key=parse_step, reverse=True):
+        damage = describe_damage(folder)
+        if damage is None:
             return folder, skipped
-        skipped.append(f"skipped checkpoint {folder.name}: {problem}")
+        skipped.append(f"skipped checkpoint {folder.name}: {damage}")
     return None, skipped
 
 
-def load(folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing
-    without one. Its files were checked by `newest`."""
-    return load_file(folder / "state" / STATE) if folder is not None else {}
+def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's training state (see `train.engine.gather_training_state`), which
+    `find_newest_checkpoint` has checked; empty for None."""
+    if folder is None:
+        return {}
+    return load_file(folder / "state" / STATE_FILE)
 
 
-def mark_best(run: Path, best: Path) -> None:
-    """Point checkpoints/best at the best checkpoint, atomically."""
-    link = run / "checkpoints" / "best"
-    with replacing(link) as fresh:
-        fresh.symlink_to(best.name)
+def link_best_checkpoint(run: Path, best: Path) -> None:
+    """Point the link checkpoints/best to the best checkpoint, atomically."""
+    with atomic_replace_file(run / "checkpoints" / "best") as temporary:
+        temporary.symlink_to(best.name)

@@ -1,9 +1,10 @@
-"""What happens at a checkpoint: decode held-out prompts, write numbers and pictures, mark the best.
+"""The evaluation of a checkpoint: decode held-out prompts, write results and report, and link the
+best checkpoint.
 
-An evaluation that fails (no memory, no hub, a defect) does not end the training: the reason is
-written to evaluation/failed.txt and to the report, and the same command tries the newest one again.
-Outputs that differ from plain decoding's are not such a failure: they are reported at once, and are
-the run's result.
+An evaluation that fails (out of memory, hub not reachable, a bug) does not end the training. The
+reason is written to evaluation/failed.txt and to the report, and the same command evaluates the
+newest checkpoint again. Outputs that differ from baseline decoding are not such a failure: they are
+reported at once and are part of the run's result.
 """
 
 import json
@@ -11,251 +12,308 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from data.prompts import evaluation_prompts, few_prompts
+from data.prompts import describe_prompt_shortage, select_evaluation_prompts
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import brief, decode_all, parts_of, summarise
-from infer.evaluation.measuring import Measured, PromptSet, join
-from infer.evaluation.report import RunFacts, write_report
+from infer.evaluation.evaluate import (
+    build_prompt_sets,
+    measure_prompt_sets,
+    shorten_prompt_set,
+    summarise_evaluation,
+)
+from infer.evaluation.measurement import (
+    PromptSet,
+    VariantMeasurement,
+    merge_measurements,
+)
+from infer.evaluation.metrics import describe_too_few_prompts, select_best_checkpoint
+from infer.evaluation.report import RunDescription, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.ruler import best_of, too_few
-from infer.evaluation.tables import headline, method_table
+from infer.evaluation.tables import format_headline, format_method_table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
-from infer.utils.errors import Stopped, command_line, disk
+from infer.utils.errors import RunAborted, abort_on_write_error, redacted_command_line
 from infer.utils.files import atomic_write
 from infer.utils.progress import HEARTBEAT, Progress
 from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
-from train.processes import first_only
-from train.run.checkpoints import checkpoints, mark_best, step_of
-from train.run.log import RunLog, read_log
+from train.processes import run_on_first_process
+from train.run.checkpoints import link_best_checkpoint, list_checkpoints, parse_step
+from train.run.log import RunLog, read_step_metrics
 from train.run.state import RunState
 
+FAILURE_FILE = "failed.txt"
 
-def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) -> None:
-    """Decode with the drafter as it is on disk, the way a user would, and update the run's report.
-    All processes call it; each decodes its share of the prompts, the first one writes. Only the
-    `last` checkpoint is evaluated in full."""
-    began = time.monotonic()
-    target = drafter = parts = measured = problem = None
+
+def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
+    """Decode with the checkpoint's saved drafter and update the run's report.
+
+    All processes call it together. Each decodes its share of the prompts; the first one writes the
+    results. Only the last checkpoint is evaluated on all prompt sets.
+    """
+    start_time = time.monotonic()
+    target = drafter = prompt_sets = measured = error_text = None
     try:
-        target = run.whole_target()
-        drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
-        parts = parts_to_decode(run.config, target, last)
-        measured = decode_share(
-            target, drafter, parts, run.config, f"evaluating step {step_of(folder)}"
+        target = run.load_decoding_target()
+        drafter = cast(Drafter, load_drafter(folder, dtype=target.dtype, device=target.device))
+        prompt_sets = select_prompt_sets(run.config, target, is_last)
+        measured = decode_prompt_share(
+            target, drafter, prompt_sets, run.config, f"evaluating step {parse_step(folder)}"
         )
     except Exception as error:  # noqa: BLE001
-        problem = describe_error(error)
-        torch.cuda.empty_cache()  # the evaluation's, if memory ran out
-    shares = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, (measured, problem))
-    problems = [problem for _, problem in shares if problem]
+        error_text = describe_error(error)
+        torch.cuda.empty_cache()  # if memory ran out, training needs it back
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (measured, error_text))
+    errors = [error for _, error in gathered if error]
+    shares = [share for share, _ in gathered]
+    if run.config.target.shard:
+        shares = shares[:1]  # all processes have decoded the same prompts
 
-    def write() -> None:
+    def write_results() -> None:
         out = folder / "evaluation"
-        with disk(str(out)):
+        with abort_on_write_error(str(out)):
             out.mkdir(exist_ok=True)
             try:
-                if problems:
-                    write_failure(out, problems, log)
+                if errors:
+                    write_evaluation_failure(out, errors, log)
                 else:
-                    # where it is sharded all are the same
-                    read = shares[:1] if run.config.target.shard else shares
-                    write_evaluation(folder, target, drafter, parts, [one for one, _ in read], log)
-                    (out / "failed.txt").unlink(missing_ok=True)
-                if not last:  # behind the last one comes `finish_report`
+                    assert target is not None
+                    assert drafter is not None
+                    assert prompt_sets is not None
+                    write_evaluation(folder, target, drafter, prompt_sets, shares, log)
+                    (out / FAILURE_FILE).unlink(missing_ok=True)
+                if not is_last:  # after the last one, `finish_report` does it
                     update_report(run.folder)
             except OSError:
-                raise  # the disk's
+                raise  # handled by `disk`
             except Exception as error:  # noqa: BLE001
-                write_failure(out, [describe_error(error)], log)
+                write_evaluation_failure(out, [describe_error(error)], log)
 
-    first_only(write)
-    log.progress.start += time.monotonic() - began  # it is no part of the steps
+    run_on_first_process(write_results)
+    # the progress line's remaining time is about training steps only
+    log.progress.start_time += time.monotonic() - start_time
 
 
 def evaluate_best(run: RunState, log: RunLog) -> None:
-    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report,
-    its card and what doctor compares with come from that."""
-    full = {checkpoints(run.folder)[-1].name}
-    while (
-        best := first_only(lambda: best_checkpoint(run.folder))
-    ) is not None and best.name not in full:
-        full.add(best.name)
-        evaluate_checkpoint(run, best, log, last=True)
+    """Evaluate the best checkpoint on all prompt sets, if it is not the last one. The report, the
+    model card and the `doctor` command use its results."""
+    fully_evaluated = {list_checkpoints(run.folder)[-1].name}
+    while True:
+        best = run_on_first_process(lambda: find_best_checkpoint(run.folder))
+        if best is None or best.name in fully_evaluated:
+            return
+        fully_evaluated.add(best.name)
+        evaluate_checkpoint(run, best, log, is_last=True)
 
 
-def best_checkpoint(run: Path) -> Path | None:
-    """Return the folder of the best checkpoint, None where no evaluation worked."""
-    evaluations = evaluations_of(run)
-    return run / "checkpoints" / Path(best_of(evaluations).checkpoint).name if evaluations else None
-
-
-def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
-    """Return a sentence where the user's own data give fewer held-out prompts than evaluations
-    want. Raises ValueError, before the first step, where they give none."""
-    wanted = config.evaluation.prompts
-    if not wanted or config.data.source in ("embedded", "stdlib"):  # the library has thousands
+def find_best_checkpoint(run: Path) -> Path | None:
+    """Return the folder of the best checkpoint, None if no evaluation succeeded."""
+    evaluations = read_evaluations(run)
+    if not evaluations:
         return None
-    there = evaluation_prompts(
-        config.data, target.tokenizer, wanted, config.evaluation.max_prompt_tokens
+    checkpoint = select_best_checkpoint(evaluations).checkpoint
+    assert checkpoint is not None
+    return run / "checkpoints" / Path(checkpoint).name
+
+
+def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
+    """Return a sentence if the user's data have fewer held-out prompts than evaluations need.
+
+    Raises ValueError, before the first step, if they have none.
+    """
+    num_prompts = config.evaluation.prompts
+    # the embedded texts and the standard library have thousands
+    if not num_prompts or config.data.source in ("embedded", "stdlib"):
+        return None
+    prompts = select_evaluation_prompts(
+        config.data, target.tokenizer, num_prompts, config.evaluation.max_prompt_tokens
     )
-    return few_prompts(len(there), wanted)
+    return describe_prompt_shortage(len(prompts), num_prompts)
 
 
-def parts_to_decode(config: TrainConfig, target: Target, last: bool) -> list[PromptSet]:
-    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all
-    parts, of others a quarter of the first."""
+def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> list[PromptSet]:
+    """Return the prompts of an evaluation, for all processes together: all sets for the last
+    checkpoint, a quarter of the first set for others."""
     options = config.evaluation
-    outside = options.external_prompts if last else 0
-    prompts = evaluation_prompts(
+    outside = options.external_prompts if is_last else 0
+    prompts = select_evaluation_prompts(
         config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )
-    parts = parts_of(prompts, options)
-    return parts if last else [brief(parts[0])]
+    prompt_sets = build_prompt_sets(prompts, options)
+    return prompt_sets if is_last else [shorten_prompt_set(prompt_sets[0])]
 
 
-def decode_share(
-    target: Target, drafter: Drafter, parts: list[PromptSet], config: TrainConfig, what: str
-) -> list[list[Measured]]:
-    """Decode this process's share of the prompts of every part with every method."""
+def decode_prompt_share(
+    target: Target,
+    drafter: Drafter,
+    prompt_sets: list[PromptSet],
+    config: TrainConfig,
+    activity: str,
+) -> list[list[VariantMeasurement]]:
+    """Decode this process's share of every prompt set with every method. `activity` names the
+    evaluation in the progress line."""
     rank = dist.get_rank()
-    world = dist.get_world_size()
-    # a pass through a sharded target takes all processes: all decode everything, in step
+    # all processes decode all prompts together with a sharded target, because each forward pass
+    # needs all of them
     if not config.target.shard:
-        mine = slice(rank, None, world)
-        parts = [
-            replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts
+        share = slice(rank, None, dist.get_world_size())
+        prompt_sets = [
+            replace(
+                prompt_set,
+                prompts=prompt_set.prompts[share],
+                prompt_numbers=prompt_set.prompt_numbers[share],
+            )
+            for prompt_set in prompt_sets
         ]
-    progress = Progress(what, "prompts", quiet=rank > 0, minutes=parts[0].config.max_minutes)
+    progress = Progress(
+        activity, "prompts", quiet=rank > 0, minutes=prompt_sets[0].config.max_minutes
+    )
 
-    def onwards(done: int, total: int) -> None:
-        HEARTBEAT.at(what)  # in the other processes, too: they are not stalled
+    def report_progress(done: int, total: int) -> None:
+        HEARTBEAT.set_activity(activity)  # in every process, so that no watchdog ends one
         progress(done, total)
 
-    return decode_all(target, drafter, parts, onwards)
+    return measure_prompt_sets(target, drafter, prompt_sets, report_progress)
 
 
 def write_evaluation(
     folder: Path,
     target: Target,
     drafter: Drafter,
-    parts: list[PromptSet],
-    shares: list,
+    prompt_sets: list[PromptSet],
+    shares: list[list[list[VariantMeasurement]]],
     log: RunLog,
 ) -> None:
-    """Join what the processes measured of a checkpoint, write it, and print it in a line; in a
-    second one, that outputs are wrong."""
-    measured = [join(of_part) for of_part in zip(*shares, strict=True)]
-    result = summarise(target, drafter, parts, measured)
-    result = replace(result, step=step_of(folder), checkpoint=str(folder), drafter=log.name)
+    """Join the measurements of all processes, write the checkpoint's evaluation, and print one line
+    about it, or two if outputs are wrong."""
+    measured = [merge_measurements(set_shares) for set_shares in zip(*shares, strict=True)]
+    result = summarise_evaluation(target, drafter, prompt_sets, measured)
+    result = replace(result, step=parse_step(folder), checkpoint=str(folder), drafter=log.name)
     write_result(folder / "evaluation" / "evaluation.json", result)
-    log.summary(result)
-    taus = ", ".join(f"{m.label} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting)
-    log.say(f"step {result.step}: {taus}")
-    if is_wrong(result):
-        log.say(
-            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from plain decoding's in float32, which is "
-            f"a defect of this program or machine, not of the drafter: see {folder}/evaluation/evaluation.json"
+    log.log_evaluation(result)
+    taus = ", ".join(f"{m.label} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting_methods)
+    log.print_line(f"step {result.step}: {taus}")
+    if breaks_losslessness(result):
+        log.print_line(
+            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline decoding "
+            "in float32, which is "
+            "a bug of this program or machine, not of the drafter: see "
+            f"{folder}/evaluation/evaluation.json"
         )
 
 
-def is_wrong(result: Evaluation) -> bool:
-    """Return whether outputs differ where rounding cannot be the cause."""
+def breaks_losslessness(result: Evaluation) -> bool:
+    """Return whether greedy float32 outputs differ from baseline decoding, which rounding cannot
+    explain."""
     return result.temperature == 0 and result.dtype == "float32" and not result.same_output
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's kind and first line, and below it the traceback, without secrets."""
-    first = str(error).strip().partition("\n")[0]
-    return redact_text(
-        f"{type(error).__name__}: {first}\n\n{''.join(traceback.format_exception(error))}"
-    )
+    """Return an error's type and first line, an empty line, and the traceback, without secrets."""
+    first_line = str(error).strip().partition("\n")[0]
+    stack_trace = "".join(traceback.format_exception(error))
+    return redact_text(f"{type(error).__name__}: {first_line}\n\n{stack_trace}")
 
 
-def write_failure(out: Path, problems: list[str], log: RunLog) -> None:
-    """Write down why there is no evaluation."""
+def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
+    """Replace the evaluation in folder `out` by the reason why it failed."""
     (out / "evaluation.json").unlink(missing_ok=True)
-    atomic_write(out / "failed.txt", "\n".join(problems))
-    log.say(
-        f"evaluating step {step_of(out.parent)} failed, training goes on: {problems[0].splitlines()[0]}"
+    atomic_write(out / FAILURE_FILE, "\n".join(errors))
+    log.print_line(
+        f"evaluating step {parse_step(out.parent)} failed, training continues: "
+        f"{errors[0].splitlines()[0]}"
     )
 
 
-def failures_of(run: Path) -> list[str]:
-    """Return a sentence about every evaluation that failed, by step."""
-    files = [folder / "evaluation" / "failed.txt" for folder in checkpoints(run)]
-    return [
-        f"The evaluation at step {step_of(file.parent.parent)} failed: {file.read_text().splitlines()[0]}"
-        for file in files
-        if file.exists()
-    ]
+def describe_failures(run: Path) -> list[str]:
+    """Return one sentence for every failed evaluation, sorted by step."""
+    sentences = []
+    for folder in list_checkpoints(run):
+        file = folder / "evaluation" / FAILURE_FILE
+        if file.exists():
+            reason = file.read_text().splitlines()[0]
+            sentences.append(f"The evaluation at step {parse_step(folder)} failed: {reason}")
+    return sentences
 
 
-def evaluations_of(run: Path) -> list[Evaluation]:
-    """Return all evaluations of a run, by step."""
-    files = (folder / "evaluation" / "evaluation.json" for folder in checkpoints(run))
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """Return all evaluations of a run, sorted by step."""
+    files = [folder / "evaluation" / "evaluation.json" for folder in list_checkpoints(run)]
     return [read_result(file, Evaluation) for file in files if file.exists()]
 
 
 def update_report(run: Path) -> Path | None:
-    """Mark the best checkpoint and write the report; return its page, None if nothing was
-    evaluated."""
-    best = best_checkpoint(run)
+    """Link the best checkpoint and write the report. Return the report's page, None if no
+    evaluation succeeded."""
+    best = find_best_checkpoint(run)
     if best is None:
         return None
-    mark_best(run, best)
-    evaluations = evaluations_of(run)
-    lines = read_log(run)
+    link_best_checkpoint(run, best)
+
+    evaluations = read_evaluations(run)
+    lines = read_step_metrics(run)
     config = translate_saved_config(json.loads((run / "config.json").read_text()))
-    tokens = config["optim"]["batch_size"] * config["data"]["length"]
-    facts = RunFacts(
-        command=command_line(),
+    tokens_per_step = config["optim"]["batch_size"] * config["data"]["length"]
+    seconds = None
+    if lines:
+        seconds = sum(tokens_per_step / line["tokens_per_second"] for line in lines)
+    data_values = [config["data"][key] for key in ("source", "path")]
+    facts = RunDescription(
+        command=redacted_command_line(),
         config=config,
-        data=" ".join(
-            str(config["data"][key]) for key in ("source", "path") if config["data"][key]
-        ),
+        data=" ".join(str(value) for value in data_values if value),
         losses=[(line["step"], line["loss"]) for line in lines if line["loss"] is not None],
-        seconds=sum(tokens / line["tokens_per_second"] for line in lines) if lines else None,
+        seconds=seconds,
     )
-    notes = [*failures_of(run), *filter(None, [too_few(evaluations)])]
+    notes = describe_failures(run)
+    if too_few_prompts := describe_too_few_prompts(evaluations):
+        notes.append(too_few_prompts)
     return write_report(run / "report", evaluations, notes, facts)
 
 
 def finish_report(run: Path, log: RunLog) -> None:
-    """Print the best checkpoint's table and where everything is. Raises Stopped if outputs were
-    wrong."""
-    with disk(str(run / "report")):
+    """Write the final report, and print the best checkpoint's results and the paths of all results.
+    Raises Stopped if outputs were wrong."""
+    with abort_on_write_error(str(run / "report")):
         page = update_report(run)
     log.close(page)
-    for line in failures_of(run):
+    for line in describe_failures(run):
         print(line)
     if page is None:
-        for folder in checkpoints(run)[-1:]:
+        for folder in list_checkpoints(run)[-1:]:
             print(f"No checkpoint was evaluated.\ndrafter     {folder / 'drafter'}", flush=True)
         return
-    evaluations = evaluations_of(run)
-    best = best_of(evaluations)
-    print(f"\n{why}" if (why := too_few(evaluations)) else "")
-    print(
-        f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n"
-    )
-    print(f"{method_table(best)}\n\n{headline(best)}")
-    for part in (best, *(best.beside or ())):
-        if part.cut:
-            print(f"{part.what or 'held-out prompts'}: {part.cut}")
-    print(f"\nreport      {page} (also other texts, sampling, what trees gain)")
+
+    evaluations = read_evaluations(run)
+    print_best_result(evaluations)
+    print(f"\nreport      {page} (also other texts, sampling, the benefit of trees)")
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
-    wrong = [str(result.step) for result in evaluations if is_wrong(result)]
-    if wrong:
-        raise Stopped(
-            f"greedy outputs differ from plain decoding's in float32 (step {', '.join(wrong)}): a defect, see "
-            f"evaluation.json there and {page}"
+    wrong_steps = [str(result.step) for result in evaluations if breaks_losslessness(result)]
+    if wrong_steps:
+        raise RunAborted(
+            "greedy outputs differ from baseline decoding in float32 (step "
+            f"{', '.join(wrong_steps)}), which is a bug: "
+            f"see evaluation.json of these checkpoints and {page}"
         )
+
+
+def print_best_result(evaluations: list[Evaluation]) -> None:
+    """Print the table of the best checkpoint, and what limits it."""
+    best = select_best_checkpoint(evaluations)
+    too_few_prompts = describe_too_few_prompts(evaluations)
+    print(f"\n{too_few_prompts}" if too_few_prompts else "")
+    print(
+        f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, "
+        f"{best.device}\n"
+    )
+    print(f"{format_method_table(best)}\n\n{format_headline(best)}")
+    for result in (best, *(best.other_evaluations or ())):
+        if result.time_limit_note:
+            print(f"{result.prompt_set_name or 'held-out prompts'}: {result.time_limit_note}")

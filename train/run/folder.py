@@ -1,47 +1,53 @@
-"""A run's folder: its configuration, its lock, what it learns from, and the n-grams of that.
+"""A run's folder: configuration, lock, identity of target and training data, and n-grams.
 
-An existing run is continued or refused, never overwritten, and never written by two processes at
-once. A path says neither what is there today nor what was there when the run was begun: target and
-training rows are known by content.
+An existing run is resumed, or the new configuration is refused. A run is never overwritten, and
+never written by two processes at once. Target and training data are identified by their content,
+because the content of a path can change between the start of a run and its resumption.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from infer.formats.checkpoint import NGRAMS
-from infer.ngrams.count import count_ngrams, usual_order
+from infer.formats.checkpoint import NGRAM_FILE_NAME
+from infer.ngrams.count import count_ngrams, default_ngram_order
 from infer.targets.identity import target_identity
 from infer.targets.target import Target
-from infer.utils.errors import disk
-from infer.utils.files import atomic_write, locked, refuse_other_settings, replacing, write_json
+from infer.utils.errors import abort_on_write_error
+from infer.utils.files import (
+    atomic_replace_file,
+    atomic_write,
+    hold_lock_file,
+    refuse_changed_settings,
+    write_json,
+)
 from infer.utils.redact import redact
 from infer.utils.renamed_options import translate_saved_config
 from train.config import TrainConfig
-from train.features import StoredRows
-from train.run.checkpoints import remove_partial
-from train.run.log import METRICS, WANDB_ID
+from train.features import StoredFeatures
+from train.run.checkpoints import remove_partial_checkpoints
+from train.run.log import METRICS_FILE, WANDB_ID_FILE
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CONFIG = "config.json"
-SOURCES = "sources.json"
-HYDRA_CONFIG = "config.yaml"  # the same for Hydra: --config-dir <run> --config-name config
-THRESHOLD = (
-    2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
-)
-# what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
-FREE = (
+RUN_CONFIG_FILE = "config.json"
+SOURCES_FILE = "sources.json"
+HYDRA_CONFIG_FILE = "config.yaml"  # for Hydra: --config-dir <run> --config-name config
+RUN_LOCK_FILE = "lock"
+# n-grams that occur once are two thirds of the file, and trees are no better with them: LOG.md
+MIN_NGRAM_COUNT = 2
+# options that a resumed run may change: they change nothing that is learned, except for rounding
+CHANGEABLE_OPTIONS = (
     "runs_dir",
     "save_interval_minutes",
     "wandb",
@@ -51,17 +57,16 @@ FREE = (
     "compile",
     "gradient_checkpointing",
     "self_check",
-)
-FREE += (
     "stall_timeout_minutes",
     "optim.micro_batch_size",
     "optim.precision",
     "target.shard",
     "target.device",
+    "data.max_invalid_fraction",
+    "optim.clock",
 )
-FREE += ("data.max_invalid_fraction", "optim.clock")
-# options of earlier versions, and their values with which a run goes on as it began
-GONE = {
+# options of earlier versions, with the only values that a run may have to be resumed now
+REMOVED_OPTIONS = {
     "target": {"adapter": None},
     "objective": {"alpha": 0.5, "confidence": 1.0},
     "optim": {"weight_decay": 0.0},
@@ -69,187 +74,238 @@ GONE = {
 
 
 def run_folder(config: TrainConfig) -> Path:
+    """Return the path of the run's folder."""
     return Path(config.runs_dir) / config.name
 
 
-def plain(config: TrainConfig) -> dict:
-    """Return the resolved configuration as JSON, without secrets: what is written."""
+def config_to_json(config: TrainConfig) -> dict:
+    """Return the configuration as it is written to config.json, without secrets."""
     return json.loads(json.dumps(redact(asdict(config))))
 
 
-def compared(config: TrainConfig) -> dict:
-    """Return the same with what earlier versions had options for."""
-    return {
-        key: value | GONE[key] if key in GONE else value for key, value in plain(config).items()
-    }
+def add_removed_options(config: dict) -> dict:
+    """Return a configuration with the options that earlier versions had."""
+    complete = {}
+    for group, options in config.items():
+        if group in REMOVED_OPTIONS:
+            options = options | REMOVED_OPTIONS[group]
+        complete[group] = options
+    return complete
 
 
-def begun(run: Path) -> bool:
-    """Return whether a run took a step: one that ended before that keeps nobody from using its
-    name."""
-    return any((run / name).exists() for name in (METRICS, "checkpoints"))
+def has_started(run: Path) -> bool:
+    """Return whether the run has taken a step. Before that, its name can be used by another
+    configuration."""
+    return (run / METRICS_FILE).exists() or (run / "checkpoints").exists()
 
 
-def completed(known: dict, defaults: dict) -> dict:
-    """Return a configuration with the default of every option that there was not yet when it was
-    written, and without those that there are no more."""
-    filled = dict(defaults)
-    for key in known.keys() & defaults.keys():
-        inside = (
-            isinstance(known[key], dict) and defaults[key]
-        )  # where there are no defaults, keys are free
-        filled[key] = completed(known[key], inside) if inside else known[key]
-    return filled
+def update_options(recorded: dict, defaults: dict) -> dict:
+    """Return the options of `defaults`, with their values from `recorded` where it has them.
+
+    So options that are newer than the recorded configuration get their default, and options that no
+    longer exist are removed. A dictionary without defaults is taken as it was recorded.
+    """
+    updated = dict(defaults)
+    for key in recorded.keys() & defaults.keys():
+        if isinstance(recorded[key], dict) and defaults[key]:
+            updated[key] = update_options(recorded[key], defaults[key])
+        else:
+            updated[key] = recorded[key]
+    return updated
 
 
-def recorded(file: Path) -> dict:
-    """Return what a run wrote when it was begun. Raises ValueError where it is damaged."""
+def read_recorded_json(file: Path) -> dict:
+    """Return what was written to a JSON file when the run started. Raises ValueError if it is
+    damaged."""
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
+        raise ValueError(f"{file} is damaged: restore it, or choose another name=") from error
 
 
-def refuse_another(config: TrainConfig, run: Path) -> None:
-    """Raise ValueError when the folder holds a run of another configuration."""
-    if (run / CONFIG).exists() and begun(run):
-        known = completed(translate_saved_config(recorded(run / CONFIG)), compared(TrainConfig()))
-        message = (
-            f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
-        )
-        refuse_other_settings(known, compared(config), message, FREE)
+def refuse_other_run(config: TrainConfig, run: Path) -> None:
+    """Raise ValueError if the folder holds a run with another configuration."""
+    if not (run / RUN_CONFIG_FILE).exists() or not has_started(run):
+        return
+    defaults = add_removed_options(config_to_json(TrainConfig()))
+    saved = translate_saved_config(read_recorded_json(run / RUN_CONFIG_FILE))
+    recorded = update_options(saved, defaults)
+    message = (
+        f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+    )
+    current = add_removed_options(config_to_json(config))
+    refuse_changed_settings(recorded, current, message, CHANGEABLE_OPTIONS)
 
 
 @contextmanager
-def open_run(config: TrainConfig) -> Iterator[Path]:
-    """Create the run's folder and hold its lock until the run ends. A run that ends before its
-    first step leaves no folder. Raises ValueError if it is locked, read-only, holds another
-    configuration or was copied with links followed. Rank 0 only."""
+def open_run_folder(config: TrainConfig) -> Generator[Path]:
+    """Create the run's folder and hold its lock until the run ends. Called by the first process.
+
+    A run that ends before its first step leaves no folder. Raises ValueError if the folder is
+    locked, not writable, holds a run with another configuration, or is a copy with links followed.
+    """
     run = run_folder(config)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
             raise ValueError(
-                f"{best} is a folder where runs have a link to one of the checkpoints beside it, as in a copy that "
-                "followed links: delete it, and the run makes the link again"
+                f"{best} must be a link to a checkpoint, but it is a folder, as in a copy that "
+                "followed links: "
+                "delete it, and the run creates the link again"
             )
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(run / "lock", str(run), "name="))
+            stack.enter_context(hold_lock_file(run / RUN_LOCK_FILE, str(run), "name="))
         except OSError as error:
             raise ValueError(
                 f"{run} cannot be written ({error.strerror}): choose another runs_dir="
             ) from error
         try:
-            refuse_another(config, run)
+            refuse_other_run(config, run)
             yield run
         finally:
-            if not begun(run):
-                for name in (CONFIG, HYDRA_CONFIG, SOURCES, NGRAMS, WANDB_ID, "lock"):
-                    (run / name).unlink(missing_ok=True)
-                with suppress(OSError):  # something else lies there
-                    run.rmdir()
+            if not has_started(run):
+                remove_unstarted_run(run)
 
 
-def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
-    """Write the resolved configuration and what the run learns from (`sources`), or raise
-    ValueError if the run was begun with another target or other rows. A run of an earlier version,
-    which has no record, gets one."""
-    with disk(str(run)):
-        if begun(run) and (run / SOURCES).exists():
-            refuse_other_settings(
-                recorded(run / SOURCES),
-                learnt_from,
-                f"{run} was begun with other contents under the same paths ({{keys}} differ), and rows held out then "
-                "might be learnt from now: restore them, or choose another name=",
+def remove_unstarted_run(run: Path) -> None:
+    """Remove the files of a run that took no step, and its folder unless it has other files."""
+    names = (
+        RUN_CONFIG_FILE,
+        HYDRA_CONFIG_FILE,
+        SOURCES_FILE,
+        NGRAM_FILE_NAME,
+        WANDB_ID_FILE,
+        RUN_LOCK_FILE,
+    )
+    for name in names:
+        (run / name).unlink(missing_ok=True)
+    with suppress(OSError):  # the folder is not empty
+        run.rmdir()
+
+
+def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
+    """Write the configuration and the identity of target and data (`identify_sources`).
+
+    Raises ValueError if the run started with another target or other data. A run of an earlier
+    version without a record gets one.
+    """
+    with abort_on_write_error(str(run)):
+        if has_started(run) and (run / SOURCES_FILE).exists():
+            message = (
+                f"{run} started with other contents under the same paths ({{keys}} differ), so "
+                "examples that were "
+                "held out then could be trained on now: restore the contents, or choose another "
+                "name="
             )
+            refuse_changed_settings(read_recorded_json(run / SOURCES_FILE), sources, message)
         else:
-            write_json(run / SOURCES, learnt_from)
-        if not begun(run):
-            write_json(run / CONFIG, plain(config))
+            write_json(run / SOURCES_FILE, sources)
+        if not has_started(run):
+            options = config_to_json(config)
+            write_json(run / RUN_CONFIG_FILE, options)
             defaults = {"defaults": ["train", "_self_"]}
-            atomic_write(
-                run / HYDRA_CONFIG, OmegaConf.to_yaml(OmegaConf.create(defaults | plain(config)))
-            )
-        remove_partial(run)
+            hydra_config = OmegaConf.create(defaults | options)
+            atomic_write(run / HYDRA_CONFIG_FILE, OmegaConf.to_yaml(hydra_config))
+        remove_partial_checkpoints(run)
 
 
-def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
-    """Return what identifies a target (at `path`) and the training rows; about a second for a
+def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures | Dataset") -> dict:
+    """Return what identifies the target and the training data. This takes about a second per
     gigabyte of tokens."""
     return {
-        "target": target_identity(path, target.tokenizer_digest),
-        "data": {"rows": len(rows), "content": rows_digest(rows)},
+        "target": target_identity(target_path, target.tokenizer_digest),
+        "data": {"rows": len(dataset), "content": digest_dataset(dataset)},
     }
 
 
-def rows_digest(rows: "StoredRows | Dataset") -> str:
-    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored
-    features and the rows that they were made of have the same one."""
+def digest_dataset(dataset: "StoredFeatures | Dataset") -> str:
+    """Return the SHA-256 of all tokens in order, and of which of them carry loss. Stored features
+    have the same digest as the packed sequences that they were computed from."""
     digest = hashlib.sha256()
-    for name, kind in (("ids", np.int64), ("loss", np.bool_)):
-        for part in column_parts(rows, name):
-            digest.update(np.ascontiguousarray(part, dtype=kind))
+    for name, dtype in (("ids", np.int64), ("loss", np.bool_)):
+        for values in iterate_column(dataset, name):
+            digest.update(np.ascontiguousarray(values, dtype=dtype).data)
     return digest.hexdigest()
 
 
-def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray]:
-    """Yield the entries of a column of all rows, one (entries,) piece after the other."""
-    if isinstance(rows, StoredRows):
-        yield from rows.column_parts(name)
+def iterate_column(dataset: "StoredFeatures | Dataset", name: str) -> Iterator[np.ndarray]:
+    """Yield a column of all packed sequences as flat arrays, one after the other."""
+    if isinstance(dataset, StoredFeatures):
+        yield from dataset.iterate_column(name)
         return
-    for chunk in rows.data.column(name).chunks:  # pyarrow's, memory-mapped
+    for chunk in dataset.data.column(name).chunks:  # memory-mapped pyarrow arrays
         yield chunk.flatten().to_numpy(zero_copy_only=False)
 
 
-def used_ids(rows: "StoredRows | Dataset") -> set[int]:
-    """Return the token ids that training rows have."""
-    return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}
+def collect_token_ids(dataset: "StoredFeatures | Dataset") -> set[int]:
+    """Return all token ids that occur in the training data."""
+    token_ids: set[int] = set()
+    for ids in iterate_column(dataset, "ids"):
+        token_ids.update(np.unique(ids).tolist())
+    return token_ids
 
 
-def learnt_counts(rows: "StoredRows | Dataset", target: Target) -> torch.Tensor:
-    """Return how often training rows have each token where it may be learnt from, (V,) int64."""
-    size = target.vocabulary
-    columns = zip(column_parts(rows, "ids"), column_parts(rows, "loss"), strict=True)
-    return torch.from_numpy(sum(np.bincount(ids[loss], minlength=size) for ids, loss in columns))
+def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) -> torch.Tensor:
+    """Return how often each token occurs with loss in the training data, (V,) int64."""
+    counts = np.zeros(target.vocab_size, dtype=np.int64)
+    columns = zip(iterate_column(dataset, "ids"), iterate_column(dataset, "loss"), strict=True)
+    for ids, loss in columns:
+        counts = counts + np.bincount(ids[loss], minlength=target.vocab_size)
+    return torch.from_numpy(counts)
 
 
-def frequent_tokens(rows: "StoredRows | Dataset", number: int, target: Target) -> torch.Tensor:
-    """Return the ids (number,) int64, ascending, of the tokens that training rows have most often
-    to learn from, and of the special ones, however often: those that end texts must be drafted."""
-    ranks = learnt_counts(rows, target)
-    special = {*target.end_ids, *target.tokenizer.all_special_ids}
-    ranks[[id for id in special if id < len(ranks)]] = torch.iinfo(torch.int64).max
-    return ranks.argsort(descending=True, stable=True)[:number].sort().values
+def find_frequent_tokens(
+    dataset: "StoredFeatures | Dataset", num_tokens: int, target: Target
+) -> torch.Tensor:
+    """Return the ids of the tokens that occur most often with loss, (num_tokens,) int64, ascending.
+
+    Special tokens are always included, because a drafter must be able to draft the end of a text.
+    """
+    counts = count_learned_tokens(dataset, target)
+    tokenizer: Any = target.tokenizer
+    special_ids = {*target.eos_token_ids, *tokenizer.all_special_ids}
+    counts[[token_id for token_id in special_ids if token_id < len(counts)]] = torch.iinfo(
+        torch.int64
+    ).max
+    return counts.argsort(descending=True, stable=True)[:num_tokens].sort().values
 
 
-def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
-    """Yield the token ids of the documents of packed rows, whose positions begin at 0."""
-    columns = (column_parts(rows, name) for name in ("ids", "positions", "documents"))
-    for ids, positions, numbers in zip(*columns, strict=True):
+def iterate_documents(dataset: "StoredFeatures | Dataset") -> Iterator[np.ndarray]:
+    """Yield the token ids of every document of the packed sequences."""
+    columns = (iterate_column(dataset, name) for name in ("ids", "positions", "documents"))
+    for ids, positions, documents in zip(*columns, strict=True):
+        # a document starts at every position 0; padding has position 0 and document -1
         starts = np.flatnonzero(positions == 0)
         pieces = np.split(ids, starts[1:])
-        yield from (
-            piece for piece, start in zip(pieces, starts, strict=True) if numbers[start] >= 0
-        )
+        for piece, start in zip(pieces, starts, strict=True):
+            if documents[start] >= 0:
+                yield piece
 
 
-def count_rows(
-    rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None
+def write_ngrams(
+    dataset: "StoredFeatures | Dataset", target: Target, run: Path, initial_ngrams: Path | None
 ) -> None:
-    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought
-    some along keeps those: few answers alone would make poor trees. Raises Stopped where the file
-    cannot be written."""
-    out = run / NGRAMS
+    """Write the n-grams of the training data into the run's folder, unless they exist.
+
+    initial_ngrams: the file of a drafter that already had n-grams. It is copied instead, because
+    little training data alone would make poor trees. Raises Stopped if the file cannot be written.
+    """
+    out = run / NGRAM_FILE_NAME
     if out.exists():
         return
-    with disk(str(out)):
-        if earlier is not None:
-            with replacing(out) as fresh:
-                shutil.copyfile(earlier, fresh)
-        else:
-            order = usual_order(target.vocabulary)
-            digest = target.tokenizer_digest
-            count_ngrams(
-                documents(rows), target.vocabulary, order, out, digest, threshold=THRESHOLD
-            )
+    with abort_on_write_error(str(out)):
+        if initial_ngrams is not None:
+            with atomic_replace_file(out) as temporary:
+                shutil.copyfile(initial_ngrams, temporary)
+            return
+        documents: Any = iterate_documents(dataset)  # arrays, not lists
+        digest: Any = target.tokenizer_digest  # not None, because the data were tokenised
+        count_ngrams(
+            documents,
+            target.vocab_size,
+            default_ngram_order(target.vocab_size),
+            out,
+            digest,
+            threshold=MIN_NGRAM_COUNT,
+        )

@@ -3,142 +3,177 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
-from infer.drafters.base import (
-    Drafter,
-    check_known,
-    drop_copies,
-    fixed_options,
-    init_head,
-    new_drafter,
+from infer.drafters.base import Drafter
+from infer.drafters.build import (
+    check_draft_vocabulary,
+    create_drafter,
+    drop_target_copies,
+    read_fixed_options,
 )
-from infer.drafters.heads.table import head_options, new_head
+from infer.drafters.heads.table import build_head_config, read_head_options
 from infer.formats.checkpoint import load_drafter
-from infer.formats.folders import open_folder
-from infer.formats.layouts import find_problems, read
+from infer.formats.folders import open_drafter_folder
+from infer.formats.layouts import find_folder_problems, read_layout
 from infer.targets.loading import load_config
 from infer.targets.target import Target
-from train.batches import seeded
 from train.config import TrainConfig
+from train.seeding import seeded_generator
 
-COLD = (
-    "the drafter begins from noise, as the target's layers compute something else than its own would (DFlash's norm "
-    "queries and keys, Llama's do not): drafter.warm_start=false says that you know"
+COLD_START_WARNING = (
+    "the drafter starts from random weights, because the target's layers differ from the drafter's "
+    "(for example, DFlash "
+    "normalises queries and keys, and Llama does not): drafter.warm_start=false turns this warning "
+    "off"
 )
+MAX_ERROR_CHARACTERS = 300  # of an error that a message quotes
 
 
-def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
-    """Return the drafter's options, completed by the config of `init`; its weights are not loaded.
+def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
+    """Return the drafter's options with those of the existing drafter `init`, if it is given. Only
+    its config is read, not its weights.
 
-    Raises ValueError for options that contradict it, with those to give instead, and for a folder
-    that is no drafter.
+    Raises ValueError if `init` is not a drafter, and if given options contradict its config.
     """
     if options.init is None:
         return options
-    theirs = load_config(target.path, target.trust_remote_code).get_text_config()
-    check_known(options, theirs)
-    folder = open_folder(options.init)
-    reading = read(folder, theirs.num_hidden_layers)
-    if problems := find_problems(folder, reading):
+    text_config = load_config(target.path, target.trust_remote_code).get_text_config()
+    check_draft_vocabulary(options, text_config)
+    folder = open_drafter_folder(options.init)
+    reading = read_layout(folder, text_config.num_hidden_layers)
+    if problems := find_folder_problems(folder, reading):
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
-    drafter = reading.drafter()
-    known = fixed_options(drafter)
-    if options.draft_vocab_size and drafter.head_row is None:  # a head has weights for every token
-        known["draft_vocab_size"] = options.draft_vocab_size
-    given = {key: getattr(options, key) for key in known}
-    wrong = [key for key, value in given.items() if value not in (None, known[key])]
-    if wrong:
-        said = ("null" if known[key] is None else known[key] for key in wrong)
-        wanted = " ".join(
-            f"drafter.{key}={value}".replace(" ", "")
-            for key, value in zip(wrong, said, strict=True)
-        )
+
+    drafter = cast(Drafter, reading.build_drafter())
+    init_options = read_fixed_options(drafter)
+    # a new vocabulary can be chosen, unless a conditional head has weights for every token
+    if options.draft_vocab_size and drafter.head_spec is None:
+        init_options["draft_vocab_size"] = options.draft_vocab_size
+    corrections = []
+    for key, value in init_options.items():
+        if getattr(options, key) not in (None, value):
+            value_text = "null" if value is None else str(value).replace(" ", "")
+            corrections.append(f"drafter.{key}={value_text}")
+    if corrections:
         raise ValueError(
-            f"drafter.init={options.init} is another drafter than the options say: give {wanted}"
+            f"drafter.init={options.init} contradicts other options of the drafter: give "
+            f"{' '.join(corrections)}, or "
+            "leave them out"
         )
-    return replace(
-        options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own)))
-    )
+    head = choose_head(options, HeadConfig(**read_head_options(drafter.family_config)))
+    return replace(options, **init_options, head=head)
 
 
-def named_mask(mask: int | None, tokenizer) -> str:
-    """Return the mask token in words; nothing for a drafter without one."""
-    name = None if mask is None else tokenizer.convert_ids_to_tokens(mask)
-    return "" if mask is None else f", mask token {mask}" + (f" ({name})" if name else "")
+def format_mask_token(mask_token_id: int | None, tokenizer) -> str:
+    """Return the mask token as text for a message; empty for a drafter without one."""
+    if mask_token_id is None:
+        return ""
+    token = tokenizer.convert_ids_to_tokens(mask_token_id)
+    return f", mask token {mask_token_id} ({token})" if token else f", mask token {mask_token_id}"
 
 
-def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """Load the drafter's weights from a training state. Raises ValueError for those of another
-    drafter."""
+def load_drafter_weights(
+    drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path
+) -> None:
+    """Load the drafter's weights from a training state. Raises ValueError if they belong to another
+    drafter; `checkpoint` is named in the message."""
+    # names with a slash belong to the optimiser
+    weights = {name: tensor for name, tensor in state.items() if "/" not in name}
     try:
-        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+        drafter.load_state_dict(weights)
     except RuntimeError as error:
-        said = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:MAX_ERROR_CHARACTERS]
         raise ValueError(
-            f"{checkpoint} holds the weights of another drafter: choose another name= ({said})"
+            f"{checkpoint} holds the weights of another drafter: choose another name= ({reason})"
         ) from error
 
 
-def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
-    """Return the conditional head of a drafter that starts from one with the head `own`: its own;
-    where it has none, the one that is asked for. Raises ValueError where two differ."""
-    if "none" not in (options.head.name, own.name) and own != options.head:
+def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadConfig:
+    """Return the conditional head of a drafter that starts from an existing one: its own head, or
+    the configured one if it has none. Raises ValueError if both exist and differ."""
+    if init_head_options.name == "none":
+        return options.head
+    if options.head.name != "none" and options.head != init_head_options:
         raise ValueError(
-            f"drafter.init={options.init} has a conditional head already, {vars(own)}: leave head= out"
+            f"drafter.init={options.init} already has a conditional head, "
+            f"{vars(init_head_options)}: leave head= out"
         )
-    return options.head if own.name == "none" else own
+    return init_head_options
 
 
-def know(drafter: Drafter, tokens: torch.Tensor) -> None:
-    """Let a drafter propose these tokens (R,) alone: its scores are the target's head's for
-    them."""
-    drafter.config.draft_vocab_size = len(tokens)
-    drafter.d2t = tokens - torch.arange(len(tokens))
+def restrict_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
+    """Let the drafter draft only the given tokens (R,). Its logits are those of the target's head
+    for these tokens."""
+    drafter.config.draft_vocab_size = len(token_ids)
+    drafter.d2t = token_ids - torch.arange(len(token_ids))
 
 
-def initial_drafter(
-    config: TrainConfig, target: Target, tokens: torch.Tensor | None = None
+def create_initial_drafter(
+    config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None = None
 ) -> Drafter:
-    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that
-    a drafter of a part of the vocabulary knows, if it is new or knew another number. Raises
-    ValueError where it does not fit the target."""
+    """Return the drafter that training starts from, in float32.
+
+    draft_tokens: (R,) the token ids of a reduced vocabulary, for a new drafter or one that had a
+        vocabulary of another size.
+
+    Raises ValueError if the drafter does not fit the target.
+    """
+    if config.drafter.init is None:
+        return _create_new_drafter(config, target, draft_tokens)
+    return _load_existing_drafter(config, target, draft_tokens)
+
+
+def _create_new_drafter(
+    config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
+) -> Drafter:
+    """Return a new drafter, initialised from the target's layers if possible."""
     options = config.drafter
-    if options.init is None:
-        drafter = new_drafter(options, target)
-        drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
-        if options.draft_vocab_size:
-            know(drafter, tokens)
-        if (
-            not drafter.initialize(target, seeded(config.seed), options.warm_start)
-            and options.warm_start
-        ):
-            warnings.warn(COLD, stacklevel=2)
-        return drafter
-    drafter = load_drafter(
-        options.init, torch.float32, target_layers=target.config.num_hidden_layers
-    )
+    drafter = create_drafter(options, target)
+    drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
+    if options.draft_vocab_size:
+        assert draft_tokens is not None
+        restrict_vocabulary(drafter, draft_tokens)
+    copied_layers = drafter.initialize(target, seeded_generator(config.seed), options.warm_start)
+    if options.warm_start and not copied_layers:
+        warnings.warn(COLD_START_WARNING, stacklevel=3)
+    return drafter
+
+
+def _load_existing_drafter(
+    config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
+) -> Drafter:
+    """Return the drafter of `drafter.init`, with a new conditional head if one is configured and it
+    has none."""
+    options = config.drafter
+    assert options.init is not None
+    num_layers = target.config.num_hidden_layers
+    drafter = cast(Drafter, load_drafter(options.init, torch.float32, target_layers=num_layers))
     try:
         drafter.check_target(target)
-        drop_copies(drafter, target)
+        drop_target_copies(drafter, target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
+
     if (
         options.draft_vocab_size
-        and options.draft_vocab_size != fixed_options(drafter)["draft_vocab_size"]
+        and options.draft_vocab_size != read_fixed_options(drafter)["draft_vocab_size"]
     ):
-        know(drafter, tokens)
-    if drafter.head_row is None:
-        drafter.own.update(new_head(options.head))
+        assert draft_tokens is not None
+        restrict_vocabulary(drafter, draft_tokens)
+    if drafter.head_spec is None:
+        drafter.family_config.update(build_head_config(options.head))
         drafter.add_conditional_head()
-        init_head(drafter, seeded(config.seed))
+        drafter.init_head_weights(seeded_generator(config.seed))
     if config.target.chat_template_kwargs:
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs
+
     drafter.train().requires_grad_(config.trainable == "all")
     if config.trainable == "head":
-        for part in (drafter.conditional_head, drafter.confidence_head):
-            if part is not None:
-                part.requires_grad_(True)
+        for head in (drafter.conditional_head, drafter.confidence_head):
+            if head is not None:
+                head.requires_grad_(True)
     return drafter

@@ -1,4 +1,4 @@
-"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line;
+"""The log of a run: metrics.jsonl with one line of JSON per step, lines in the terminal, and
 Weights & Biases."""
 
 import json
@@ -11,175 +11,219 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from infer.evaluation.results import Evaluation
-from infer.utils.errors import disk
+from infer.utils.errors import abort_on_write_error
 from infer.utils.files import atomic_write
 from infer.utils.progress import Progress
 from infer.utils.redact import redact, redact_text
 from train.config import TrainConfig
 
-METRICS = "metrics.jsonl"
-WANDB_ID = "wandb_id"  # in the run's folder: a resumed run is the same run there
-EARLY = 12  # steps after which a line says how long the rest takes; a third of a shorter run's
+if TYPE_CHECKING:
+    import wandb
+
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_id"  # so that a resumed run continues the same wandb run
+# After so many steps, or a third of a shorter run, a line estimates the remaining time.
+FIRST_ESTIMATE_STEPS = 12
 
 
-def finite(value: float) -> float | None:
-    """A number as JSON has it; None for infinity and NaN."""
+def finite_or_none(value: float) -> float | None:
+    """Return the value, or None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step over all processes. Tensors on the device: reading them synchronises."""
+    """Metrics of one step over all processes, as tensors on the device. Reading them
+    synchronises."""
 
-    loss: torch.Tensor  # () weighted mean divergence, nats
-    agreement: (
-        torch.Tensor
-    )  # (L,) share of supervised positions where drafter and target choose the same token
-    # () drafts in a row that agree, plus one for the bonus token, mean over the batch's blocks: a
-    # chain's τ on the training texts
+    loss: torch.Tensor  # () weighted mean divergence in nats
+    # (L,) fraction of supervised positions where drafter and target choose the same token
+    agreement: torch.Tensor
+    # () mean length of the agreeing prefix of a block, plus one for the bonus token: the acceptance
+    # length of a chain on the training texts
     prefix: torch.Tensor
-    grad_norm: torch.Tensor  # ()
+    grad_norm: torch.Tensor  # () before clipping; NaN if the step was skipped
 
-    def numbers(self) -> dict:
-        """The metrics as JSON has them."""
+    def to_json(self) -> dict:
+        """Return the metrics as JSON values; None for numbers that are not finite."""
         return {
-            "loss": finite(self.loss.item()),
+            "loss": finite_or_none(self.loss.item()),
             "prefix": self.prefix.item(),
             "agreement": self.agreement.tolist(),
-            "grad_norm": finite(self.grad_norm.item()),
+            "grad_norm": finite_or_none(self.grad_norm.item()),
         }
 
 
 class RunLog:
-    """Writes the lines of a run, in its first process: into its folder, to the terminal, and where
-    `wandb=true` to wandb; what goes wrong there does not stop a run."""
+    """Write a run's metrics to its folder, the terminal and wandb, in the first process.
 
-    def __init__(self, config: TrainConfig, folder: Path, done: int, total: int) -> None:
-        """done: steps of the run so far, of `total`."""
+    completed_steps: steps that were taken before this start of the run. total_steps: of the whole
+    run. Errors of wandb do not stop a run.
+    """
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, completed_steps: int, total_steps: int
+    ) -> None:
         self.name = config.name
         self.folder = folder
-        self.done = done
-        self.total = total
-        self.first = dist.get_rank() == 0
-        self.progress = Progress("training", "steps", done, not self.first, sys.stdout)
-        self.wandb = start_wandb(config, folder) if config.wandb and self.first else None
+        self.completed_steps = completed_steps
+        self.total_steps = total_steps
+        self.is_first_process = dist.get_rank() == 0
+        self.progress = Progress(
+            "training", "steps", completed_steps, not self.is_first_process, sys.stdout
+        )
+        self.wandb_run = None
+        if config.wandb and self.is_first_process:
+            self.wandb_run = start_wandb(config, folder)
 
-    def say(self, text: str) -> None:
-        """Print a line of its own."""
-        self.progress.say(text)
+    def print_line(self, text: str) -> None:
+        """Print a line that stays above the progress line."""
+        self.progress.print_line(text)
 
-    def track(self, action: Callable) -> None:
-        """Do something with wandb's run."""
-        try:
-            if self.wandb is not None:
-                action(self.wandb)
-        except Exception as error:  # noqa: BLE001
-            print(redact_text(f"wandb stopped working and is left out from here on: {error}"))
-            self.wandb = None
-
-    def step(self, line: dict) -> None:
-        """Write one step's line."""
-        if not self.first:
+    def call_wandb(self, action: "Callable[[wandb.Run], object]") -> None:
+        """Call a function with wandb's run. After an error, wandb is no longer used."""
+        if self.wandb_run is None:
             return
-        with disk(f"{self.folder}/{METRICS}"), (self.folder / METRICS).open("a") as log:
-            log.write(json.dumps(line) + "\n")
-        flat = {
-            key: value for key, value in line.items() if key != "agreement" and value is not None
-        }
-        flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
-        self.track(lambda run: run.log(flat, step=line["step"]))
-        agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
-        loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
-        speed = f"{line['tokens_per_second']:,.0f} tokens/s"
-        note = f"loss {loss}, agreement by position {agreement} %, batch τ {line['prefix']:.2f}, {speed}"
-        if line["step"] - self.done == min(EARLY, max(2, (self.total - self.done) // 3)):
-            self.progress.last = 0.0  # a line now, whenever the last one was
-        self.progress(line["step"], self.total, note)
+        try:
+            action(self.wandb_run)
+        except Exception as error:  # noqa: BLE001
+            print(redact_text(f"wandb failed and is not used from now on: {error}"))
+            self.wandb_run = None
 
-    def summary(self, evaluation: Evaluation) -> None:
+    def write_step(self, line: dict) -> None:
+        """Write one step's metrics."""
+        if not self.is_first_process:
+            return
+        with (
+            abort_on_write_error(f"{self.folder}/{METRICS_FILE}"),
+            (self.folder / METRICS_FILE).open("a") as log,
+        ):
+            log.write(json.dumps(line) + "\n")
+
+        wandb_metrics = {}
+        for key, value in line.items():
+            if key != "agreement" and value is not None:
+                wandb_metrics[key] = value
+        for i, share in enumerate(line["agreement"]):
+            wandb_metrics[f"agreement/{i + 1}"] = share
+        self.call_wandb(lambda run: run.log(wandb_metrics, step=line["step"]))
+
+        steps_since_start = line["step"] - self.completed_steps
+        steps_of_start = self.total_steps - self.completed_steps
+        if steps_since_start == min(FIRST_ESTIMATE_STEPS, max(2, steps_of_start // 3)):
+            self.progress.last_line_time = (
+                0.0  # print a line now, whenever the last one was printed
+            )
+        self.progress(line["step"], self.total_steps, format_metrics(line))
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
         """Log an evaluation's acceptance lengths and speedups to wandb."""
-        figures = {}
+        metrics = {}
         for method in evaluation.methods:
             name = f"{method.name}{method.budget or ''}"
-            figures |= {f"tau/{name}": method.tau, f"speedup/{name}": method.speedup}
-        self.track(
-            lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures))
-        )
+            metrics[f"tau/{name}"] = method.tau
+            metrics[f"speedup/{name}"] = method.speedup
 
-    def close(self, page: Path | None) -> None:
-        """Upload the report's page, if there is one, and end wandb's run."""
+        def log_and_summarise(run: "wandb.Run") -> None:
+            run.log(metrics, step=evaluation.step)
+            run.summary.update(metrics)
 
-        def finish(run) -> None:
+        self.call_wandb(log_and_summarise)
+
+    def close(self, report_page: Path | None) -> None:
+        """Upload the report's page to wandb, if there is one, and end wandb's run."""
+
+        def upload_and_finish(run: "wandb.Run") -> None:
             import wandb
 
-            if page is not None:
-                run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+            if report_page is not None:
+                html = wandb.Html(report_page.read_text(encoding="utf-8"), inject=False)
+                run.log({"report": html})
             run.finish()
 
-        self.track(finish)
+        self.call_wandb(upload_and_finish)
 
 
-def read_log(run: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl."""
-    file = run / METRICS
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def trim_log(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, which a resumed run does again, and a half-written last
-    line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        with suppress(ValueError, KeyError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    with disk(str(path)):
-        atomic_write(path, "".join(line + "\n" for line in kept))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes in use so far: of the allocator on CUDA, of the process elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
+def format_metrics(line: dict) -> str:
+    """Return a step's metrics as text for the progress line."""
+    agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
+    loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
+    return (
+        f"loss {loss}, agreement by position {agreement} %, batch τ {line['prefix']:.2f}, "
+        f"{line['tokens_per_second']:,.0f} tokens/s"
     )
 
 
-def start_wandb(config: TrainConfig, folder: Path):
-    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret
-    goes into its configuration, and neither the command line nor printed text is recorded. Return
-    None if that does not work."""
+def read_step_metrics(run: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl, one dictionary per step."""
+    file = run / METRICS_FILE
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def trim_step_metrics(path: Path, step: int) -> None:
+    """Remove from metrics.jsonl the lines of steps after `step`, which a resumed run repeats, and a
+    partially written last line."""
+    if not path.exists():
+        return
+    lines = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError, KeyError):  # a partial line
+            if json.loads(line)["step"] <= step:
+                lines.append(line)
+    with abort_on_write_error(str(path)):
+        atomic_write(path, "".join(line + "\n" for line in lines))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory use so far: of the allocator on CUDA, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux reports KiB
+
+
+def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
+    """Start a wandb run, offline without an API key; return None if that fails.
+
+    A resumed training run continues its wandb run. The configuration is sent without secrets, and
+    neither the command line nor printed text is recorded.
+    """
     import wandb
 
     has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
-    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-    place = folder / WANDB_ID
-    name = place.read_text() if place.exists() else token_hex(4)
+    default_mode = "online" if has_key else "offline"
+    mode = cast(
+        "Literal['online', 'offline', 'disabled', 'shared']",
+        os.environ.get("WANDB_MODE") or default_mode,
+    )
+    id_file = folder / WANDB_ID_FILE
+    run_id = id_file.read_text() if id_file.exists() else token_hex(4)
+    # offline runs are joined by `wandb sync --append`
+    resume: Literal["allow"] | None = "allow" if mode == "online" else None
     try:
         run = wandb.init(
-            id=name,
-            resume="allow"
-            if mode == "online"
-            else None,  # offline, `wandb sync --append` joins the parts
+            id=run_id,
+            resume=resume,
             project=os.environ.get("WANDB_PROJECT", "blockdraft"),
             name=redact_text(config.name),
             dir=str(folder),
-            config=redact(asdict(config)),
+            config=cast(dict[str, Any], redact(asdict(config))),
             mode=mode,
             settings=wandb.Settings(
                 silent=True, console="off", x_disable_meta=True, disable_git=True
             ),
         )
-        atomic_write(place, name)
-    except Exception as error:  # noqa: BLE001  training goes on, whatever wandb raises
-        print(redact_text(f"wandb is left out, WANDB_MODE=offline needs no network: {error}"))
+        atomic_write(id_file, run_id)
+    except Exception as error:  # noqa: BLE001  training continues whatever wandb raises
+        message = f"wandb is not used ({error}): WANDB_MODE=offline needs no network"
+        print(redact_text(message))
         return None
     return run

@@ -1,5 +1,4 @@
-"""What comes before a run's first step: everything is loaded, checked and announced, in this
-order."""
+"""Everything before a run's first step: load, check, and print an overview, in this order."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,157 +7,195 @@ import torch
 import torch.distributed as dist
 
 from infer.drafters.base import Drafter
-from infer.targets.loading import spread
+from infer.targets.loading import shard_target
 from infer.targets.target import Target
 from infer.utils.progress import HEARTBEAT
-from train.batches import prepared_rows
+from train.batches import load_packed_sequences
 from train.config import TrainConfig
-from train.engine import build_engine, restore, target_dtype
-from train.features import StoredRows, dependencies
-from train.plan import length_of
-from train.processes import first_only
-from train.run.checkpoints import load, newest, step_of, tidy
-from train.run.evaluation import note_few_prompts
-from train.run.folder import begin_run, count_rows, frequent_tokens, sources
-from train.run.initial import initial_drafter, named_mask, take_weights
-from train.run.log import METRICS, trim_log
-from train.run.state import RunState, completed, course_of, load_frozen, overview
+from train.engine import build_engine, restore_training_state, target_dtype
+from train.features import StoredFeatures, feature_dependencies
+from train.plan import describe_run_length
+from train.processes import run_on_first_process
+from train.run.checkpoints import (
+    find_newest_checkpoint,
+    load_training_state,
+    parse_step,
+    remove_superseded_states,
+)
+from train.run.evaluation import describe_missing_prompts
+from train.run.folder import find_frequent_tokens, identify_sources, record_run_start, write_ngrams
+from train.run.initial import create_initial_drafter, format_mask_token, load_drafter_weights
+from train.run.log import METRICS_FILE, trim_step_metrics
+from train.run.state import (
+    RunState,
+    complete_config,
+    describe_run,
+    load_frozen_target,
+    resume_schedule,
+)
 from train.selfcheck import SelfCheck
-from train.step import block_loss
+from train.step import compute_block_loss
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from deepspeed import DeepSpeedEngine
 
     from data.counts import ExampleCounts
 
 
-def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunState:
-    """Load everything into memory, from the folder's newest undamaged checkpoint if there is one.
+def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
+    """Load everything that training needs, from the folder's newest undamaged checkpoint if there
+    is one.
 
-    What the user can mend is refused before anything is written to the folder. Weights are read
-    before the engine is built around them, the optimiser's state after that.
+    Mistakes of the user raise an error before anything is written to the folder. The drafter's
+    weights are loaded before the engine is built, the optimiser's state after it.
     """
-    # the target and the training rows, and with them the complete configuration
-    stored = StoredRows(asked.features) if asked.features else None
-    target = load_frozen(asked, device, target_dtype(asked, device), stored)
-    dataset, counts = load_rows(asked, target, stored)
-    config, memory_line = completed(asked, target, dataset, device)
+    # the frozen target, the training data, and the options that depend on them
+    stored_features = StoredFeatures(user_config.features) if user_config.features else None
+    target = load_frozen_target(
+        user_config, device, target_dtype(user_config, device), stored_features
+    )
+    dataset, example_counts = load_dataset(user_config, target, stored_features)
+    config, memory_line = complete_config(user_config, target, dataset, device)
 
-    # the drafter of step 0; what does not fit it or the target is refused
-    drafter = start_drafter(config, target, dataset)
-    if stored is not None:
-        stored.check(dependencies(config, target, drafter.layer_ids))
-    prompts_note = first_only(lambda: note_few_prompts(config, target))
+    # the drafter before the first step; errors if it does not fit the target or the features
+    drafter = create_drafter(config, target, dataset)
+    if stored_features is not None:
+        stored_features.check_dependencies(feature_dependencies(config, target, drafter.layer_ids))
+        stored_features.select_layers(drafter.layer_ids)
+    prompts_note = run_on_first_process(lambda: describe_missing_prompts(config, target))
 
-    # from here on the folder is this run's
-    first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
-    lines = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens, device))
-    print_overview(lines, counts, memory_line)
+    # from now on, the folder belongs to this run
+    sources = run_on_first_process(lambda: identify_sources(config.target.path, target, dataset))
+    run_on_first_process(lambda: record_run_start(folder, user_config, sources))
+    overview_lines = run_on_first_process(
+        lambda: describe_run(config, target, dataset, drafter.vocabulary.tokens, device)
+    )
+    print_overview(overview_lines, example_counts, memory_line)
 
-    # everything to its device, with the state of the newest checkpoint
+    # the engine, with the state of the newest checkpoint
     place_target(target, config, device)
-    checkpoint, notes = newest(folder)
-    state = load(checkpoint)
-    done = step_of(checkpoint) if checkpoint else 0
-    if state:
-        take_weights(drafter, state, checkpoint)
-    summary = summarise_run(config, drafter, target, len(dataset), done)
-    engine, check_line = build_checked_engine(drafter, target, dataset, config, device)
-    if state:
-        restore(drafter, engine, state)
+    checkpoint, notes = find_newest_checkpoint(folder)
+    state = load_training_state(checkpoint)
+    completed_steps = 0
+    if checkpoint is not None:
+        completed_steps = parse_step(checkpoint)
+        load_drafter_weights(drafter, state, checkpoint)
+    summary = summarise_run(config, drafter, target, len(dataset), completed_steps)
+    engine, self_check_line = build_checked_engine(drafter, target, dataset, config, device)
+    if checkpoint is not None:
+        restore_training_state(drafter, engine, state)
 
-    # the folder as it was after that checkpoint
+    # the folder as it was directly after that checkpoint
     if config.count_ngrams:
-        first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
-    dist.barrier()  # every process has looked for checkpoints
-    first_only(lambda: drop_later_steps(folder, done))
-    course = first_only(lambda: course_of(config, len(dataset), folder, done))
+        run_on_first_process(lambda: write_ngrams(dataset, target, folder, drafter.ngram_path))
+    dist.barrier()  # every process has found its checkpoint
+    run_on_first_process(lambda: remove_later_steps(folder, completed_steps))
+    schedule = run_on_first_process(
+        lambda: resume_schedule(config, len(dataset), folder, completed_steps)
+    )
 
-    if config.anchors_per_sequence < asked.anchors_per_sequence:
+    if config.anchors_per_sequence < user_config.anchors_per_sequence:
         notes.append(
-            f"anchors_per_sequence={asked.anchors_per_sequence}: no row has room for more than {config.anchors_per_sequence}"
+            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have more than {config.anchors_per_sequence}"
         )
-    notes += [line for line in (check_line, summary, prompts_note) if line]
-    return RunState(config, folder, device, target, dataset, drafter, engine, course, notes)
+    notes += [line for line in (self_check_line, summary, prompts_note) if line]
+    return RunState(config, folder, device, target, dataset, drafter, engine, schedule, notes)
 
 
-def load_rows(
-    config: TrainConfig, target: Target, stored: StoredRows | None
-) -> "tuple[StoredRows | Dataset, ExampleCounts | None]":
-    """Return the packed rows, and what became of all examples, which stored features do not
-    know."""
-    if stored is not None:
-        return stored, None
-    prepared = prepared_rows(config, target)
-    return prepared.rows, prepared.counts
+def load_dataset(
+    config: TrainConfig, target: Target, stored_features: StoredFeatures | None
+) -> "tuple[StoredFeatures | Dataset, ExampleCounts | None]":
+    """Return the packed sequences, and the counts of used and excluded examples, which are not
+    known for stored features."""
+    if stored_features is not None:
+        return stored_features, None
+    prepared = load_packed_sequences(config, target)
+    assert prepared.dataset is not None  # without any, loading has raised
+    return prepared.dataset, prepared.counts
 
 
-def start_drafter(config: TrainConfig, target: Target, dataset: "StoredRows | Dataset") -> Drafter:
-    """Return the drafter that the run starts from: one of a part of the vocabulary knows the
-    training rows' most frequent tokens."""
-    known_tokens = None
+def create_drafter(
+    config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
+) -> Drafter:
+    """Return the drafter that training starts from. A reduced vocabulary has the most frequent
+    tokens of the training data."""
+    draft_tokens = None
     if config.drafter.draft_vocab_size:
-        known_tokens = frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
-    return initial_drafter(config, target, known_tokens)
+        draft_tokens = find_frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
+    return create_initial_drafter(config, target, draft_tokens)
 
 
-def print_overview(lines: list[str], counts: "ExampleCounts | None", memory_line: str) -> None:
-    """Print what the run is, in the first process, before the self-check, which takes a while for a
-    large model. The examples' line stands behind the one about data."""
+def print_overview(
+    lines: list[str], example_counts: "ExampleCounts | None", memory_line: str
+) -> None:
+    """Print the run's overview in the first process. It is printed before the self-check, which can
+    take minutes with a large model."""
     if dist.get_rank() > 0:
         return
-    example_lines = [] if counts is None else counts.lines()
+    example_lines = [] if example_counts is None else example_counts.format_lines()
+    # the lines about examples belong behind the second one, which describes the data
     print(*lines[:2], *example_lines, *lines[2:], memory_line, sep="\n", flush=True)
 
 
 def place_target(target: Target, config: TrainConfig, device: torch.device) -> None:
-    """Spread a target that is to be sharded over the processes' devices; drop the layers of one
-    whose features are stored, which a new drafter has copied from by now."""
+    """Shard the target over the processes' devices if `target.shard`. With stored features, free
+    its decoder layers: a new drafter has already copied its initial weights from them."""
     if config.target.shard:
-        spread(target, device)
+        shard_target(target, device)
     if config.features:
-        target.body.layers.to("meta")
+        target.decoder.layers.to("meta")
 
 
 def build_checked_engine(
     drafter: Drafter,
     target: Target,
-    dataset: "StoredRows | Dataset",
+    dataset: "StoredFeatures | Dataset",
     config: TrainConfig,
     device: torch.device,
-) -> tuple[object, str | None]:
-    """Return the engine around the drafter, and a line that says that a first pass agrees with a
-    plain computation, made before there was an engine; None without `self_check`. Raises Stopped
-    where they differ."""
-    HEARTBEAT.at("checking a step against a plain computation")
-    check = SelfCheck(drafter.to(device), target, dataset, config) if config.self_check else None
+) -> "tuple[DeepSpeedEngine, str | None]":
+    """Return the engine around the drafter, and the result of the self-check as a line, None
+    without `self_check`.
+
+    Raises Stopped if the first batch's loss differs from the self-check's slow computation, which
+    is made before the engine is built.
+    """
+    HEARTBEAT.set_activity("checking a step against a plain computation")
+    check = None
+    if config.self_check:
+        check = SelfCheck(drafter.to(device), target, dataset, config)
     engine = build_engine(drafter, config, device)
     if check is None:
         return engine, None
-    return engine, check(
-        block_loss(drafter, target, check.rows, check.blocks, config, forward=engine)
-    )
+    result = compute_block_loss(drafter, target, check.batch, check.blocks, config, forward=engine)
+    return engine, check.compare(result)
 
 
 def summarise_run(
-    config: TrainConfig, drafter: Drafter, target: Target, rows: int, done: int
+    config: TrainConfig,
+    drafter: Drafter,
+    target: Target,
+    num_sequences: int,
+    completed_steps: int,
 ) -> str:
-    """Return a line: the run's name, what is trained, on how much, and after which step it goes
-    on."""
-    # before ZeRO 3 takes parameters apart
-    parameters = sum(
+    """Return one line with the run's name, size and length, and the step that it resumes from. Call
+    it before ZeRO stage 3 shards the parameters."""
+    trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
-    return (
-        f"{config.name}: {parameters:,} trainable parameters, "
-        f"{rows:,} packed rows of {config.data.length} tokens, {length_of(config, rows)}"
-        + named_mask(drafter.mask_token_id, target.tokenizer)
-        + (f"; going on after step {done}" if done else "")
+    line = (
+        f"{config.name}: {trainable_parameters:,} trainable parameters, "
+        f"{num_sequences:,} packed rows of {config.data.length} tokens, "
+        f"{describe_run_length(config, num_sequences)}"
+        f"{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
     )
+    if completed_steps:
+        line += f"; resuming after step {completed_steps}"
+    return line
 
 
-def drop_later_steps(folder: Path, done: int) -> None:
-    """Remove what a run that is gone on with after step `done` does again, and states that are
-    superfluous."""
-    trim_log(folder / METRICS, done)
-    tidy(folder, done)
+def remove_later_steps(folder: Path, step: int) -> None:
+    """Remove log lines of steps after `step`, which the resumed run repeats, and superseded
+    training states."""
+    trim_step_metrics(folder / METRICS_FILE, step)
+    remove_superseded_states(folder, step)

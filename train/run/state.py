@@ -1,12 +1,16 @@
-"""What a run is, settled once: its options before the target is loaded (`settled`, what config.json
-says), its state when target and rows are there. Nothing else changes the configuration."""
+"""The state of a run, and the resolution of its configuration.
+
+The configuration is resolved twice: `resolve_config` before the target is loaded (its result is
+written to config.json), and `complete_config` when target and training data are loaded. Nothing
+else changes it.
+"""
 
 import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,277 +18,334 @@ import torch.distributed as dist
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig
-from infer.drafters.base import (
-    Drafter,
-    config_for,
-    default_mask_token,
-    fixed_options,
-    tapped_layers,
+from infer.drafters.base import Drafter
+from infer.drafters.build import (
+    build_drafter_config,
+    choose_feature_layers,
+    choose_mask_token,
+    read_fixed_options,
 )
-from infer.drafters.families import FAMILIES
-from infer.formats.folders import open_folder
-from infer.formats.layouts import find_problems, read
-from infer.targets.loading import load_config, open_target, resolve_dtype
-from infer.targets.target import Target, number_format
-from train.blocks import anchor_room
+from infer.drafters.families import DRAFTER_FAMILIES
+from infer.formats.folders import open_drafter_folder
+from infer.formats.layouts import find_folder_problems, read_layout
+from infer.targets.loading import load_config, load_configured_target, resolve_dtype
+from infer.targets.target import Target, number_format_name
+from train.blocks import count_available_anchors
 from train.config import OptimConfig, TrainConfig, check_head_training
-from train.engine import compute_dtype, micro_batch
-from train.features import StoredRows
-from train.optim import learning_rate
-from train.plan import StepShape, device_memory, length_of, total_steps, with_recompute
-from train.processes import first_only
-from train.run.checkpoints import checkpoints
-from train.run.folder import CONFIG, begun, column_parts, learnt_counts, run_folder, used_ids
-from train.run.initial import resolve_init
-from train.run.log import read_log
+from train.engine import compute_dtype, split_batch
+from train.features import StoredFeatures
+from train.optim import cosine_learning_rate
+from train.plan import count_total_steps, describe_run_length
+from train.processes import run_on_first_process
+from train.run.checkpoints import list_checkpoints
+from train.run.folder import (
+    RUN_CONFIG_FILE,
+    collect_token_ids,
+    count_learned_tokens,
+    has_started,
+    iterate_column,
+    run_folder,
+)
+from train.run.initial import resolve_drafter_options
+from train.run.log import read_step_metrics
+from train.step_memory import StepShape, available_device_memory, choose_recompute
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from deepspeed import DeepSpeedEngine
 
 
 @dataclass
-class Course:
-    """How far a run has come, by its steps or by their seconds."""
+class TrainingSchedule:
+    """The progress of a run, in steps, or in seconds if `optim.max_minutes` limits it."""
 
     optim: OptimConfig
-    length: float  # of the run, in steps, or with optim.max_minutes in seconds
-    checkpoints: int
-    step: int  # done
-    seconds: float  # that they took
+    length: float  # of the run: steps, or seconds with optim.max_minutes
+    checkpoints: int  # number of checkpoints, evenly spaced over the run
+    step: int  # completed steps
+    seconds: float  # duration of the completed steps
 
     @property
-    def at(self) -> float:
-        """The steps done, or the seconds spent."""
+    def elapsed(self) -> float:
+        """The completed steps, or their seconds with optim.max_minutes."""
         return self.step if self.optim.max_minutes is None else self.seconds
 
     @property
-    def over(self) -> bool:
-        return self.at >= self.length
+    def is_finished(self) -> bool:
+        """Whether the run has reached its length."""
+        return self.elapsed >= self.length
 
     @property
-    def total(self) -> int:
-        """Steps of the whole run, as far as is known."""
-        return (
-            max(self.step, round(self.length / max(self.at, 1e-9) * self.step))
-            if self.step
-            else round(self.length)
-        )
+    def estimated_steps(self) -> int:
+        """The number of steps of the whole run; with optim.max_minutes an estimate from the completed
+        steps."""
+        if self.step == 0:
+            return round(self.length)
+        return max(self.step, round(self.length / max(self.elapsed, 1e-9) * self.step))
 
     @property
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        return learning_rate(self.optim, self.at, self.length)
+        return cosine_learning_rate(self.optim, self.elapsed, self.length)
 
     def advance(self, seconds: float) -> bool:
-        """Count a step, after which so many seconds are spent; return whether a checkpoint is due:
-        they are evenly spread, the last at the end."""
-        before = self.at
-        whole = self.optim.max_minutes is None
-        self.step = self.step + 1
+        """Count one step and return whether a checkpoint is due.
+
+        seconds: duration of all completed steps, including this one. The last checkpoint is due at
+        the end of the run.
+        """
+        elapsed_before = self.elapsed
+        self.step += 1
         self.seconds = seconds
-        places = (self.length * (i + 1) / self.checkpoints for i in range(self.checkpoints))
-        return any(before < (round(place) if whole else place) <= self.at for place in places)
+        for i in range(self.checkpoints):
+            due_at = self.length * (i + 1) / self.checkpoints
+            if self.optim.max_minutes is None:
+                due_at = round(due_at)
+            if elapsed_before < due_at <= self.elapsed:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that the steps need, loaded; computed once from the configuration."""
+    """Everything that training steps need, loaded once."""
 
     config: TrainConfig  # complete
     folder: Path
     device: torch.device
-    target: Target
-    dataset: "StoredRows | Dataset"
-    drafter: Drafter  # that is trained
-    engine: object  # DeepSpeed's, around the drafter
-    course: Course
-    notes: list[str]  # lines for the user
+    target: Target  # frozen
+    dataset: "StoredFeatures | Dataset"
+    drafter: Drafter  # trained
+    engine: "DeepSpeedEngine"  # around the drafter
+    schedule: TrainingSchedule
+    notes: list[str]  # lines to print before the first step
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of decoding: the target's in evaluations, and the saved drafters'."""
+    def decoding_dtype(self) -> torch.dtype:
+        """The dtype of target and drafter in evaluations, and of saved drafters."""
         return resolve_dtype(self.config.target.dtype, self.device)
 
-    def whole_target(self) -> Target:
-        """Return the target to decode with: with stored features, or where it teaches in another
-        dtype, another one, in memory only meanwhile."""
-        if self.config.features is None and self.target.dtype == self.dtype:
+    def load_decoding_target(self) -> Target:
+        """Return a target to decode with. It is loaded anew with stored features, and if training
+        uses another dtype."""
+        if self.config.features is None and self.target.dtype == self.decoding_dtype:
             return self.target
-        return load_frozen(self.config, self.device, self.dtype)
+        return load_frozen_target(self.config, self.device, self.decoding_dtype)
 
 
-def course_of(config: TrainConfig, rows: int, folder: Path, step: int) -> Course:
-    """Return the course of a run over so many rows that has done `step` steps; its log, which ends
-    with them, says how long they took."""
-    spent = max((line.get("seconds", 0.0) for line in read_log(folder)), default=0.0)
-    minutes = config.optim.max_minutes
-    length = total_steps(config, rows) if minutes is None else 60 * minutes
-    return Course(config.optim, length, config.checkpoints, step, spent)
+def resume_schedule(
+    config: TrainConfig, num_sequences: int, folder: Path, step: int
+) -> TrainingSchedule:
+    """Return the schedule of a run that has completed `step` steps. The log, which must end with
+    that step, says how long the steps took."""
+    seconds = 0.0
+    for line in read_step_metrics(folder):
+        seconds = max(seconds, line.get("seconds", 0.0))
+    if config.optim.max_minutes is None:
+        length = count_total_steps(config, num_sequences)
+    else:
+        length = 60 * config.optim.max_minutes
+    return TrainingSchedule(config.optim, length, config.checkpoints, step, seconds)
 
 
-def load_frozen(
-    config: TrainConfig, device: torch.device, dtype: torch.dtype, stored: StoredRows | None = None
+def load_frozen_target(
+    config: TrainConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored_features: StoredFeatures | None = None,
 ) -> Target:
-    """Load the target onto the device, or onto the host if it is to be sharded. With stored
-    features, load only its embedding, its head and the layers that the drafter is initialised
-    from."""
+    """Load the target onto the device, or onto the host if it will be sharded.
+
+    With stored features, only the embedding, the head, and the layers that initialise a new drafter
+    are loaded.
+    """
     options = config.target
     layers = None
-    if stored is not None:
-        family = FAMILIES[config.drafter.family].load()
-        theirs = load_config(options.path, options.trust_remote_code).get_text_config()
-        layers = family.warm_layers(
-            tapped_layers(config.drafter, theirs), config.drafter.layers, theirs
+    if stored_features is not None:
+        family: Any = DRAFTER_FAMILIES[config.drafter.family].load()
+        text_config = load_config(options.path, options.trust_remote_code).get_text_config()
+        layers = family.choose_warm_start_layers(
+            choose_feature_layers(config.drafter, text_config), config.drafter.layers, text_config
         )
-    kind = str(dtype).removeprefix("torch.")
-    place = "cpu" if options.shard else str(device)
-    return open_target(replace(options, dtype=kind, device=place), layers)
+    dtype_name = str(dtype).removeprefix("torch.")
+    load_device = "cpu" if options.shard else str(device)
+    return load_configured_target(replace(options, dtype=dtype_name, device=load_device), layers)
 
 
-def settled(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return the configuration with the options of drafter.init, and with the precision that this
-    run keeps. Raises ValueError for a drafter that does not fit the target, and for a head that
-    cannot be trained as asked."""
-    config = replace(config, drafter=resolve_init(config.drafter, config.target))
-    if config.drafter.init is None:  # else it is what it is
-        theirs = load_config(config.target.path, config.target.trust_remote_code)
-        config_for(config.drafter, None, theirs.get_text_config())
+def resolve_config(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Return the configuration with the options of `drafter.init` and with the run's precision.
+
+    Raises ValueError if the drafter does not fit the target, and if its head cannot be trained as
+    configured.
+    """
+    config = replace(config, drafter=resolve_drafter_options(config.drafter, config.target))
+    if config.drafter.init is None:  # an existing drafter has its own config
+        hf_config = load_config(config.target.path, config.target.trust_remote_code)
+        build_drafter_config(config.drafter, None, hf_config.get_text_config())
     check_head_training(config)
-    return replace(
-        config,
-        optim=replace(config.optim, precision=first_only(lambda: precision_of(config, device))),
-    )
+    precision = run_on_first_process(lambda: resolve_precision(config, device))
+    return replace(config, optim=replace(config.optim, precision=precision))
 
 
-def completed(
-    config: TrainConfig, target: Target, rows: "StoredRows | Dataset", device: torch.device
+def complete_config(
+    config: TrainConfig,
+    target: Target,
+    dataset: "StoredFeatures | Dataset",
+    device: torch.device,
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration that the steps have: the drafter's defaults as the run began with
-    them, its mask token, as many anchors as rows have room for, and whether layers are computed
-    again; and the line that says so."""
-    drafter = with_mask_token(as_begun(config), target, rows)
-    config = replace(
-        config, drafter=drafter, anchors_per_sequence=first_only(lambda: most_anchors(rows, config))
+    """Return the configuration that training steps use, and a line about the memory of a step.
+
+    Completed are: the drafter's defaults as they were when the run started, its mask token, the
+    number of anchors (at most as many as a packed sequence can have), and `recompute`.
+    """
+    drafter_options = set_mask_token(use_recorded_defaults(config), target, dataset)
+    anchors = run_on_first_process(lambda: limit_anchors(dataset, config))
+    config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
+
+    # The smallest device limits the step, because all devices gather sharded weights together.
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    memory_bytes = torch.tensor(
+        available_device_memory(device, local_world_size), dtype=torch.float64
     )
-    room = torch.tensor(
-        device_memory(device, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)), dtype=torch.float64
-    )
-    room = room.to(
-        device
-    )  # of the smallest device: sharded weights are gathered by all of them together
-    dist.all_reduce(room, dist.ReduceOp.MIN)
-    shape = StepShape(config, target.config, micro_batch(config, dist.get_world_size())[0])
-    weight = target.dtype.itemsize
-    product = compute_dtype(config, device).itemsize
-    return with_recompute(
-        config, shape, dist.get_world_size(), weight, product, device.type == "cuda", room.item()
+    memory_bytes = memory_bytes.to(device)
+    dist.all_reduce(memory_bytes, dist.ReduceOp.MIN)
+
+    world_size = dist.get_world_size()
+    micro_batch_size, _ = split_batch(config, world_size)
+    return choose_recompute(
+        config,
+        StepShape(config, target.config, micro_batch_size),
+        world_size,
+        target.dtype.itemsize,
+        compute_dtype(config, device).itemsize,
+        device.type == "cuda",
+        memory_bytes.item(),
     )
 
 
-def precision_of(config: TrainConfig, device: torch.device) -> str:
-    """Return the precision that the run began with where its option is left to auto, else the one
-    of training here."""
+def resolve_precision(config: TrainConfig, device: torch.device) -> str:
+    """Return the name of the run's `compute_dtype`. With optim.precision=auto, a resumed run keeps
+    the precision that it started with."""
     run = run_folder(config)
-    if config.optim.precision == "auto" and begun(run):
-        with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
-            return json.loads((run / CONFIG).read_text())["optim"]["precision"]
+    if config.optim.precision == "auto" and has_started(run):
+        with suppress(ValueError, OSError, KeyError):  # a damaged file raises an error later
+            recorded_config = json.loads((run / RUN_CONFIG_FILE).read_text())
+            return recorded_config["optim"]["precision"]
     return str(compute_dtype(config, device)).removeprefix("torch.")
 
 
-def as_begun(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options with what the drafter of the run's newest checkpoint has, where
-    they are left to their defaults: those may have changed since the run began."""
-    for checkpoint in reversed(checkpoints(run_folder(config))):
-        with suppress(ValueError, OSError):  # damaged: the one before says it too
-            folder = open_folder(str(checkpoint / "drafter"))
-            reading = read(folder)
-            if not find_problems(folder, reading):
-                known = fixed_options(reading.drafter())
-                left = {
-                    key: value
-                    for key, value in known.items()
-                    if getattr(config.drafter, key) is None
-                }
-                return replace(config.drafter, **left)
+def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
+    """Return the drafter's options, where options that are None have the values of the run's newest
+    checkpoint. The program's defaults may have changed since the run started."""
+    for checkpoint in reversed(list_checkpoints(run_folder(config))):
+        with suppress(ValueError, OSError):  # a damaged checkpoint: an older one is the same
+            folder = open_drafter_folder(str(checkpoint / "drafter"))
+            reading = read_layout(folder)
+            if not find_folder_problems(folder, reading):
+                recorded_options = read_fixed_options(cast(Drafter, reading.build_drafter()))
+                unset = {}
+                for key, value in recorded_options.items():
+                    if getattr(config.drafter, key) is None:
+                        unset[key] = value
+                return replace(config.drafter, **unset)
     return config.drafter
 
 
-def with_mask_token(
-    options: DrafterConfig, target: Target, rows: "StoredRows | Dataset"
+def set_mask_token(
+    options: DrafterConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> DrafterConfig:
-    """Return the options of a new drafter with a mask token that the training rows do not use.
-    Raises ValueError where they use all."""
-    if (
-        not FAMILIES[options.family].mask_token
-        or options.init is not None
-        or options.mask_token_id is not None
-    ):
+    """Return the options of a new drafter with a mask token that the training data do not contain.
+    Raises ValueError if there is none."""
+    needs_mask_token = DRAFTER_FAMILIES[options.family].uses_mask_token and options.init is None
+    if not needs_mask_token or options.mask_token_id is not None:
         return options
-    mask = default_mask_token(
-        target.tokenizer, target.config.vocab_size, target.end_ids, lambda: used_ids(rows)
+    mask_token_id = choose_mask_token(
+        target.tokenizer,
+        target.config.vocab_size,
+        target.eos_token_ids,
+        lambda: collect_token_ids(dataset),
     )
-    return replace(options, mask_token_id=mask)
+    return replace(options, mask_token_id=mask_token_id)
 
 
-def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
-    """Return how many of the configuration's anchors any row has room for: the slots beyond would
-    be computed and learn nothing."""
-    most = 1
-    for columns in zip(column_parts(rows, "loss"), column_parts(rows, "documents"), strict=True):
-        loss, documents = (
-            torch.from_numpy(np.array(part)).view(-1, config.data.length) for part in columns
-        )
-        most = max(
-            most, int(anchor_room(loss, documents.long(), config.anchors_per_document).max())
-        )
-    return min(config.anchors_per_sequence, most)
+def limit_anchors(dataset: "StoredFeatures | Dataset", config: TrainConfig) -> int:
+    """Return `config.anchors`, or the largest number of anchors that any packed sequence can have,
+    if that is smaller. Slots beyond it would be computed for nothing."""
+    max_anchors = 1
+    columns = zip(
+        iterate_column(dataset, "loss"), iterate_column(dataset, "documents"), strict=True
+    )
+    for loss_values, document_values in columns:
+        loss = torch.from_numpy(np.array(loss_values)).view(-1, config.data.length)
+        documents = torch.from_numpy(np.array(document_values)).view(-1, config.data.length)
+        counts = count_available_anchors(loss, documents.long(), config.anchors_per_document)
+        max_anchors = max(max_anchors, int(counts.max()))
+    return min(config.anchors_per_sequence, max_anchors)
 
 
-def overview(
+def describe_run(
     config: TrainConfig,
     target: Target,
-    rows: "StoredRows | Dataset",
-    known: torch.Tensor | None,
+    dataset: "StoredFeatures | Dataset",
+    draft_tokens: torch.Tensor | None,
     device: torch.device,
 ) -> list[str]:
-    """Return three lines: which target, told what; which data, and how much there is to learn; how
-    many steps, and the dtype of their products. known (R,): the tokens of a drafter that does not
-    know all, which has a line of its own."""
-    told = config.target.chat_template_kwargs
-    count = len(rows)
-    theirs = target.config
-    full = sum(int((part >= 0).sum()) for part in column_parts(rows, "documents")) / (
-        count * config.data.length
+    """Return the lines of the run's overview: target, data, length and precision, and the coverage
+    of a reduced vocabulary.
+
+    draft_tokens: (R,) the ids of a drafter with a reduced vocabulary, else None.
+    """
+    hf_config = target.config
+    target_line = (
+        f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of "
+        f"{hf_config.hidden_size}, "
+        f"{number_format_name(target)}"
     )
-    learnt = sum(int(part.sum()) for part in column_parts(rows, "loss"))
-    share = (
-        f", at most {config.anchors_per_document} a document" if config.anchors_per_document else ""
+    if config.target.chat_template_kwargs:
+        target_line += f"; chat template arguments {config.target.chat_template_kwargs}"
+
+    num_sequences = len(dataset)
+    length = config.data.length
+    num_tokens = sum(int((values >= 0).sum()) for values in iterate_column(dataset, "documents"))
+    num_learned = sum(int(values.sum()) for values in iterate_column(dataset, "loss"))
+    fill_percent = 100 * (num_tokens / (num_sequences * length))
+    data_line = (
+        f"data       {describe_data(config.data)}: {num_sequences:,} rows of {length:,} tokens, "
+        f"{fill_percent:.1f} % "
+        f"full; {num_learned:,} tokens to learn from"
     )
-    products = str(compute_dtype(config, device)).removeprefix("torch.")
-    part = []
-    if known is not None:
-        counts = learnt_counts(rows, target)
-        drafted = 100 * counts[known].sum() / counts.sum()
-        part = [
-            f"vocabulary {len(known):,} of {len(counts):,} tokens: {drafted:.1f} % of those to learn from"
-        ]
-    return [
-        f"target     {config.target.path}, {theirs.num_hidden_layers} layers of {theirs.hidden_size}, "
-        f"{number_format(target)}" + (f"; chat template told {told}" if told else ""),
-        f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
-        f"full; {learnt:,} tokens to learn from",
-        f"run        {length_of(config, count)} of {config.optim.batch_size} rows, {config.anchors_per_sequence} blocks a row{share}, "
-        f"products in {products}",
-        *part,
-    ]
+
+    anchor_limit = ""
+    if config.anchors_per_document:
+        anchor_limit = f", at most {config.anchors_per_document} a document"
+    precision = str(compute_dtype(config, device)).removeprefix("torch.")
+    run_line = (
+        f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} rows, "
+        f"{config.anchors_per_sequence} blocks a row{anchor_limit}, matrix products in {precision}"
+    )
+
+    lines = [target_line, data_line, run_line]
+    if draft_tokens is not None:
+        counts = count_learned_tokens(dataset, target)
+        coverage_percent = 100 * counts[draft_tokens].sum() / counts.sum()
+        lines.append(
+            f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens: {coverage_percent:.1f} % "
+            "of those to learn from"
+        )
+    return lines
 
 
-def described(data: DataConfig) -> str:
-    """Name the data, and say whose answers they are where that is known."""
+def describe_data(data: DataConfig) -> str:
+    """Name the training data, and who generated its answers if that is known."""
     if data.source == "hub":
-        return f"{data.path} ({data.split}), answers as published, not this target's: see ./launch.sh regenerate"
+        return (
+            f"{data.path} ({data.split}), answers as published, not generated by this target: see "
+            "./launch.sh regenerate"
+        )
     if data.source == "mixture":
-        return " + ".join(f"{part.path} x {part.weight:g}" for part in data.datasets)
-    return data.path or {"embedded": "what the embedded target wrote"}.get(
-        data.source, "Python's standard library"
-    )
+        return " + ".join(f"{entry.path} x {entry.weight:g}" for entry in data.datasets)
+    if data.path:
+        return data.path
+    if data.source == "embedded":
+        return "texts that the embedded target generated"
+    return "Python's standard library"

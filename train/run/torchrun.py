@@ -1,8 +1,8 @@
-"""`torchrun`, with a sentence in place of a traceback after a signal: `launch.sh` starts several
-processes by it.
+"""`torchrun` that prints one sentence instead of a traceback after a signal. `launch.sh` starts
+several processes with it.
 
-torchrun passes a signal on to its processes, waits until they have saved and left, and raises an
-exception then.
+torchrun forwards a signal to its processes, waits until they have saved and exited, and then raises
+an exception.
 """
 
 import signal
@@ -11,24 +11,25 @@ import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
-from infer.utils.interrupts import INTERRUPTED
+from infer.utils.interrupts import EXIT_CODE_INTERRUPTED
 
 
-def run() -> int:
+def run_torchrun() -> int:
     """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1
     after other signals."""
     try:
         main()
-    except SignalException as stop:
-        number = signal.Signals(stop.sigval)
-        name = "Ctrl-C" if number == signal.SIGINT else number.name
+    except SignalException as error:
+        signal_received = signal.Signals(error.sigval)
+        is_interrupt = signal_received == signal.SIGINT
+        name = "Ctrl-C" if is_interrupt else signal_received.name
         print(
-            f"stopped by {name}: what was saved is whole, and the same command goes on from there",
+            f"stopped by {name}: the saved state is complete; the same command goes on from there",
             file=sys.stderr,
         )
-        return INTERRUPTED if number == signal.SIGINT else 1
+        return EXIT_CODE_INTERRUPTED if is_interrupt else 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run_torchrun())

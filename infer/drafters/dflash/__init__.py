@@ -1,3 +1,3 @@
-"""The DFlash family: model.py, and layouts.py and writers.py, which read and write the public
-layouts of config.json. May import what `infer.drafters` may, and the modules at the top of
-`infer.drafters`. Start reading at model.py."""
+"""The DFlash family: its drafter in model.py, its layouts of config.json in layouts.py (read) and
+writers.py (write). May import what `infer.drafters` may, and the modules of `infer.drafters`. Start
+reading at model.py."""

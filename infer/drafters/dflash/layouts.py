@@ -1,84 +1,102 @@
-"""The layouts that DFlash drafters are published in, read into our terms; writers.py writes them.
+"""Read the config.json layouts in which DFlash drafters are published; writers.py writes them.
 
-A layout is a row of the table: how it differs from the public one, which we write too. Newer public
-folders have sliding layers, or hold their sizes in `dflash_config`; JetSpec's and NeMo Automodel's
-have a flag (`causal_head`) and a class name of their own.
+Each layout is described by its differences from the public one, which this project also writes.
+Newer public checkpoints have sliding layers, or hold their sizes in `dflash_config`; those of
+JetSpec and NeMo Automodel have a flag (`causal_head`) and a class name of their own.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from infer.drafters.config_keys import CAUSAL, SIZES, ConfigReading, Keys, named_class
+from infer.drafters.config_keys import CheckedKeys, ParsedConfig, first_architecture
 from infer.drafters.families import Family
-from infer.drafters.heads.table import read_head
+from infer.drafters.heads.table import read_head_config
+from infer.drafters.key_rules import CAUSAL_KEYS, REQUIRED_SIZE_KEYS
 
-NOTHING: Mapping[str, Any] = {}
+EMPTY_MAPPING: Mapping[str, Any] = {}
+DEFAULT_CONVOLUTION_GROUP_SIZE = 16  # where config.json does not store it
 
 
-class Layout(NamedTuple):
-    """A row."""
+class CheckpointLayout(NamedTuple):
+    """A layout of config.json and of tensor names, by its differences from the public one."""
 
     name: str
-    anchor: bool = False  # the first slot drafts, where no key says whether
-    needs: tuple[str, ...] = ()  # the key of its conditional head
-    defaults: Mapping[str, Any] = (
-        NOTHING  # what its classes take for keys that are missing, where ours differ
-    )
-    tensors: Mapping[str, str] = NOTHING  # beginnings of names: theirs to ours
-    renames: Mapping[str, str] = NOTHING  # keys: theirs to ours
-    first: int = 0  # tapped layers are counted from it
-    last_tap: str = "normed"  # where its own code reads a tap of the target's last layer
+    # The first slot drafts, where no key of config.json tells.
+    drafts_from_anchor: bool = False
+    required_keys: tuple[str, ...] = ()  # the keys of its conditional head
+    # Values of missing keys where the layout's own code has other defaults than this project.
+    defaults: Mapping[str, Any] = EMPTY_MAPPING
+    tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING  # prefix in the layout -> in this project
+    key_names: Mapping[str, str] = EMPTY_MAPPING  # key in the layout -> in this project
+    first_layer_id: int = 0  # the number of the target's first layer in target_layer_ids
+    # Whether its code reads the target's last layer before ("raw") or after ("normed") the norm.
+    last_tap: str = "normed"
 
 
-PUBLIC = Layout("dflash")
-TORCHSPEC = Layout(  # and its fork AngelSpec: flat, and never with a block size
+PUBLIC_LAYOUT = CheckpointLayout("dflash")
+# Also the layout of the fork AngelSpec. It has no dflash_config, and never a block size.
+TORCHSPEC_LAYOUT = CheckpointLayout(
     "TorchSpec",
-    tensors={"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."},
+    tensor_prefixes={
+        "context_proj.": "fc.",
+        "context_norm.": "hidden_norm.",
+        "final_norm.": "norm.",
+    },
     last_tap="raw",
 )
-NATIVE_TYPE = "muse_glimmer_assistant"
-NATIVE = "MuseGlimmerAssistantModel"
-MODEL_TYPES = {  # by `model_type`
-    "dflash": TORCHSPEC,
-    "dspark": TORCHSPEC._replace(anchor=True, needs=("markov_rank",)),
+TRANSFORMERS_MODEL_TYPE = "muse_glimmer_assistant"
+TRANSFORMERS_ARCHITECTURE = "MuseGlimmerAssistantModel"
+LAYOUTS_BY_MODEL_TYPE = {
+    "dflash": TORCHSPEC_LAYOUT,
+    "dspark": TORCHSPEC_LAYOUT._replace(drafts_from_anchor=True, required_keys=("markov_rank",)),
 }
-REFINER = {  # of XPress' authors, ours
+# Prefixes within the head of the XPress authors' checkpoints -> within this project's head.
+XPRESS_HEAD_PREFIXES = {
     "w1.": "token_embed.",
     "w2.": "readout.",
     "mix.L": "mix_l",
     "down_": "down_",
     "in_proj.": "in_proj.",
-    **{f"mlp.{part}_proj.": f"mlp_{part}." for part in ("gate", "up", "down")},
+    "mlp.gate_proj.": "mlp_gate.",
+    "mlp.up_proj.": "mlp_up.",
+    "mlp.down_proj.": "mlp_down.",
 }
-PROJECTORS = {  # by `projector_type`
-    "dspark": Layout("SpecForge", anchor=True, needs=("markov_rank",)),
-    "domino": Layout(
+LAYOUTS_BY_PROJECTOR_TYPE = {
+    "dspark": CheckpointLayout(
+        "SpecForge", drafts_from_anchor=True, required_keys=("markov_rank",)
+    ),
+    "domino": CheckpointLayout(
         "SpecForge",
-        needs=("gru_hidden_dim",),
-        tensors={
+        required_keys=("gru_hidden_dim",),
+        tensor_prefixes={
             "prefix_gru.": "domino_head.prefix_gru.",
             "embed_proj.": "domino_head.embed_proj.",
         },
     ),
 }
-LAYOUTS = {  # by the first name in `architectures`, beside the family's own
-    "Qwen3DFlashDraftModel": PUBLIC,  # NeMo Automodel's
-    "QwenDFlashDraftModel": Layout("AngelSlim"),
-    "QwenDFlareDraftModel": Layout("AngelSlim", defaults={"layer_fusion": True}),
-    "Qwen3XPressModel": Layout(
+# By the first name under `architectures`; the public layout has the family's architecture.
+LAYOUTS_BY_ARCHITECTURE = {
+    "Qwen3DFlashDraftModel": PUBLIC_LAYOUT,  # NeMo Automodel
+    "QwenDFlashDraftModel": CheckpointLayout("AngelSlim"),
+    "QwenDFlareDraftModel": CheckpointLayout("AngelSlim", defaults={"layer_fusion": True}),
+    "Qwen3XPressModel": CheckpointLayout(
         "XPress",
-        needs=("xpress_rank",),
-        renames={"xpress_num_passes": "num_jacobi_passes"},
-        tensors={
-            f"xpress_head.{theirs}": f"refiner_head.{ours}" for theirs, ours in REFINER.items()
+        required_keys=("xpress_rank",),
+        key_names={"xpress_num_passes": "num_jacobi_passes"},
+        tensor_prefixes={
+            f"xpress_head.{layout_prefix}": f"refiner_head.{prefix}"
+            for layout_prefix, prefix in XPRESS_HEAD_PREFIXES.items()
         },
     ),
-    "Qwen3DSparkModel": Layout("DeepSpec", anchor=True),  # flat, with embedding and head
-    "DSparkDraftModel": PROJECTORS["dspark"],
-    "DominoDraftModel": PROJECTORS["domino"],
-    "DFlash2DraftModel": Layout("dflash2", needs=("selector_rank",)),
-    "TreeFlashDraftModel": Layout("treeflash", needs=("ar_approximation",), tensors={"model.": ""}),
-    NATIVE: Layout(  # transformers' own (5.23): flat
+    # without dflash_config, with embedding and head
+    "Qwen3DSparkModel": CheckpointLayout("DeepSpec", drafts_from_anchor=True),
+    "DSparkDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["dspark"],
+    "DominoDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["domino"],
+    "DFlash2DraftModel": CheckpointLayout("dflash2", required_keys=("selector_rank",)),
+    "TreeFlashDraftModel": CheckpointLayout(
+        "treeflash", required_keys=("ar_approximation",), tensor_prefixes={"model.": ""}
+    ),
+    TRANSFORMERS_ARCHITECTURE: CheckpointLayout(  # of transformers 5.23, without dflash_config
         "transformers",
         defaults={
             "rms_norm_eps": 1e-5,
@@ -86,12 +104,13 @@ LAYOUTS = {  # by the first name in `architectures`, beside the family's own
             "sliding_window": 2048,
             "max_position_embeddings": 131072,
         },
-        tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
+        tensor_prefixes={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
-# by `speculators_model_type`: the Qwen3 part in `transformer_layer_config`; states come from vLLM
-SPECULATORS = {
-    "dflash": NOTHING,
+# Defaults of the speculators layout, by `speculators_model_type`. It holds the Qwen3 keys in
+# `transformer_layer_config`, and its drafters read the states that vLLM provides.
+SPECULATORS_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "dflash": EMPTY_MAPPING,
     "dspark": {
         "sample_from_anchor": True,
         "markov_rank": 256,
@@ -101,161 +120,229 @@ SPECULATORS = {
     "dflash2": {
         "sliding_window_non_causal": True,
         "conv_kernel_size": 2,
-        "conv_group_size": 16,
+        "conv_group_size": DEFAULT_CONVOLUTION_GROUP_SIZE,
         "selector_rank": 256,
         "selector_top_k": 16,
     },
     "xpress": {"xpress_rank": 256},
 }
-TAPS = {"aux_hidden_state_layer_ids": "target_layer_ids"}
+SPECULATORS_KEY_NAMES = {"aux_hidden_state_layer_ids": "target_layer_ids"}
 
 
-def find_layout(family: Family, raw: dict) -> Layout | None:
-    """Return the row of a config.json; None where there is none."""
-    named = named_class(raw)
-    kind = str(raw.get("speculators_model_type"))
-    if kind in SPECULATORS:
-        return Layout(
-            "speculators", defaults=SPECULATORS[kind], renames=TAPS, first=1, last_tap="raw"
+def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
+    """Return the layout of a config.json; None where it is unknown."""
+    architecture = first_architecture(raw)
+    speculators_type = str(raw.get("speculators_model_type"))
+    if speculators_type in SPECULATORS_DEFAULTS:
+        return CheckpointLayout(
+            "speculators",
+            defaults=SPECULATORS_DEFAULTS[speculators_type],
+            key_names=SPECULATORS_KEY_NAMES,
+            first_layer_id=1,
+            last_tap="raw",
         )
-    if raw.get("model_type") == NATIVE_TYPE:
-        return LAYOUTS[NATIVE]
-    if (
-        raw.get(family.config_key) is None
-        and "target_layer_ids" in raw
-        and named in (family.architecture, *LAYOUTS)
-    ):
-        flat = LAYOUTS["Qwen3DSparkModel"] if named == family.architecture else LAYOUTS[named]
-        return MODEL_TYPES.get(raw.get("model_type"), flat)
-    return PUBLIC if named == family.architecture else LAYOUTS.get(named)
+    if raw.get("model_type") == TRANSFORMERS_MODEL_TYPE:
+        return LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]
+
+    layout = LAYOUTS_BY_ARCHITECTURE.get(architecture or "")
+    if architecture == family.architecture:
+        layout = PUBLIC_LAYOUT
+    has_family_object = raw.get(family.config_key) is not None
+    if layout is None or has_family_object or "target_layer_ids" not in raw:
+        return layout
+
+    # The family's keys are at the top of config.json, as in DeepSpec's and TorchSpec's layouts.
+    if architecture == family.architecture:
+        layout = LAYOUTS_BY_ARCHITECTURE["Qwen3DSparkModel"]
+    return LAYOUTS_BY_MODEL_TYPE.get(str(raw.get("model_type")), layout)
 
 
-def read(
-    family: Family, raw: dict, tensors: Collection[str], target_layers: int | None
-) -> ConfigReading | None:
-    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of
-    the stored ones; target_layers: how many layers the target has, for configs that do not say."""
-    kind = raw.get("speculators_model_type")
-    row = find_layout(family, raw)
-    if kind is not None and (row is None or row.name != "speculators"):
-        said = f"is {kind!r}, expected {' or '.join(SPECULATORS)}; drafters that write token by token are not read"
-        return ConfigReading("none", None, {}, [f"config.json: speculators_model_type {said}"])
-    if row is None:
+def read_config(
+    family: Family, raw: dict[str, Any], tensors: Collection[str], target_layers: int | None
+) -> ParsedConfig | None:
+    """Read a config.json in one of the layouts; None if its layout is unknown.
+
+    `tensors` are the names of the stored tensors; `target_layers` is the target's number of layers,
+    for config.json files that do not store it.
+    """
+    speculators_type = raw.get("speculators_model_type")
+    layout = find_layout(family, raw)
+    if speculators_type is not None and (layout is None or layout.name != "speculators"):
+        problem = (
+            f"config.json: speculators_model_type is {speculators_type!r}, expected "
+            f"{' or '.join(SPECULATORS_DEFAULTS)}; drafters that generate token by token are not "
+            "supported"
+        )
+        return ParsedConfig("none", None, {}, [problem])
+    if layout is None:
         return None
-    keys = Keys(
-        raw,
-        (family.config_key, "treeflash_config", "transformer_layer_config"),
-        row.defaults,
-        row.renames,
-    )
-    if row.name not in ("speculators", "transformers", "TorchSpec"):
-        row = PROJECTORS.get(keys.get("projector_type"), row)
-    if row is LAYOUTS[NATIVE]:  # it has no vocabulary: the least one that has the mask token
+
+    objects = (family.config_key, "treeflash_config", "transformer_layer_config")
+    keys = CheckedKeys(raw, objects, layout.defaults, layout.key_names)
+    if layout.name not in ("speculators", "transformers", "TorchSpec"):
+        layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
+    if layout is LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]:
+        # It does not store the vocabulary's size: take the smallest one with the mask token.
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)
         keys.setdefault("layer_types", ["sliding_attention"] * keys.get("num_hidden_layers", 1))
-    keys.need(*SIZES, "block_size", "mask_token_id", "target_layer_ids", *row.needs)
-    reading = ConfigReading(row.name, family, {}, keys.problems, doubts=keys.doubts)
-    if not keys.problems:
-        for theirs, ours in row.tensors.items():
-            reading.renamed |= {
-                name: ours + name[len(theirs) :] for name in tensors if name.startswith(theirs)
-            }
-        layers = keys.get("num_target_layers", target_layers)
-        ids = keys["target_layer_ids"]
-        if row.name == "TorchSpec" or layers == len(ids) <= max(ids) - row.first:  # it counts taps
-            layers = keys.get("target_num_hidden_layers", target_layers)
-        complete(reading, keys, row, tensors, layers)
-    return reading
-
-
-def complete(
-    reading: ConfigReading, keys: Keys, row: Layout, tensors: Collection[str], layers: int | None
-) -> None:
-    """Complete a reading whose keys are there: the options of the Qwen3 part, and `dflash_config`.
-    layers: how many the target has, if that is known."""
-    options = keys.transformer()
-    head = conditional_head(keys, row, tensors)
-    if keys["block_size"] == 1 and "sample_from_anchor" not in head:
-        keys.note("block_size", "is 1, expected 2 or more")
-    own = {key: keys[key] for key in ("block_size", "mask_token_id")} | keys.tapped(
-        layers, row.first, row.last_tap
+    keys.require(
+        *REQUIRED_SIZE_KEYS,
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        *layout.required_keys,
     )
-    own |= causality(keys, row, options) | head
-    # AngelSlim's own template names another class
+    parsed = ParsedConfig(layout.name, family, {}, keys.problems, warnings=keys.warnings)
+    if keys.problems:
+        return parsed
+
+    for layout_prefix, prefix in layout.tensor_prefixes.items():
+        for name in tensors:
+            if name.startswith(layout_prefix):
+                parsed.renamed_tensors[name] = prefix + name[len(layout_prefix) :]
+    layers = keys.get("num_target_layers", target_layers)
+    layer_ids = keys["target_layer_ids"]
+    # Some files store the number of target_layer_ids under num_target_layers.
+    counts_feature_layers = layers == len(layer_ids) <= max(layer_ids) - layout.first_layer_id
+    if layout.name == "TorchSpec" or counts_feature_layers:
+        layers = keys.get("target_num_hidden_layers", target_layers)
+    complete_config(parsed, family, keys, layout, tensors, layers)
+    return parsed
+
+
+def complete_config(
+    parsed: ParsedConfig,
+    family: Family,
+    keys: CheckedKeys,
+    layout: CheckpointLayout,
+    tensors: Collection[str],
+    layers: int | None,
+) -> None:
+    """Fill in the options and tensors of a config whose required keys are present.
+
+    `layers` is the target's number of layers, None where it is unknown.
+    """
+    options = keys.read_transformer_config()
+    head_config = read_conditional_head(keys, layout, tensors)
+    if keys["block_size"] == 1 and "sample_from_anchor" not in head_config:
+        keys.add_problem("block_size", "is 1, expected 2 or more")
+
+    family_config = {key: keys[key] for key in ("block_size", "mask_token_id")}
+    family_config |= keys.read_feature_layers(layers, layout.first_layer_id, layout.last_tap)
+    family_config |= read_causal_flag(keys, layout, options)
+    family_config |= head_config
+    # AngelSlim's template of config.json names the DFlash class for DFlare drafters too.
     if keys.get("layer_fusion", "layer_fusion_weights" in tensors):
-        own["layer_fusion"] = True
-    if keys.get("conv_kernel_size"):
-        group = keys.get("conv_group_size", 16)
-        own |= {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group}
-        if options["hidden_size"] % group:
-            keys.note(
-                "conv_group_size",
-                f"is {group}, which does not divide hidden_size, {options['hidden_size']}",
-            )
-    silent = row.last_tap == "normed" and row.name != "transformers" and "last_tap" not in keys
-    if silent and "last_tap" in own and layers:
-        reading.doubts.append(
-            "it taps the target's last layer and does not say where: behind the last norm, as the authors' code does; "
-            'vLLM taps before it, as "last_tap": "raw" beside target_layer_ids would say'
-        )
-    part = "draft_vocab_size" in options
-    reading.unused |= {"t2d"} if part else {"t2d", "d2t"}  # t2d follows from d2t
-    reading.padded_rows = keys.padded_rows
-    if row.name == "speculators":
-        reading.unused |= {"verifier_lm_head.weight", "verifier_norm.weight"}
-    ends = {
-        "has_embed_tokens": "embed_tokens.weight" in tensors,
-        "has_lm_head": "lm_head.weight" in tensors,
-    }
-    if keys.tied and ends["has_embed_tokens"] and not ends["has_lm_head"]:
-        keys.note(
+        family_config["layer_fusion"] = True
+    family_config |= read_convolutions(keys, options["hidden_size"])
+
+    if layers and "last_tap" in family_config:
+        warn_of_default_last_tap(parsed, keys, layout)
+    parsed.unused_tensors.add("t2d")  # it follows from d2t
+    if "draft_vocab_size" not in options:
+        parsed.unused_tensors.add("d2t")
+    parsed.padded_rows = keys.padded_rows
+    if layout.name == "speculators":
+        parsed.unused_tensors |= {"verifier_lm_head.weight", "verifier_norm.weight"}
+
+    has_embedding = "embed_tokens.weight" in tensors
+    has_head = "lm_head.weight" in tensors
+    if keys.ties_embeddings and has_embedding and not has_head:
+        keys.add_problem(
             "tie_word_embeddings",
-            "is true: its own embedding would be its head, which this project has not",
+            "is true: a drafter whose own embedding is also its head is not supported",
         )
-    sizes = {"block_size": own["block_size"], "num_target_layers": layers}
-    reading.options = options | ends | reading.family.config_part(own) | sizes
+    parsed.options = {
+        **options,
+        "has_embed_tokens": has_embedding,
+        "has_lm_head": has_head,
+        **family.wrap_family_config(family_config),
+        "block_size": family_config["block_size"],
+        "num_target_layers": layers,
+    }
 
 
-def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of the conditional head, none where there is none, and `sample_from_anchor`
-    where the first slot drafts."""
-    own = read_head(keys)
-    inner = keys.get("xpress_mlp_hidden")
-    if inner and "xpress_rank" in own:
-        own["xpress_mlp_ratio"] = inner // own["xpress_rank"]
-    if (
-        "markov_rank" in own
-        and "enable_confidence_head" not in keys
-        and "confidence_head.proj.weight" in tensors
-    ):
-        own["enable_confidence_head"] = True
-    if "markov_rank" not in own and keys.get("enable_confidence_head"):
-        keys.note("enable_confidence_head", "is true, and there is no Markov head")
-    said = [keys[key] for key in ("sample_from_anchor", "shift_label") if key in keys]
-    if len({*said}) > 1:
-        keys.note("shift_label", f"is {said[1]}, and sample_from_anchor {said[0]}")
-    if (said or [row.anchor])[0]:
-        own["sample_from_anchor"] = True
-    elif row.name == "speculators" and own.get("markov_head_type") == "rnn":
-        keys.note(
+def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
+    """Return the keys of DFlash 2's convolutions, {} where there are none."""
+    if not keys.get("conv_kernel_size"):
+        return {}
+    group_size = keys.get("conv_group_size", DEFAULT_CONVOLUTION_GROUP_SIZE)
+    if hidden_size % group_size:
+        keys.add_problem(
+            "conv_group_size",
+            f"is {group_size}, which does not divide hidden_size, {hidden_size}",
+        )
+    return {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group_size}
+
+
+def warn_of_default_last_tap(
+    parsed: ParsedConfig, keys: CheckedKeys, layout: CheckpointLayout
+) -> None:
+    """Add a warning where the drafter reads the target's last layer and config.json does not tell
+    whether it does so before or after the final norm."""
+    if layout.last_tap != "normed" or layout.name == "transformers" or "last_tap" in keys:
+        return
+    parsed.warnings.append(
+        "config.json does not tell whether the drafter reads the target's last layer before or "
+        "after the final norm. It is read after the norm, as in the DFlash authors' code. vLLM "
+        'reads it before the norm; "last_tap": "raw" beside target_layer_ids would do the same'
+    )
+
+
+def read_conditional_head(
+    keys: CheckedKeys, layout: CheckpointLayout, tensors: Collection[str]
+) -> dict[str, Any]:
+    """Return the keys of the conditional head, if there is one, and `sample_from_anchor` where the
+    first slot drafts."""
+    head_config = read_head_config(keys)
+    intermediate_size = keys.get("xpress_mlp_hidden")
+    if intermediate_size and "xpress_rank" in head_config:
+        head_config["xpress_mlp_ratio"] = intermediate_size // head_config["xpress_rank"]
+
+    if "markov_rank" in head_config:
+        stores_confidence_head = "confidence_head.proj.weight" in tensors
+        if "enable_confidence_head" not in keys and stores_confidence_head:
+            head_config["enable_confidence_head"] = True
+    elif keys.get("enable_confidence_head"):
+        keys.add_problem("enable_confidence_head", "is true, and there is no Markov head")
+
+    # Two layouts have different names for the same flag.
+    flags = [keys[key] for key in ("sample_from_anchor", "shift_label") if key in keys]
+    if len({*flags}) > 1:
+        keys.add_problem("shift_label", f"is {flags[1]}, and sample_from_anchor {flags[0]}")
+    drafts_from_anchor = flags[0] if flags else layout.drafts_from_anchor
+    if drafts_from_anchor:
+        head_config["sample_from_anchor"] = True
+    elif layout.name == "speculators" and head_config.get("markov_head_type") == "rnn":
+        keys.add_problem(
             "sample_from_anchor",
-            "is false, and the recurrent head reads the bonus token's slot there",
+            "is false: with a recurrent head, only true is supported in this layout",
         )
-    return own
+    return head_config
 
 
-def causality(keys: Keys, row: Layout, options: dict[str, Any]) -> dict[str, bool]:
-    """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so
-    that two that differ are a fault: NeMo's JetSpec recipe writes is_causal false beside causal
-    true."""
-    own = {}
-    sliding = "sliding_attention" in options["layer_types"]
-    if sliding and (row.name == "transformers" or keys.get("sliding_window_non_causal")):
-        own["causal"] = False
-    if sliding and row.name == "transformers":
-        options["sliding_window"] += 1  # theirs counts distances, ours positions
-    said = {key: keys[key] for key in CAUSAL if key in keys}
-    if len({*said.values()}) > 1:
-        flags = " and ".join(f"{key} {flag}".lower() for key, flag in said.items())
-        keys.note("is_causal", f"contradicts another key: {flags}; remove the wrong one")
-    return own | ({"causal": next(iter(said.values()))} if said else {})
+def read_causal_flag(
+    keys: CheckedKeys, layout: CheckpointLayout, options: dict[str, Any]
+) -> dict[str, bool]:
+    """Return `causal` for all layers where config.json tells; {} elsewhere.
+
+    Engines differ in which key they read, so keys that contradict each other are a problem: NeMo's
+    JetSpec recipe writes both is_causal false and causal true. The sliding window of transformers
+    in `options` is converted to positions.
+    """
+    family_config = {}
+    if "sliding_attention" in options["layer_types"]:
+        if layout.name == "transformers":
+            family_config["causal"] = False
+            # transformers stores the largest distance, this project the number of positions
+            options["sliding_window"] += 1
+        elif keys.get("sliding_window_non_causal"):
+            family_config["causal"] = False
+
+    flags = {key: keys[key] for key in CAUSAL_KEYS if key in keys}
+    if len({*flags.values()}) > 1:
+        described = " and ".join(f"{key} {flag}".lower() for key, flag in flags.items())
+        keys.add_problem("is_causal", f"contradicts another key: {described}; remove the wrong one")
+    if flags:
+        family_config["causal"] = next(iter(flags.values()))
+    return family_config

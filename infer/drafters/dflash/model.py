@@ -1,17 +1,19 @@
-"""The DFlash drafter: proposes a whole block of tokens in one pass over the target's hidden states.
+"""The DFlash drafter: proposes a block of tokens in one pass over the target's hidden states.
 
-B rows, C new context positions, T context length, N anchors, K block size (bonus token and L
-drafted positions), D hidden size, H heads, E head size, V vocabulary.
+B batch rows, C new context positions, T context length, N anchors, W slots of a block (the bonus
+token and masks), D hidden size, F features of a position, H key heads, E head size, V vocabulary.
 
 The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the
-block `[bonus, mask x L]` and whose keys and values come from the normalised, projected context
-features (the same for every layer) and from the block itself, at absolute positions. Embedding and
-head are the target's. DFlare's (`layer_fusion`; arXiv 2606.02091 and AngelSlim's class) do without
-the projection: each layer reads its own learnt mix of the tapped layers, by projections that only
-the context has. Training runs `forward`: many blocks of a packed row under one mask, by
-`DFlashLayer`. Decoding runs `draft_block`: one block of every row against a cache, by
-`infer.targets.lean`, which computes the same from the layers' weights; layers with convolutions run
-`DFlashLayer` there too. DDTree section 3 has the marginals that a block yields.
+block `[bonus token, mask, ..., mask]`. Their keys and values come from the context features, which
+are projected and normalised and the same for every layer, and from the block itself, at absolute
+positions. Embedding and language model head are the target's. DFlare's variant (`layer_fusion`;
+arXiv 2606.02091 and AngelSlim's class) has no such projection: each layer reads its own learned mix
+of the target's layers, through projections for the context alone.
+
+Training runs `forward`: many blocks of a packed sequence under one mask, through `DFlashLayer`.
+Decoding runs `draft_block`: one block of every batch row against a cache, through
+`infer.targets.lean`, which computes the same from the layers' weights. Layers with convolutions run
+`DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
 """
 
 import math
@@ -19,98 +21,115 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from infer.attention.kv_cache import KVCache
-from infer.attention.masks import Mask
+from infer.attention.masks import AttentionMask
 from infer.config import DrafterConfig
-from infer.drafters.base import (
-    Drafter,
-    DrafterLayer,
-    DraftState,
-    Place,
-    attend_cached,
-    block_sight,
-    default_mask_token,
-    masked_attention_behind,
-    read_one_tap,
-    taps,
-)
+from infer.drafters.base import Drafter
+from infer.drafters.build import build_feature_layer_keys, choose_mask_token
 from infer.drafters.dflash import layouts, writers
-from infer.drafters.families import FAMILIES
-from infer.kernels.operands import Norm
-from infer.targets.layers import decoder_of, join_copies, read_layer
-from infer.targets.lean import LeanDecoder
-from infer.targets.support import attention_layers
+from infer.drafters.families import DRAFTER_FAMILIES
+from infer.drafters.initial_weights import select_feature_layer
+from infer.drafters.layer import (
+    CosSin,
+    DrafterLayer,
+    attend_cached_context,
+    attend_packed_context,
+)
+from infer.drafters.state import (
+    AttentionPattern,
+    BlockPosition,
+    DrafterState,
+    build_cached_block_mask,
+)
+from infer.kernels.operands import RMSNormWeights
+from infer.targets.kernel_decoder import KernelDecoder
+from infer.targets.layers import convert_layer, join_linear_copies, select_decoder_class
+from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
-
-def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
-    """Return every layer's pattern: whether it is causal within the block, and its sliding window.
-    As serving engines read it, a sliding layer is causal and a full one is not, unless the config
-    says `causal` for all."""
-    causal = config.dflash_config.get("causal")
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    return [
-        (slides if causal is None else causal, config.sliding_window if slides else None)
-        for slides in sliding
-    ]
+# Drafters with fewer layers than public ones read three layers of a target that has at least
+# MIN_DEEP_TARGET_LAYERS, since fewer layers carry too little information (LOG.md).
+MIN_DEEP_TARGET_LAYERS = 12
+MIN_PUBLIC_DRAFTER_LAYERS = 3
+MAX_CONVOLUTION_GROUP_SIZE = 16  # channels that share a kernel
+PREFERRED_LAYER_LOGIT = 2.0  # of the target layer that a new drafter's fusion prefers
 
 
-class Convolution(nn.Module):
-    """DFlash 2's two convolutions around a sublayer, attention or feed-forward: every slot of a
-    block sees a little of the slots before it. A fresh one changes nothing.
+def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
+    """Return for every layer whether it is causal within the block, and its sliding window.
 
-    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero across the block's edge; one
-    before the sublayer and one behind it, both with kernels made from what the sublayer is given.
+    As in serving engines, a sliding layer is causal and a full one is not, unless the config has
+    `causal` for all layers.
+    """
+    all_causal = config.dflash_config.get("causal")
+    patterns = []
+    for layer_type in config.layer_types or []:
+        slides = layer_type == "sliding_attention"
+        causal = slides if all_causal is None else all_causal
+        patterns.append((causal, config.sliding_window if slides else None))
+    return patterns
 
-    Q queries of all blocks, W queries of a block, O taps, C channels that share a kernel.
+
+class BlockConvolution(nn.Module):
+    """DFlash 2's two convolutions around a sublayer, attention or MLP, which mix a slot of a block
+    with the slots before it. With initial weights, both are the identity.
+
+    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero before the block's first slot. One
+    convolution is before the sublayer and one after it; the kernels of both are computed from the
+    sublayer's input.
+
+    Q slots of all blocks of a batch row, W slots of a block, O kernel size, G groups of channels
+    that share a kernel.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        own = config.dflash_config
-        size = config.hidden_size
-        self.width = config.block_size
-        self.taps = own["conv_kernel_size"]
-        self.channels = own["conv_group_size"]
-        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * self.taps * size // self.channels, bias=False)
+        hidden_size = config.hidden_size
+        self.block_slots: int = config.block_size
+        self.kernel_size: int = config.dflash_config["conv_kernel_size"]
+        self.group_size: int = config.dflash_config["conv_group_size"]
+        kernel_rows = 2 * self.kernel_size * hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.kernel_size, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, kernel_rows, bias=False)
 
     def init_weights(self) -> None:
-        """Begin as the identity."""
+        """Initialise both convolutions as the identity."""
         nn.init.zeros_(self.kernel_projection.weight)
         nn.init.zeros_(self.base_kernel)
         nn.init.ones_(self.base_kernel[:, 0])
 
-    def kernels(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the kernels before and behind the sublayer, (B, Q, O, D) each, from what it is
-        given, (B, Q, D)."""
-        delta = self.kernel_projection(states).unflatten(
-            -1, (2, self.taps, -1)
-        )  # (B, Q, 2, O, D / C)
-        before, behind = (self.base_kernel + delta.repeat_interleave(self.channels, -1)).unbind(2)
-        return before, behind
+    def compute_kernels(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the kernels (B, Q, O, D) before and after the sublayer, from its inputs
+        (B, Q, D)."""
+        delta = self.kernel_projection(inputs)
+        delta = delta.unflatten(-1, (2, self.kernel_size, -1))  # (B, Q, 2, O, G)
+        kernels = self.base_kernel + delta.repeat_interleave(self.group_size, -1)
+        kernel_before, kernel_after = kernels.unbind(2)
+        return kernel_before, kernel_after
 
     def convolve(self, states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        """Return states (B, Q, D) under a kernel (B, Q, O, D)."""
-        blocks = states.unflatten(1, (-1, self.width))  # (B, N, W, D)
-        shifted = [
-            F.pad(blocks, (0, 0, tap, 0))[:, :, : self.width].flatten(1, 2)
-            for tap in range(self.taps)
-        ]
+        """Return the convolution (B, Q, D) of states (B, Q, D) with a kernel (B, Q, O, D)."""
+        blocks = states.unflatten(1, (-1, self.block_slots))  # (B, N, W, D)
+        shifted = []
+        for offset in range(self.kernel_size):
+            padded = F.pad(blocks, (0, 0, offset, 0))
+            shifted.append(padded[:, :, : self.block_slots].flatten(1, 2))
         return (torch.stack(shifted, 2) * kernel).sum(2)
 
 
 class DFlashLayer(DrafterLayer):
-    """Its attention and its MLP stand between two convolutions each, if the config says so."""
+    """A decoder layer of DFlash; if the config has convolutions, they surround attention and
+    MLP."""
 
-    own_weights = (
+    drafter_only_prefixes = (
         "attention_conv.",
         "mlp_conv.",
         "self_attn.k_proj_target.",
@@ -122,36 +141,44 @@ class DFlashLayer(DrafterLayer):
         if config.dflash_config.get("layer_fusion"):
             self.self_attn.k_proj_target = deepcopy(self.self_attn.k_proj)
             self.self_attn.v_proj_target = deepcopy(self.self_attn.v_proj)
-        self.convolves = bool(config.dflash_config.get("conv_kernel_size"))
-        if self.convolves:
-            self.attention_conv = Convolution(config)
-            self.mlp_conv = Convolution(config)
+        self.has_convolutions = bool(config.dflash_config.get("conv_kernel_size"))
+        if self.has_convolutions:
+            self.attention_conv = BlockConvolution(config)
+            self.mlp_conv = BlockConvolution(config)
 
-    def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
-        if not self.convolves:
-            return sublayer(states)
-        convolution = self.get_submodule(f"{name}_conv")
-        before, behind = convolution.kernels(states)
-        return convolution.convolve(sublayer(convolution.convolve(states, before)), behind)
+    def apply_sublayer(
+        self, name: str, inputs: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        if not self.has_convolutions:
+            return sublayer(inputs)
+        convolution = cast(BlockConvolution, self.get_submodule(f"{name}_conv"))
+        kernel_before, kernel_after = convolution.compute_kernels(inputs)
+        outputs = sublayer(convolution.convolve(inputs, kernel_before))
+        return convolution.convolve(outputs, kernel_after)
 
 
 @dataclass
-class DFlashState(DraftState):
-    """Keys and values of the context features, and the weights as decoding takes them: a copy where
-    training goes on with its own."""
+class DFlashState(DrafterState):
+    """Keys and values of the context features, and the weights in the form that decoding reads.
 
-    decoder: LeanDecoder | None  # None where layers convolve, which it does not express
-    # features (N, F) to all keys and values (N, layers * 2 * H * E)
-    project: Callable[[torch.Tensor], torch.Tensor]
-    key_norm: Norm  # weight (layers, H, E)
+    The weights are copies where training may change the drafter's own.
+    """
+
+    decoder: KernelDecoder | None  # None for layers with convolutions, which it does not support
+    # features (N, F) -> keys and values of all layers (N, layers * 2 * H * E)
+    project_context: Callable[[torch.Tensor], torch.Tensor]
+    key_norm: RMSNormWeights  # weight (layers, H, E)
 
 
 class DFlash(Drafter):
-    """The drafter. Parameters carry the names of the public checkpoint layout. Where the config
-    says `sample_from_anchor`, the bonus token's slot drafts too: K slots then draft K tokens."""
+    """The DFlash drafter. Parameter names are those of the public checkpoints.
 
-    family = FAMILIES["dflash"]
-    writers = {
+    Where the config has `sample_from_anchor`, the slot of the bonus token drafts too: W slots then
+    draft W tokens.
+    """
+
+    family = DRAFTER_FAMILIES["dflash"]
+    export_writers = {
         "dflash": writers.write_public,
         "dflash2": writers.write_dflash2,
         "dspark": writers.write_dspark,
@@ -159,35 +186,53 @@ class DFlash(Drafter):
         "speculators": writers.write_speculators,
         "transformers": writers.write_transformers,
     }
-    read = staticmethod(layouts.read)
+    read_config = staticmethod(layouts.read_config)
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
-        self.mask_token_id: int = self.own["mask_token_id"]
-        self.first_draft_slot = 0 if self.own.get("sample_from_anchor") else 1
+        family_config = self.family_config
+        hidden_size = config.hidden_size
+        self.mask_token_id = family_config["mask_token_id"]
+        self.first_draft_slot = 0 if family_config.get("sample_from_anchor") else 1
         self.num_queries = config.block_size
         self.block_size = self.num_queries + 1 - self.first_draft_slot
-        of_layers = layer_patterns(config)
-        self.attention_patterns = list(dict.fromkeys(of_layers))
-        self.pattern_of_layer = [self.attention_patterns.index(pattern) for pattern in of_layers]
-        self.fusion, taps = bool(self.own.get("layer_fusion")), len(self.layer_ids)
-        self.context_projections = "_target" if self.fusion else ""
-        if self.fusion:  # logits of each layer's mix
-            self.layer_fusion_weights = nn.Parameter(torch.empty(config.num_hidden_layers, taps))
+        layer_patterns = get_layer_patterns(config)
+        self.attention_patterns = list(dict.fromkeys(layer_patterns))
+        # for each layer, the index of its pattern in `attention_patterns`
+        self.pattern_of_layer = [
+            self.attention_patterns.index(pattern) for pattern in layer_patterns
+        ]
+        self.has_layer_fusion = bool(family_config.get("layer_fusion"))
+        # see `DrafterAttention.key_value_projections`
+        self.context_projection_suffix = "_target" if self.has_layer_fusion else ""
+        num_features = len(self.layer_ids)
+        if self.has_layer_fusion:
+            # logits of the weights of target layers, in each layer's mix
+            self.layer_fusion_weights = nn.Parameter(
+                torch.empty(config.num_hidden_layers, num_features)
+            )
         else:
-            self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.fc = nn.Linear(num_features * hidden_size, hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.add_ends(config.has_embed_tokens, config.has_lm_head)
+        self.norm = nn.RMSNorm(hidden_size, eps=config.rms_norm_eps)
+        self.add_embedding_and_head(config.has_embed_tokens, config.has_lm_head)
         self.add_conditional_head()
+
+    @property
+    def typed_layers(self) -> list[DFlashLayer]:
+        """The layers, as a list of their class."""
+        return [cast(DFlashLayer, layer) for layer in self.layers]
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the layers that the public drafters tap, as many as they have layers: from layer 1
-        to N - 3, evenly. Smaller drafters than there are public ones tap three of a deep target, as
-        fewer tell them too little (LOG.md), and one layer the middle of a shallow one."""
-        if layers < 3 and target_layers >= 12:
+        """Return the target layers that a new drafter reads.
+
+        Public drafters read as many layers as they have, evenly from layer 1 to N - 3. Smaller
+        drafters read three layers of a deep target, and a drafter of one layer reads the middle
+        layer of a shallow one.
+        """
+        if layers < MIN_PUBLIC_DRAFTER_LAYERS and target_layers >= MIN_DEEP_TARGET_LAYERS:
             first = target_layers // 4 - 1
             last = target_layers - 3
             return [first, (first + last) // 2, last]
@@ -196,90 +241,115 @@ class DFlash(Drafter):
         return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
 
     @staticmethod
-    def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:
-        """Return the target's layers behind the first tapped one, those that attend; none where
-        they are too few."""
-        attending = attention_layers(theirs)
-        behind = [i for i in attending if i > layer_ids[0]]
-        chosen = behind[:layers] if len(behind) >= layers else attending[-layers:]
+    def choose_warm_start_layers(
+        layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
+    ) -> list[int]:
+        """Return the target's attention layers after the first layer that the drafter reads, else
+        its last ones; [] where it has too few."""
+        all_attention_layers = attention_layer_ids(target_config)
+        later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]
+        chosen = all_attention_layers[-layers:]
+        if len(later_layers) >= layers:
+            chosen = later_layers[:layers]
         return chosen if len(chosen) == layers else []
 
     @staticmethod
-    def own_config(options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
-        """Return `dflash_config`. Raises ValueError for a mask token outside the target's
-        vocabulary."""
-        mask = options.mask_token_id
-        vocabulary = theirs.vocab_size
-        if mask is None:
-            mask = default_mask_token(target.tokenizer, vocabulary, target.end_ids) if target else 0
-        if not 0 <= mask < vocabulary:
+    def build_family_config(
+        options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
+    ) -> dict[str, Any]:
+        """Return `dflash_config` of a new drafter. Raises ValueError for a mask token outside the
+        target's vocabulary."""
+        vocab_size = target_config.vocab_size
+        mask_token_id = options.mask_token_id
+        if mask_token_id is None and target is not None:
+            tokenizer = cast(PreTrainedTokenizerBase, target.tokenizer)
+            mask_token_id = choose_mask_token(tokenizer, vocab_size, target.eos_token_ids)
+        if mask_token_id is None:
+            mask_token_id = 0
+        if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}"
+                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to "
+                f"{vocab_size - 1}"
             )
-        queries = options.block_size - bool(options.sample_from_anchor)
-        own = {"block_size": queries, "mask_token_id": mask} | taps(options, theirs)
+
+        num_slots = options.block_size
+        if options.sample_from_anchor:
+            num_slots -= 1
+        family_config: dict[str, Any] = {"block_size": num_slots, "mask_token_id": mask_token_id}
+        family_config |= build_feature_layer_keys(options, target_config)
         if options.conv_kernel_size:
-            own |= {
-                "conv_kernel_size": options.conv_kernel_size,
-                "conv_group_size": math.gcd(theirs.hidden_size, 16),
-            }
-        flags = {
-            name: vars(options)[name] for name in ("sample_from_anchor", "causal", "layer_fusion")
-        }
-        own |= (
-            {"causal": False} if options.sliding_window else {}
-        )  # readers take sliding layers for causal ones
-        return own | {key: True for key, value in flags.items() if value}
+            group_size = math.gcd(target_config.hidden_size, MAX_CONVOLUTION_GROUP_SIZE)
+            family_config["conv_kernel_size"] = options.conv_kernel_size
+            family_config["conv_group_size"] = group_size
+        if options.sliding_window:
+            # Without this key, readers would take sliding layers for causal ones.
+            family_config["causal"] = False
+        for name in ("sample_from_anchor", "causal", "layer_fusion"):
+            if vars(options)[name]:
+                family_config[name] = True
+        return family_config
 
     def init_weights(self, generator: torch.Generator) -> None:
+        """Draw initial weights; layer fusion prefers deeper target layers for deeper layers, as in
+        AngelSlim."""
         super().init_weights(generator)
-        if self.fusion:  # as AngelSlim's: the deeper a layer, the deeper the layer that it prefers
+        if self.has_layer_fusion:
             nn.init.zeros_(self.layer_fusion_weights)
             for i, logits in enumerate(self.layer_fusion_weights):
-                logits.data[i * len(logits) // len(self.layers)] = 2.0
-        for layer in self.layers:
-            if layer.convolves:
+                preferred = i * len(logits) // len(self.layers)
+                logits.data[preferred] = PREFERRED_LAYER_LOGIT
+        for layer in self.typed_layers:
+            if layer.has_convolutions:
                 layer.attention_conv.init_weights()
                 layer.mlp_conv.init_weights()
 
     def finish_warm_start(
-        self, theirs: list[dict], target: Target, generator: torch.Generator | None
+        self,
+        layer_weights: list[dict[str, torch.Tensor]],
+        target: Target,
+        generator: torch.Generator | None,
     ) -> None:
-        """Norm the context as the first layer's states were: its K/V are then exactly the target's
-        own."""
-        self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
-        if not self.fusion:
-            return read_one_tap(self.fc, 0)
-        for layer in self.layers:
-            layer.self_attn.k_proj_target.weight.copy_(layer.self_attn.k_proj.weight)
-            layer.self_attn.v_proj_target.weight.copy_(layer.self_attn.v_proj.weight)
+        """Normalise the context like the input of the first layer, so that the context's keys and
+        values are exactly the target's."""
+        self.hidden_norm.weight.copy_(layer_weights[0]["input_layernorm.weight"])
+        if not self.has_layer_fusion:
+            select_feature_layer(self.fc, 0)
+            return
+        for layer in self.typed_layers:
+            attention = layer.self_attn
+            keys, values = attention.key_value_projections()
+            context_keys, context_values = attention.key_value_projections("_target")
+            context_keys.load_state_dict(keys.state_dict())
+            context_values.load_state_dict(values.state_dict())
 
-    def mixes(self, features: torch.Tensor) -> torch.Tensor:
-        """Context features (..., len(layer_ids) * D) to each layer's mix of them, (..., layers,
-        D)."""
-        taps = features.unflatten(-1, (-1, self.config.hidden_size))
-        return self.layer_fusion_weights.softmax(-1) @ taps
+    def mix_feature_layers(self, features: torch.Tensor) -> torch.Tensor:
+        """Return each layer's mix (..., layers, D) of context features (..., F)."""
+        by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
+        return self.layer_fusion_weights.softmax(-1) @ by_target_layer
 
-    def contexts(self, features: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Context features (B, T, len(layer_ids) * D) to what each layer's K/V see: (B, T, D)."""
-        if self.fusion:
-            return self.hidden_norm(self.mixes(features)).unbind(-2)
+    def project_contexts(self, features: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return for each layer the input (B, T, D) of its context keys and values, from features
+        (B, T, F)."""
+        if self.has_layer_fusion:
+            return self.hidden_norm(self.mix_feature_layers(features)).unbind(-2)
         return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
-    def block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
-        """Bonus tokens (...,) to blocks `[bonus, mask x L]` (..., K)."""
-        block = bonus.unsqueeze(-1).repeat_interleave(self.num_queries, dim=-1)
-        block[..., 1:] = self.mask_token_id
-        return block
+    def build_block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
+        """Return the blocks `[bonus token, mask, ..., mask]` (..., W) of bonus tokens (...)."""
+        block_ids = bonus.unsqueeze(-1).repeat_interleave(self.num_queries, dim=-1)
+        block_ids[..., 1:] = cast(int, self.mask_token_id)
+        return block_ids
 
-    def inputs(
+    def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
-    ):
-        """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask:
-        the blocks at anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
-        blocks = self.embed(target, self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
-        steps = torch.arange(self.num_queries, device=ids.device)
-        return blocks, (positions.gather(1, anchors)[..., None] + steps).flatten(1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the embedded blocks (B, N * W, D) at anchors (B, N) of packed sequences (B, T),
+        and the positions (B, N * W) of their slots."""
+        block_ids = self.build_block_ids(ids.gather(1, anchors))
+        blocks = self.embed(target, block_ids).flatten(1, 2)
+        offsets = torch.arange(self.num_queries, device=ids.device)
+        block_positions = positions.gather(1, anchors)[..., None] + offsets
+        return blocks, block_positions.flatten(1)
 
     def forward(
         self,
@@ -287,141 +357,182 @@ class DFlash(Drafter):
         positions: torch.Tensor,
         blocks: torch.Tensor,
         block_positions: torch.Tensor,
-        *masks: Mask | torch.Tensor | None,
+        *masks: AttentionMask | torch.Tensor | None,
     ) -> torch.Tensor:
-        """Training: all blocks of packed rows at once.
+        """Run all blocks of packed sequences at once, in training.
 
-        features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D)
-        embedded, at block_positions (B, N*K); masks: `block_mask` of each of the
-        `attention_patterns`, from queries of the blocks to keys [context | blocks]. Returns hidden
-        states before the head, (B, N*K, D).
+        `features` (B, T, F) and `positions` (B, T) are the context; `blocks` (B, N * W, D) the
+        embedded blocks at `block_positions` (B, N * W). There is one of `masks` for each of
+        `attention_patterns`, see `block_mask`, with columns [context | blocks]. Returns states
+        (B, N * W, D) that went through `normalize_for_head`.
         """
-        contexts = self.contexts(features)
-        block = blocks
-        rotary = self.angles(block_positions)
-        context_rotary = self.angles(positions)
+        contexts = self.project_contexts(features)
+        rotary = self.compute_rotary(block_positions)
+        context_rotary = self.compute_rotary(positions)
 
-        def through(
-            layer: DFlashLayer, block: torch.Tensor, context: torch.Tensor, mask
+        def run_layer(
+            layer: DFlashLayer,
+            states: torch.Tensor,
+            context: torch.Tensor,
+            mask: AttentionMask | torch.Tensor | None,
         ) -> torch.Tensor:
-            before = layer.self_attn.keys_values(
-                context, *context_rotary, of=self.context_projections
+            keys_values = layer.self_attn.project_keys_values(
+                context, *context_rotary, suffix=self.context_projection_suffix
             )
-            return layer(block, rotary, partial(masked_attention_behind, before, mask))
+            return layer(states, rotary, partial(attend_packed_context, keys_values, mask))
 
-        for layer, context, pattern in zip(
-            self.layers, contexts, self.pattern_of_layer, strict=True
-        ):
-            if self.recompute:  # only `block` and `context` are kept for the backward pass
-                block = checkpoint(
-                    through, layer, block, context, masks[pattern], use_reentrant=False
+        states = blocks
+        layers = zip(self.typed_layers, contexts, self.pattern_of_layer, strict=True)
+        for layer, context, pattern in layers:
+            if self.recompute:  # the backward pass stores `states` and `context` alone
+                states = checkpoint(
+                    run_layer, layer, states, context, masks[pattern], use_reentrant=False
                 )
             else:
-                block = through(layer, block, context, masks[pattern])
-        return self.for_head(block)
+                states = run_layer(layer, states, context, masks[pattern])
+        return self.normalize_for_head(states)
 
-    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
-        kernels = self.kernels
-        eps = self.config.rms_norm_eps
+    def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DFlashState:
+        """Return a state with an empty cache and the weights that decoding reads."""
+        layers = self.typed_layers
         key_weights = [
-            layer.self_attn.k_norm.weight.detach().expand(cache.heads, -1) for layer in self.layers
+            cast(nn.RMSNorm, layer.self_attn.k_norm).weight.detach().expand(cache.num_key_heads, -1)
+            for layer in layers
         ]
+        key_norm = RMSNormWeights(torch.stack(key_weights), self.config.rms_norm_eps)
         decoder = None
-        if not self.layers[0].convolves:
-            frozen = not any(parameter.requires_grad for parameter in self.parameters())
-            heads = self.config.num_attention_heads, self.config.num_key_value_heads
-            modules = zip(
-                self.layers if frozen else deepcopy(self.layers), self.pattern_of_layer, strict=True
-            )
-            layers = [
-                read_layer(module, str(pattern), *heads, kernels) for module, pattern in modules
-            ]
-            decoder = decoder_of(layers, kernels)(
-                kernels, layers, Norm(self.norm.weight.detach(), eps)
-            )
-        return DFlashState(
-            cache, angles, decoder, self.projection(), Norm(torch.stack(key_weights), eps)
-        )
+        if not layers[0].has_convolutions:
+            decoder = self.build_decoder()
+        return DFlashState(cache, rotary_tables, decoder, self.build_context_projection(), key_norm)
 
-    def projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what makes all layers' keys and values, (N, layers * 2 * H * E), of features (N,
-        F), not yet normed and rotated; where all see the same context, in one matmul."""
+    def build_decoder(self) -> KernelDecoder:
+        """Return the layers in the form that decoding runs; copies where they are being trained."""
         kernels = self.kernels
-        norm = Norm(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
-        pairs = [
-            layer.self_attn.key_value_projections(self.context_projections) for layer in self.layers
+        modules = self.layers
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            modules = deepcopy(self.layers)
+        heads = self.config.num_attention_heads
+        key_heads = cast(int, self.config.num_key_value_heads)
+        layers = [
+            convert_layer(module, str(pattern), heads, key_heads, kernels)
+            for module, pattern in zip(modules, self.pattern_of_layer, strict=True)
+        ]
+        final_norm = RMSNormWeights(self.norm.weight.detach(), self.config.rms_norm_eps)
+        return select_decoder_class(layers, kernels)(kernels, layers, final_norm)
+
+    def build_context_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function from features (N, F) to the keys and values of all layers
+        (N, layers * 2 * H * E), before the key norm and rotary embeddings.
+
+        It is one matmul where all layers read the same context.
+        """
+        kernels = self.kernels
+        norm = RMSNormWeights(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
+        layer_projections = [
+            layer.self_attn.key_value_projections(self.context_projection_suffix)
+            for layer in self.typed_layers
         ]
 
-        if self.fusion:
-            each = [join_copies(pair) for pair in pairs]
+        if self.has_layer_fusion:
+            operands = [join_linear_copies(projections) for projections in layer_projections]
 
             def project_mixes(features: torch.Tensor) -> torch.Tensor:
-                mixes = kernels.rms_norm(self.mixes(features), norm).unbind(1)
-                return torch.cat(
-                    [kernels.linear(mix, pair) for mix, pair in zip(mixes, each, strict=True)], 1
-                )
+                mixes = kernels.rms_norm(self.mix_feature_layers(features), norm).unbind(1)
+                keys_values = [
+                    kernels.linear(mix, operand)
+                    for mix, operand in zip(mixes, operands, strict=True)
+                ]
+                return torch.cat(keys_values, 1)
 
             return project_mixes
 
-        fc = join_copies([self.fc])
-        together = join_copies([part for pair in pairs for part in pair])
+        fc = join_linear_copies([self.fc])
+        all_projections = [module for projections in layer_projections for module in projections]
+        joined_projection = join_linear_copies(all_projections)
 
-        def project(features: torch.Tensor) -> torch.Tensor:
-            return kernels.linear(kernels.rms_norm(kernels.linear(features, fc), norm), together)
+        def project_context(features: torch.Tensor) -> torch.Tensor:
+            context = kernels.rms_norm(kernels.linear(features, fc), norm)
+            return kernels.linear(context, joined_projection)
 
-        return project
+        return project_context
 
     @torch.no_grad()
-    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
-        """Compute what `Attention.keys_values` does in training, layer by layer; tokens do not
-        matter here."""
+    def update_context(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int] | None,
+        state: DFlashState,
+        counts_on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Write the keys and values of new positions to the cache, as
+        `DrafterAttention.project_keys_values` computes them in training. Tokens are not read."""
         cache = state.cache
-        layers = len(self.layers)
         rows, width, _ = features.shape
-        if cache.widest is not None and width > cache.widest:
-            for begin in range(0, width, cache.widest):
-                part = slice(begin, begin + cache.widest)
-                some = counts and [min(max(count - begin, 0), cache.widest) for count in counts]
-                real = None if on_device is None else (on_device - begin).clamp(0, cache.widest)
-                self.update_context(target, features[:, part], tokens[:, part], some, state, real)
-            return
-        projected = state.project(features.flatten(0, 1)).view(
-            rows * width, layers, 2 * cache.heads, -1
-        )
-        window = cache.window(width)
-        first_layer = window.layers()[0]
-        first_layer.slots = window.slots[:rows].flatten()
-        rotation = tuple(
-            angle.flatten(0, 1)[:, None] for angle in state.rotary(rows, width)
-        )  # (B * C, 1, E)
-        self.kernels.qk_norm_rope_write(
-            projected, cache.heads, state.key_norm, rotation, first_layer
-        )
-        cache.advance(counts, on_device)
-
-    def block_states(
-        self, target: Target, bonus: torch.Tensor, place: Place, state: DFlashState
-    ) -> torch.Tensor:
-        """Return the states (B, K, D) of blocks behind bonus tokens (B,), as `for_head` returns
-        them. What it computes is `DrafterLayer.forward`'s."""
-        (_, rotary, window), decoder = place, state.decoder
-        patterns = enumerate(self.attention_patterns)
-        masks = {
-            str(number): block_sight(place, self.num_queries, pattern)
-            for number, pattern in patterns
-        }
-        states = self.embed(target, self.block_ids(bonus))  # (B, K, D)
-        if decoder is None:
-            for i, (layer, pattern) in enumerate(
-                zip(self.layers, self.pattern_of_layer, strict=True)
-            ):
-                states = layer(
-                    states, rotary, partial(attend_cached, window, i, masks[str(pattern)])
+        if cache.max_query_length is not None and width > cache.max_query_length:
+            for begin in range(0, width, cache.max_query_length):
+                chunk = slice(begin, begin + cache.max_query_length)
+                chunk_counts = None
+                if counts is not None:
+                    chunk_counts = [
+                        min(max(count - begin, 0), cache.max_query_length) for count in counts
+                    ]
+                chunk_counts_on_device = None
+                if counts_on_device is not None:
+                    chunk_counts_on_device = (counts_on_device - begin).clamp(
+                        0, cache.max_query_length
+                    )
+                self.update_context(
+                    target,
+                    features[:, chunk],
+                    tokens[:, chunk],
+                    chunk_counts,
+                    state,
+                    chunk_counts_on_device,
                 )
-            return self.for_head(states)
-        rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
-        last = len(self.layers) - 1
-        tapped = (last,) if self.raw_states else ()
+            return
+
+        keys_values = state.project_context(features.flatten(0, 1))
+        keys_values = keys_values.view(rows * width, len(self.layers), 2 * cache.num_key_heads, -1)
+        cache_window = cache.make_view(width)
+        first_layer = cache_window.layer_views()[0]
+        first_layer.slot_mapping = cache_window.slot_mapping[:rows].flatten()
+        cos, sin = state.next_rotary(rows, width)
+        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])  # (B * C, 1, E)
+        self.kernels.qk_norm_rope_write(
+            keys_values, cache.num_key_heads, state.key_norm, rotation, first_layer
+        )
+        cache.advance_lengths(counts, counts_on_device)
+
+    def compute_block_states(
+        self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: DFlashState
+    ) -> torch.Tensor:
+        """Return the states (B, W, D) of blocks after bonus tokens (B,), as `forward` computes
+        them."""
+        masks = {
+            str(index): build_cached_block_mask(position, self.num_queries, pattern)
+            for index, pattern in enumerate(self.attention_patterns)
+        }
+        states = self.embed(target, self.build_block_ids(bonus))  # (B, W, D)
+        cache_window = position.cache_window
+        if state.decoder is None:
+            for index, layer in enumerate(self.layers):
+                mask = masks[str(self.pattern_of_layer[index])]
+                attend = partial(attend_cached_context, cache_window, index, mask)
+                states = layer(states, position.rotary, attend)
+            return self.normalize_for_head(states)
+
+        cos, sin = position.rotary
+        rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])  # (B * W, 1, E)
         rotations = dict.fromkeys(masks, rotation)
-        outputs = decoder.run(states.flatten(0, 1), rotations, masks, window.layers(), tapped)
-        return outputs[last if self.raw_states else last + 1].unflatten(0, (len(bonus), -1))
+        # The decoder's output after the final norm has the number of layers as its index.
+        output_index = len(self.layers)
+        output_layers = ()
+        if self.head_reads_raw_states:
+            output_index = len(self.layers) - 1
+            output_layers = (output_index,)
+        outputs = state.decoder.run(
+            states.flatten(0, 1), rotations, masks, cache_window.layer_views(), output_layers
+        )
+        return outputs[output_index].unflatten(0, (len(bonus), -1))

@@ -1,207 +1,261 @@
-"""Write DFlash drafters in the layouts that engines and trainers read (layouts.py reads them).
+"""Write DFlash drafters in the layouts that engines and trainers read; layouts.py reads them.
 
-A writer is given the drafter, its target or None, and the public layout's config.json and tensors,
-with the embedding and the head that the drafter uses where its row in families.py says so
-(`target`); it returns its layout's. What a layout has no words for is refused before
-(`infer.formats.export`). V vocabulary, D hidden size.
+A writer takes the drafter, its target or None, and the config.json and tensors of the public
+layout. The tensors include the embedding and the head that the drafter uses where the format has
+`stores_embedding_and_head` (families.py). It returns config.json and tensors of its own layout.
+`infer.formats.export` refuses beforehand what a layout cannot express.
+
+V vocabulary, D hidden size.
 """
 
 import math
+from typing import Any, cast
 
 import torch
+from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter
-from infer.drafters.config_keys import config_dict
-from infer.drafters.dflash.layouts import LAYOUTS, NATIVE, NATIVE_TYPE, PROJECTORS, Layout
+from infer.drafters.config_keys import build_public_config
+from infer.drafters.dflash.layouts import (
+    LAYOUTS_BY_ARCHITECTURE,
+    LAYOUTS_BY_PROJECTOR_TYPE,
+    TRANSFORMERS_ARCHITECTURE,
+    TRANSFORMERS_MODEL_TYPE,
+    CheckpointLayout,
+)
 from infer.targets.target import Target
 
+Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
+
+# Identity convolutions have the kernel size and the group size of published drafters.
+IDENTITY_KERNEL_SIZE = 2
+MAX_IDENTITY_GROUP_SIZE = 16
+DEEPSPEC_NUM_ANCHORS = 512  # a training option that DeepSpec's config.json must have
+SPECULATORS_TYPE_BY_HEAD = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
+SPECULATORS_CLASS_BY_TYPE = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "xpress": "XPressDraftModel",
+}
+# Keys of dflash_config with these prefixes are at the top level of speculators' config.json.
+SPECULATORS_KEY_PREFIXES = ("markov_", "selector_", "conv_", "xpress_", "num_jacobi_")
 
 
 def write_public(
-    drafter: Drafter, target: Target | None, config: dict, weights: Weights
-) -> tuple[dict, Weights]:
+    drafter: Drafter, target: Target | None, config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return the public layout."""
     return config, weights
 
 
 def write_dflash2(
-    drafter: Drafter, target: Target | None, config: dict, weights: Weights
-) -> tuple[dict, Weights]:
-    """As DFlash 2's authors have it: a drafter without convolutions gets some that change
-    nothing."""
-    own, convolutions = convolved(drafter)
+    drafter: Drafter, target: Target | None, config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return the layout of DFlash 2's authors; a drafter without convolutions gets identity
+    ones."""
+    keys, convolutions = build_selector_keys(drafter)
     config["architectures"] = ["DFlash2DraftModel"]
-    config["dflash_config"] |= own
+    config["dflash_config"] |= keys
     return config, weights | convolutions
 
 
-def convolved(drafter: Drafter) -> tuple[dict, Weights]:
-    """Return the keys of DFlash 2's selector and convolutions, and the tensors of convolutions that
-    change nothing for a drafter without any."""
-    own = {"selector_top_k": drafter.conditional_head.top_k or drafter.config.vocab_size}  # 0: all
-    if drafter.own.get("conv_kernel_size"):
-        return own, {}
-    size = drafter.config.hidden_size
+def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
+    """Return the config.json keys of DFlash 2's selector and convolutions, and the tensors of
+    identity convolutions for a drafter without any."""
+    head = drafter.conditional_head
+    assert head is not None
+    # In this project, top_k = 0 means all tokens of the vocabulary.
+    keys = {"selector_top_k": head.top_k or drafter.config.vocab_size}
+    if drafter.family_config.get("conv_kernel_size"):
+        return keys, {}
+
+    hidden_size = drafter.config.hidden_size
     weight = drafter.norm.weight
-    channels = math.gcd(size, 16)
-    identity = weight.new_zeros(2, 2, size)
+    group_size = math.gcd(hidden_size, MAX_IDENTITY_GROUP_SIZE)
+    identity = weight.new_zeros(2, IDENTITY_KERNEL_SIZE, hidden_size)
     identity[:, 0] = 1
-    weights = {}
+    projection_rows = 2 * IDENTITY_KERNEL_SIZE * hidden_size // group_size
+    tensors = {}
     for i in range(drafter.config.num_hidden_layers):
         for name in ("attention_conv", "mlp_conv"):
-            weights[f"layers.{i}.{name}.base_kernel"] = identity.clone()
-            weights[f"layers.{i}.{name}.kernel_projection.weight"] = weight.new_zeros(
-                4 * size // channels, size
+            prefix = f"layers.{i}.{name}"
+            tensors[f"{prefix}.base_kernel"] = identity.clone()
+            tensors[f"{prefix}.kernel_projection.weight"] = weight.new_zeros(
+                projection_rows, hidden_size
             )
-    return own | {"conv_kernel_size": 2, "conv_group_size": channels}, weights
+    keys |= {"conv_kernel_size": IDENTITY_KERNEL_SIZE, "conv_group_size": group_size}
+    return keys, tensors
 
 
 def write_dspark(
-    drafter: Drafter, target: Target | None, config: dict, weights: Weights
-) -> tuple[dict, Weights]:
-    """DeepSpec's flat form: DSpark, or DeepSpec's DFlash where it has no conditional head."""
-    own = config.pop("dflash_config")
-    config |= {
-        "architectures": ["Qwen3DSparkModel"],
-        "num_anchors": 512,
-        "sample_from_anchor": True,
-    }
-    config |= {
-        key: own[key]
-        for key in ("mask_token_id", "target_layer_ids", "markov_head_type")
-        if key in own
-    }
-    return config | {"markov_rank": own.get("markov_rank", 0)} | confidence_keys(own), weights
+    drafter: Drafter, target: Target | None, config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return DeepSpec's layout, without dflash_config: of DSpark, or of DeepSpec's DFlash for a
+    drafter without a conditional head."""
+    family_config = config.pop("dflash_config")
+    config["architectures"] = ["Qwen3DSparkModel"]
+    config["num_anchors"] = DEEPSPEC_NUM_ANCHORS
+    config["sample_from_anchor"] = True
+    for key in ("mask_token_id", "target_layer_ids", "markov_head_type"):
+        if key in family_config:
+            config[key] = family_config[key]
+    config["markov_rank"] = family_config.get("markov_rank", 0)
+    return config | build_confidence_keys(family_config), weights
 
 
 def write_specforge(
-    drafter: Drafter, target: Target | None, config: dict, weights: Weights
-) -> tuple[dict, Weights]:
-    """SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the head's keys also
-    stand beside `dflash_config`, where vLLM looks for them."""
-    own = config["dflash_config"]
-    del own["sample_from_anchor"]
-    if "gru_hidden_dim" in own:  # the published Domino drafter names the class of the backbone
-        own |= {"projector_type": "domino", "shift_label": True}
-        return config | {"emb_dim": own["emb_dim"]}, stored(weights, PROJECTORS["domino"])
-    own |= {"projector_type": "dspark", "attention_mode": "gqa"} | confidence_keys(own)
+    drafter: Drafter, target: Target | None, config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return SpecForge's layout of DSpark and Domino drafters, which SGLang serves.
+
+    The head's keys are written at the top of config.json too, where vLLM reads them.
+    """
+    family_config = config["dflash_config"]
+    del family_config["sample_from_anchor"]
+    if "gru_hidden_dim" in family_config:
+        # The published Domino drafter has the architecture of a DFlash drafter.
+        family_config |= {"projector_type": "domino", "shift_label": True}
+        config["emb_dim"] = family_config["emb_dim"]
+        return config, rename_for_layout(weights, LAYOUTS_BY_PROJECTOR_TYPE["domino"])
+
+    attention_mode = "gqa"
     if config["num_attention_heads"] == config["num_key_value_heads"]:
-        own["attention_mode"] = "mha"
+        attention_mode = "mha"
+    confidence_keys = build_confidence_keys(family_config)
+    family_config |= {"projector_type": "dspark", "attention_mode": attention_mode}
+    family_config |= confidence_keys
     config["architectures"] = ["DSparkDraftModel"]
-    return config | {
-        key: own[key] for key in ("markov_rank", "markov_head_type")
-    } | confidence_keys(own), weights
+    config["markov_rank"] = family_config["markov_rank"]
+    config["markov_head_type"] = family_config["markov_head_type"]
+    return config | confidence_keys, weights
 
 
-def confidence_keys(own: dict) -> dict[str, bool]:
-    """Return the keys of a confidence head, which readers of DSpark want to see set."""
-    return {
-        key: bool(own.get(key)) for key in ("enable_confidence_head", "confidence_head_with_markov")
-    }
+def build_confidence_keys(family_config: Config) -> dict[str, bool]:
+    """Return the keys of a confidence head, which readers of DSpark's layouts require even where
+    they are false."""
+    names = ("enable_confidence_head", "confidence_head_with_markov")
+    return {name: bool(family_config.get(name)) for name in names}
 
 
-def stored(weights: Weights, layout: Layout) -> Weights:
-    """Return tensors under the names that a layout has for them."""
-    renamed = {}
-    for theirs, ours in layout.tensors.items():
-        renamed |= {name: theirs + name[len(ours) :] for name in weights if name.startswith(ours)}
-    return {renamed.get(name, name): tensor for name, tensor in weights.items()}
+def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
+    """Return the tensors under the names that a layout has for them."""
+    layout_names = {}
+    for layout_prefix, prefix in layout.tensor_prefixes.items():
+        for name in weights:
+            if name.startswith(prefix):
+                layout_names[name] = layout_prefix + name[len(prefix) :]
+    return {layout_names.get(name, name): tensor for name, tensor in weights.items()}
 
 
 def write_transformers(
-    drafter: Drafter, target: Target | None, public: dict, weights: Weights
-) -> tuple[dict, Weights]:
-    """The folder of transformers' own class, for `generate(assistant_model=...,
+    drafter: Drafter, target: Target | None, public_config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return the layout of transformers' own class, for `generate(assistant_model=...,
     speculation_type="dflash")`."""
     config = drafter.config
-    raw = {
-        "architectures": [NATIVE],
-        "model_type": NATIVE_TYPE,
+    assert config.layer_types is not None and config.rope_parameters is not None
+    layout_config = {
+        "architectures": [TRANSFORMERS_ARCHITECTURE],
+        "model_type": TRANSFORMERS_MODEL_TYPE,
         "block_size": config.block_size,
         "mask_token_id": drafter.mask_token_id,
-        "target_layer_ids": list(drafter.own["target_layer_ids"]),
-        "num_target_layers": config.num_target_layers,  # theirs has no such key, and keeps it
+        "target_layer_ids": list(drafter.family_config["target_layer_ids"]),
+        "num_target_layers": config.num_target_layers,  # transformers ignores and keeps this key
         "layer_types": config.layer_types,
         "rope_parameters": dict(config.rope_parameters),
         "dtype": str(drafter.dtype).removeprefix("torch."),
     }
     if "sliding_attention" in config.layer_types:
-        raw["sliding_window"] = config.sliding_window - 1  # theirs counts distances, ours positions
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
+        assert config.sliding_window is not None
+        # transformers stores the largest distance, this project the number of positions
+        layout_config["sliding_window"] = config.sliding_window - 1
+    # Keys whose value is null are written too: transformers' defaults for them are those of another
+    # model.
+    shared_names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+        *("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"),
     )
-    names += ("head_dim", "max_position_embeddings", "rms_norm_eps", "vocab_size")
-    names += (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )  # null too: else its config takes another model's
-    everything = config.to_dict()
-    return raw | {name: everything.get(name) for name in names}, stored(weights, LAYOUTS[NATIVE])
+    all_keys = config.to_dict()
+    for name in shared_names:
+        layout_config[name] = all_keys.get(name)
+    layout = LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]
+    return layout_config, rename_for_layout(weights, layout)
 
 
-def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]) -> dict:
-    """Return config.json in speculators' layout, of the kind that the conditional head asks for.
-    verifier: the target's name or path."""
+def build_speculators_config(
+    drafter: Drafter, target_name: str, target_architectures: list[str]
+) -> Config:
+    """Return config.json in speculators' layout, of the type that the conditional head requires.
+
+    `target_name` is the target's name or path, which engines load it from.
+    """
     config = drafter.config
-    own = drafter.own
-    kinds = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
-    kind = kinds[drafter.head_row.name] if drafter.head_row else "dflash"
-    part = config_dict(config)
-    for key in (
-        "architectures",
-        "block_size",
-        drafter.family.config_key,
-        "num_target_layers",
-        "draft_vocab_size",
-    ):
-        part.pop(key, None)
-    proposal = {
+    family_config = drafter.family_config
+    speculators_type = "dflash"
+    if drafter.head_spec is not None:
+        speculators_type = SPECULATORS_TYPE_BY_HEAD[drafter.head_spec.name]
+
+    transformer_config = build_public_config(config)
+    for key in ("architectures", "block_size", "num_target_layers", "draft_vocab_size"):
+        transformer_config.pop(key, None)
+    transformer_config.pop(drafter.family.config_key, None)
+    proposal_method = {
         "proposal_type": "greedy",
         "speculative_tokens": drafter.block_size - 1,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    classes = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2", "xpress": "XPress"}
-    parts = ("markov_", "selector_", "conv_", "xpress_", "num_jacobi_")
-    more = {key: value for key, value in own.items() if key.startswith(parts)}
-    return {
-        "architectures": [f"{classes[kind]}DraftModel"],
-        "speculators_model_type": kind,
+    draft_vocab_size = config.vocab_size
+    if drafter.d2t is not None:
+        draft_vocab_size = len(drafter.d2t)
+    layout_config = {
+        "architectures": [SPECULATORS_CLASS_BY_TYPE[speculators_type]],
+        "speculators_model_type": speculators_type,
         "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [proposal],
+            "algorithm": speculators_type,
+            "proposal_methods": [proposal_method],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier, "architectures": architectures},
+            "verifier": {"name_or_path": target_name, "architectures": target_architectures},
         },
-        "transformer_layer_config": part,
-        "draft_vocab_size": config.vocab_size if drafter.d2t is None else len(drafter.d2t),
+        "transformer_layer_config": transformer_config,
+        "draft_vocab_size": draft_vocab_size,
         "block_size": config.block_size,
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in drafter.own["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in family_config["target_layer_ids"]],
         "mask_token_id": drafter.mask_token_id,
         "sample_from_anchor": drafter.first_draft_slot == 0,
-        # vLLM takes it for all layers, false for causal ones, where the authors' code takes it for
-        # sliding layers alone
+        # vLLM applies this flag to all layers, and false to causal ones. The authors' code applies
+        # it to sliding layers alone.
         "sliding_window_non_causal": not any(causal for causal, _ in drafter.attention_patterns),
-        "num_target_layers": config.num_target_layers,  # theirs has no such key, and ignores it
-        "dtype": str(drafter.norm.weight.dtype).removeprefix("torch."),
-    } | (more | confidence_keys(own) if kind == "dspark" else more)
+        "num_target_layers": config.num_target_layers,  # speculators ignores this key
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+    }
+    for key, value in family_config.items():
+        if key.startswith(SPECULATORS_KEY_PREFIXES):
+            layout_config[key] = value
+    if speculators_type == "dspark":
+        layout_config |= build_confidence_keys(family_config)
+    return layout_config
 
 
 def write_speculators(
-    drafter: Drafter, target: Target, public: dict, weights: Weights
-) -> tuple[dict, Weights]:
-    """speculators' layout; `target.name` tells the engine where to find the target."""
-    if drafter.d2t is not None:
-        known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)
-        weights["t2d"] = known.index_fill_(0, drafter.vocabulary.tokens.cpu(), True)
-    architectures = target.model.config.architectures or [type(target.model).__name__]
-    config = speculators_config(drafter, target.name, architectures)
+    drafter: Drafter, target: Target, public_config: Config, weights: Weights
+) -> tuple[Config, Weights]:
+    """Return speculators' layout, in which `target.name` tells engines where to find the
+    target."""
+    draft_tokens = drafter.vocabulary.tokens
+    if draft_tokens is not None:
+        in_draft_vocabulary = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)
+        weights["t2d"] = in_draft_vocabulary.index_fill_(0, draft_tokens.cpu(), True)
+
+    target_config = cast(PretrainedConfig, target.model.config)
+    architectures = target_config.architectures
+    if not architectures:
+        architectures = [type(target.model).__name__]
+    config = build_speculators_config(drafter, target.name, architectures)
     if config["speculators_model_type"] == "dflash2":
-        own, convolutions = convolved(drafter)
-        return config | own, weights | convolutions
+        keys, convolutions = build_selector_keys(drafter)
+        return config | keys, weights | convolutions
     return config, weights

@@ -1,14 +1,14 @@
-"""A drafted block whose tokens depend on each other: the conditional distributions that trees and
-chains ask for.
+"""A drafted block whose tokens depend on each other: the conditional distributions from which draft
+trees and chains are built.
 
-B rows, L drafted positions, M candidates a position, R tokens that the drafter knows, D hidden
-size, P prefixes, c queries, S entries of a recurrent head's memory. Scores have a column for each
-of the R; tokens are ids (`Vocabulary`).
+B batch rows, L drafted positions, W slots of a block, M candidates per position, R tokens of the
+draft vocabulary, D hidden size, P prefixes, Q queries, S entries of a head's recurrent state.
+Scores have one column for each of the R tokens; `Vocabulary` maps columns to token ids.
 
-A query is a slot and a token before it. A candidate is one of the M likeliest tokens of a slot by
-the scores without corrections; its log-probability behind a token is exact: the normaliser goes
-over the whole vocabulary, or over the tokens that the head itself chooses among. What lies outside
-the candidates keeps its probability.
+A query is a slot and the token before it. The candidates of a slot are the M likeliest tokens by
+the scores without the head. A candidate's log-probability is exact: it is normalised over all R
+tokens, or over those that the head chooses among. Tokens that are no candidates keep their
+probability.
 """
 
 from collections.abc import Callable
@@ -18,31 +18,31 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.drafters.base import DraftedBlock, Drafter, DraftState
-from infer.drafters.heads.base import Conditioned, Ends
+from infer.drafters.base import DraftedBlock, Drafter
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
+from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
-CHUNK = 1 << 24  # scores that are in memory at a time
+MAX_SCORES_IN_MEMORY = 1 << 24  # elements of the largest tensor of scores
 
-# scores (B, c, R), their slots (c,) -> scores: a text's temperature and filters, and the target's
-# noise
-Judge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# scores (B, Q, R) and their slots (Q,) -> scores after a sequence's temperature, filters and the
+# target's noise
+ScoreTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class PairTable(NamedTuple):
-    """Log-probabilities of every candidate behind every candidate of the slot before."""
+class CandidateLogProbs(NamedTuple):
+    """Log-probabilities of every candidate after every candidate of the slot before."""
 
-    first: torch.Tensor  # (B, M) of slot 0, behind the bonus token
-    steps: torch.Tensor  # (B, L - 1, M, M) of slots 1 .. L - 1: [candidate before, candidate]
+    first_slot: torch.Tensor  # (B, M) of slot 0, after the bonus token
+    later_slots: torch.Tensor  # (B, L - 1, M, M) of slots 1 .. L - 1: [previous, candidate]
 
 
 class ConditionalDraft:
-    """The conditional distributions of drafted blocks behind bonus tokens (B,), of M = `candidates`
-    a position.
+    """The conditional distributions of blocks drafted after bonus tokens (B,) int64.
 
-    `drafter` has a conditional head. `judge` is what the texts' options and the target's noise make
-    of scores; without one they count as they are.
+    `drafter` has a conditional head. `transform` changes scores before they are normalised: it
+    applies sampling options and the target's noise. `candidates` is M.
     """
 
     def __init__(
@@ -51,210 +51,268 @@ class ConditionalDraft:
         target: Target,
         bonus: torch.Tensor,
         block: DraftedBlock,
-        judge: Judge | None = None,
+        transform: ScoreTransform | None = None,
         candidates: int = 32,
     ) -> None:
-        marginals, self.all_states = block
+        assert block.states is not None
+        marginals = block.marginals
         self.drafter = drafter
         self.target = target
         self.bonus = bonus
-        self.judge = judge
-        self.head = drafter.conditional_head
-        self.ends = ends_of(drafter, target)
+        self.transform = transform
+        self.head = get_conditional_head(drafter)
+        self.embed_and_norm = get_embed_and_norm(drafter, target)
         self.recurrent = self.head.recurrent
-        states = self.all_states[:, -marginals.shape[1] :]  # (B, L, D)
-        self.states = states
-        self.unary = marginals
+        self.all_states = block.states  # (B, W, D)
+        self.states = self.all_states[:, -marginals.shape[1] :]  # (B, L, D)
         self.vocabulary = drafter.vocabulary
-        # (B, L, k) columns that the head chooses among, likeliest first
-        self.choices: torch.Tensor | None = None
+
+        # (B, L, k) columns that the head chooses among, likeliest first; None: among all
+        self.choice_columns: torch.Tensor | None = None
+        self.base_scores = marginals  # (B, L, R) without the head
         if self.head.top_k:
-            self.choices = marginals.topk(self.head.top_k, dim=-1).indices
-            self.unary = torch.full_like(marginals, -torch.inf).scatter(
-                2, self.choices, marginals.gather(2, self.choices)
+            self.choice_columns = marginals.topk(self.head.top_k, dim=-1).indices
+            self.base_scores = torch.full_like(marginals, -torch.inf).scatter(
+                2, self.choice_columns, marginals.gather(2, self.choice_columns)
             )
-        self.length, known = self.unary.shape[1:]
-        room = CHUNK if judge is None else CHUNK // 2  # a judge makes copies
-        self.at_once = max(1, room // (len(bonus) * known))  # queries whose scores are in memory
-        self.count = min(candidates, self.head.top_k or candidates, known)  # M
-        if judge is None:
-            self.columns = self.unary.topk(self.count, dim=-1).indices  # (B, L, M)
-        else:
-            slots = torch.arange(self.length, device=states.device).split(self.at_once)
-            parts = zip(self.unary.split(self.at_once, dim=1), slots, strict=True)
-            self.columns = torch.cat(
-                [judge(*part).topk(self.count, dim=-1).indices for part in parts], 1
-            )
-        self.tokens = self.vocabulary.ids(self.columns)
 
-    def scores(
-        self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
+        self.length, vocabulary_size = self.base_scores.shape[1:]
+        max_scores = MAX_SCORES_IN_MEMORY
+        if transform is not None:
+            max_scores //= 2  # a transform copies the scores
+        # queries whose scores are in memory at a time
+        self.max_queries = max(1, max_scores // (len(bonus) * vocabulary_size))
+        self.num_candidates = min(candidates, self.head.top_k or candidates, vocabulary_size)  # M
+        self.columns = self._choose_candidates()  # (B, L, M)
+        self.tokens = self.vocabulary.columns_to_ids(self.columns)
+
+    def _choose_candidates(self) -> torch.Tensor:
+        """Return the columns (B, L, M) of the likeliest tokens of each slot without the head."""
+        if self.transform is None:
+            return self.base_scores.topk(self.num_candidates, dim=-1).indices
+
+        slots = torch.arange(self.length, device=self.states.device).split(self.max_queries)
+        chunks = zip(self.base_scores.split(self.max_queries, dim=1), slots, strict=True)
+        columns = [
+            self.transform(scores, slots_of_chunk).topk(self.num_candidates, dim=-1).indices
+            for scores, slots_of_chunk in chunks
+        ]
+        return torch.cat(columns, 1)
+
+    def score_queries(
+        self,
+        slots: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores (B, c, R) of queries at slots (c,) behind tokens (B, c), not
-        normalised, and a recurrent head's memory behind these tokens; `memory` (B, c, S) is that
-        before them."""
-        answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
-        scores = self.corrected(self.unary[:, slots], answer)
-        return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
+        """Return unnormalised scores (B, Q, R) and the recurrent state after the previous tokens.
 
-    def corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
-        """Return the scores (..., R) that an answer makes of those without corrections,
-        broadcast."""
-        if answer.correction is None:
-            return self.drafter.logits(self.target, answer.read)
-        return (
-            F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float().add_(unary)
+        `slots` (Q,) and `previous_tokens` (B, Q) are the queries. `recurrent_state` (B, Q, S) is
+        the state before the previous tokens; both states are None for heads without one.
+        """
+        output = self.head.condition(
+            self.embed_and_norm, self.states[:, slots], previous_tokens, slots, recurrent_state
         )
+        scores = self.apply_head_output(self.base_scores[:, slots], output)
+        if self.transform is not None:
+            scores = self.transform(scores, slots)
+        return scores, output.recurrent_state
 
-    def among_candidates(
-        self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
+    def apply_head_output(self, base_scores: torch.Tensor, output: HeadOutput) -> torch.Tensor:
+        """Return the scores (..., R) after the head, from those without it, which are broadcast."""
+        if output.correction is None:
+            return self.drafter.compute_logits(self.target, output.head_input)
+        matrix = self.head.output_matrix
+        assert matrix is not None
+        return F.linear(output.correction.to(matrix.dtype), matrix).float().add_(base_scores)
+
+    def score_candidates(
+        self,
+        slots: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        recurrent_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, c, M) of the slots' candidates, and the memory;
-        arguments as in `scores`."""
-        found = []
-        memories = []
-        for start in range(0, len(slots), self.at_once):
-            part = slice(start, start + self.at_once)
-            scores, after = self.scores(
-                slots[part], before[:, part], None if memory is None else memory[:, part]
+        """Return the log-probabilities (B, Q, M) of the candidates of the slots, and the recurrent
+        state; arguments as in `score_queries`."""
+        log_probs = []
+        next_states = []
+        for start in range(0, len(slots), self.max_queries):
+            chunk = slice(start, start + self.max_queries)
+            state_chunk = None
+            if recurrent_state is not None:
+                state_chunk = recurrent_state[:, chunk]
+            scores, next_state = self.score_queries(
+                slots[chunk], previous_tokens[:, chunk], state_chunk
             )
-            found.append(scores.log_softmax(-1).gather(2, self.columns[:, slots[part]]))
-            memories.append(after)
-        return torch.cat(found, 1), None if memories[0] is None else torch.cat(memories, 1)
+            log_probs.append(scores.log_softmax(-1).gather(2, self.columns[:, slots[chunk]]))
+            if next_state is not None:
+                next_states.append(next_state)
+        joined_state = None
+        if next_states:
+            joined_state = torch.cat(next_states, 1)
+        return torch.cat(log_probs, 1), joined_state
 
     @cached_property
-    def table(self) -> PairTable:
-        """The log-probabilities of all candidates behind all candidates, of a head that is not
-        recurrent."""
-        first = self._behind(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
-        at_once = (
-            self.length * self.count
-            if self.choices is not None and self.judge is None
-            else self.at_once
-        )
-        steps = []
-        for start in range(
-            1, self.length, at_once
-        ):  # as many slots as there is room for; of these, candidates
-            slots = slice(start, min(start + at_once, self.length))
-            before = self.tokens[:, start - 1 : slots.stop - 1]  # (B, s, M)
-            parts = before.split(max(1, at_once // before.shape[1]), dim=2)
-            steps.append(torch.cat([self._behind(slots, part) for part in parts], 2))
-        return PairTable(first[:, 0, 0], torch.cat(steps, 1) if steps else first[:, 1:])
+    def table(self) -> CandidateLogProbs:
+        """The log-probabilities of all candidates after all candidates of the slot before, for a
+        head that is not recurrent."""
+        first_slot = self._score_slots(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
+        max_queries = self.max_queries
+        if self.choice_columns is not None and self.transform is None:
+            max_queries = self.length * self.num_candidates  # no scores of the whole vocabulary
 
-    def _behind(self, slots: slice, before: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m
-        tokens (B, s, m)."""
-        number = torch.arange(self.length, device=before.device)[slots, None]  # (s, 1)
-        answer = self.head.condition(self.ends, self.states[:, slots, None], before, number, None)
-        # no scores of the vocabulary: candidates are among these
-        if self.choices is not None and self.judge is None:
-            # (B, s, k)
-            choices = self.choices[:, slots]
-            out = self.head.out
-            correction = answer.correction.to(out.dtype) @ out[choices].transpose(2, 3)
-            scores = self.unary[:, slots].gather(2, choices)[:, :, None] + correction
-            return scores.float().log_softmax(-1)[..., : self.count]
-        scores = self.corrected(self.unary[:, slots, None], answer)  # (B, s, m, R)
-        if self.judge is not None:
-            flat = number.expand(-1, before.shape[2]).flatten()  # (s m,)
-            scores = self.judge(scores.flatten(1, 2), flat).view_as(scores)
-        return scores.log_softmax(-1).gather(
-            3, self.columns[:, slots, None].expand(-1, -1, before.shape[2], -1)
+        later_slots = []
+        # Each step scores as many slots as fit, each after as many candidates as fit.
+        for start in range(1, self.length, max_queries):
+            slots = slice(start, min(start + max_queries, self.length))
+            previous_tokens = self.tokens[:, start - 1 : slots.stop - 1]  # (B, s, M)
+            chunk_size = max(1, max_queries // previous_tokens.shape[1])
+            chunks = previous_tokens.split(chunk_size, dim=2)
+            later_slots.append(torch.cat([self._score_slots(slots, chunk) for chunk in chunks], 2))
+
+        if not later_slots:
+            return CandidateLogProbs(first_slot[:, 0, 0], first_slot[:, 1:])
+        return CandidateLogProbs(first_slot[:, 0, 0], torch.cat(later_slots, 1))
+
+    def _score_slots(self, slots: slice, previous_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each after m
+        previous tokens (B, s, m)."""
+        device = previous_tokens.device
+        slot_numbers = torch.arange(self.length, device=device)[slots, None]  # (s, 1)
+        output = self.head.condition(
+            self.embed_and_norm, self.states[:, slots, None], previous_tokens, slot_numbers, None
         )
+        if self.choice_columns is not None and self.transform is None:
+            # The candidates are the first choices: scores of the whole vocabulary are not needed.
+            choices = self.choice_columns[:, slots]  # (B, s, k)
+            matrix = self.head.output_matrix
+            assert matrix is not None and output.correction is not None
+            correction = output.correction.to(matrix.dtype) @ matrix[choices].transpose(2, 3)
+            scores = self.base_scores[:, slots].gather(2, choices)[:, :, None] + correction
+            return scores.float().log_softmax(-1)[..., : self.num_candidates]
+
+        scores = self.apply_head_output(self.base_scores[:, slots, None], output)  # (B, s, m, R)
+        num_previous = previous_tokens.shape[2]
+        if self.transform is not None:
+            slots_of_queries = slot_numbers.expand(-1, num_previous).flatten()  # (s m,)
+            scores = self.transform(scores.flatten(1, 2), slots_of_queries).view_as(scores)
+        columns = self.columns[:, slots, None].expand(-1, -1, num_previous, -1)
+        return scores.log_softmax(-1).gather(3, columns)
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the
-        bonus token."""
+        """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the recurrent state
+        after the bonus token."""
         if not self.recurrent:
-            return self.table.first[:, None], None
+            return self.table.first_slot[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
-        return self.among_candidates(
-            slots, self.bonus[:, None], self.head.memory(self.bonus, self.all_states)
-        )
+        initial_state = self.head.initial_state(self.bonus, self.all_states)
+        return self.score_candidates(slots, self.bonus[:, None], initial_state)
 
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, P, M) of a slot's candidates behind prefixes that end
-        with candidates `which` (B, P) of the slot before, and the memory behind them; `memory` (B,
-        P, S) is that before their last token."""
+        """Return the log-probabilities (B, P, M) of a slot's candidates after P prefixes, and the
+        recurrent state after the prefixes.
+
+        `which` (B, P) int64 are the last tokens of the prefixes, as indices of candidates of the
+        slot before; `memory` (B, P, S) is the recurrent state before these tokens, None for heads
+        without one.
+        """
         if not self.recurrent:
-            rows = which[..., None].expand(-1, -1, self.tokens.shape[-1])
-            return self.table.steps[:, slot - 1].gather(1, rows), None
-        before = self.tokens[:, slot - 1].gather(1, which)
-        return self.among_candidates(torch.full_like(which[0], slot), before, memory)
+            indices = which[..., None].expand(-1, -1, self.tokens.shape[-1])
+            return self.table.later_slots[:, slot - 1].gather(1, indices), None
+        previous_tokens = self.tokens[:, slot - 1].gather(1, which)
+        return self.score_candidates(torch.full_like(which[0], slot), previous_tokens, memory)
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chain of each slot's likeliest token behind the ones before, (B, length), over
-        the whole vocabulary, and the log-probability of each behind the tokens before it."""
-        if (
-            self.choices is not None
-            and not self.recurrent
-            and self.tokens.shape[2] == self.head.top_k
-        ):
-            return self._chain_of_table(length)
-        before = self.bonus[:, None]
-        along = []
-        best = []
-        memory = self.head.memory(self.bonus, self.all_states)
-        for slot in range(length):
-            scores, memory = self.scores(
-                torch.full_like(before[0], slot), before, memory
-            )  # (B, 1, R)
-            highest, column = scores.max(-1)  # (B, 1)
-            along.append(scores)
-            before = self.vocabulary.ids(column)
-            best.append((before, highest))
-        tokens, highest = (torch.cat(part, 1) for part in zip(*best, strict=True))
-        # the normalisers of all at once
-        return tokens, (highest - torch.cat(along, 1).logsumexp(-1)).clamp(max=0)
+        """Return the greedy chain: each slot's likeliest token after the tokens before it.
 
-    def _chain_of_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as `chain` does, where the candidates are all that the head chooses among."""
-        # (B, M)
-        log_q = self.table.first
-        steps = []
-        picked = []
+        Returns tokens (B, length), chosen from the whole draft vocabulary, and the log-probability
+        (B, length) of each after the tokens before it.
+        """
+        chooses_candidates = self.tokens.shape[2] == self.head.top_k
+        if self.choice_columns is not None and not self.recurrent and chooses_candidates:
+            return self._chain_from_table(length)
+
+        previous_tokens = self.bonus[:, None]
+        all_scores = []
+        tokens = []
+        best_scores = []
+        recurrent_state = self.head.initial_state(self.bonus, self.all_states)
         for slot in range(length):
-            best, which = log_q.max(-1)  # (B,)
-            steps.append(best)
-            picked.append(which)
+            slots = torch.full_like(previous_tokens[0], slot)
+            scores, recurrent_state = self.score_queries(slots, previous_tokens, recurrent_state)
+            best_score, column = scores.max(-1)  # (B, 1)
+            previous_tokens = self.vocabulary.columns_to_ids(column)
+            all_scores.append(scores)  # (B, 1, R)
+            tokens.append(previous_tokens)
+            best_scores.append(best_score)
+
+        # One normalisation of all slots takes fewer kernel launches than one per slot.
+        normalizers = torch.cat(all_scores, 1).logsumexp(-1)
+        log_probs = (torch.cat(best_scores, 1) - normalizers).clamp(max=0)
+        return torch.cat(tokens, 1), log_probs
+
+    def _chain_from_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute `chain` from `table`, where the head chooses among the candidates alone."""
+        log_probs = self.table.first_slot  # (B, M)
+        best_log_probs = []
+        best_indices = []
+        for slot in range(length):
+            best_log_prob, index = log_probs.max(-1)  # (B,)
+            best_log_probs.append(best_log_prob)
+            best_indices.append(index)
             if slot + 1 < length:
-                log_q = self.table.steps[:, slot].gather(
-                    1, which[:, None, None].expand(-1, 1, log_q.shape[1])
-                )[:, 0]
-        tokens = self.tokens[:, :length].gather(2, torch.stack(picked, 1)[..., None])[..., 0]
-        return tokens, torch.stack(steps, 1)
+                indices = index[:, None, None].expand(-1, 1, log_probs.shape[1])
+                log_probs = self.table.later_slots[:, slot].gather(1, indices)[:, 0]
+        indices = torch.stack(best_indices, 1)[..., None]  # (B, length, 1)
+        tokens = self.tokens[:, :length].gather(2, indices)[..., 0]
+        return tokens, torch.stack(best_log_probs, 1)
 
 
-def propose(
-    drafter: Drafter, target: Target, bonus: torch.Tensor, state: DraftState, nodes: int
+def draft_proposal(
+    drafter: Drafter, target: Target, bonus: torch.Tensor, state: DrafterState, budget: int
 ) -> Proposal:
-    """Draft behind bonus tokens (B,) for greedy trees of so many nodes."""
+    """Draft a block after bonus tokens (B,) for greedy trees of at most `budget` drafted nodes."""
     block = drafter.draft_block(target, bonus, state)
-    steps = None if drafter.head_row is None else ConditionalDraft(drafter, target, bonus, block)
-    return Proposal(bonus, block.marginals, nodes, steps=steps, vocabulary=drafter.vocabulary)
+    steps = None
+    if drafter.head_spec is not None:
+        steps = ConditionalDraft(drafter, target, bonus, block)
+    return Proposal(
+        bonus, block.marginals, budget, conditionals=steps, vocabulary=drafter.vocabulary
+    )
 
 
-def ends_of(drafter: Drafter, target: Target) -> Ends:
-    """Return what a conditional head may ask of its drafter."""
-    return Ends(lambda ids: drafter.embed(target, ids), drafter.last_norm)
+def get_conditional_head(drafter: Drafter) -> Head:
+    """Return the conditional head of a drafter that has one."""
+    head = drafter.conditional_head
+    assert head is not None, "the drafter has no conditional head"
+    return head
 
 
-def teach(
-    drafter: Drafter, target: Target, states: torch.Tensor, before: torch.Tensor
-) -> Conditioned:
-    """Return what the conditional head answers for blocks with states (G, W, D) behind the true
-    tokens before their last L slots (G, L)."""
-    return drafter.conditional_head.teach(ends_of(drafter, target), states, before)
+def get_embed_and_norm(drafter: Drafter, target: Target) -> EmbedAndNorm:
+    """Return the functions of a drafter that its conditional head may call."""
+    return EmbedAndNorm(lambda ids: drafter.embed(target, ids), drafter.apply_final_norm)
 
 
-def behind(
-    drafter: Drafter, target: Target, block: DraftedBlock, before: torch.Tensor
+def teacher_force_head(
+    drafter: Drafter, target: Target, states: torch.Tensor, previous_tokens: torch.Tensor
+) -> HeadOutput:
+    """Return the conditional head's outputs for blocks after the true tokens.
+
+    `states` (G, W, D) are those of all slots, `previous_tokens` (G, L) int64 the true tokens before
+    the last L slots.
+    """
+    head = get_conditional_head(drafter)
+    return head.teacher_force(get_embed_and_norm(drafter, target), states, previous_tokens)
+
+
+def teacher_forced_log_probs(
+    drafter: Drafter, target: Target, block: DraftedBlock, previous_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return the log-probabilities (B, L, R) of a drafted block behind the true tokens before its
-    slots (B, L)."""
-    draft = ConditionalDraft(drafter, target, before[:, 0], block, candidates=1)
-    answer = teach(drafter, target, block.states, before)
-    return draft.corrected(draft.unary, answer).log_softmax(-1)
+    """Return the log-probabilities (B, L, R) of a drafted block after the true tokens before its
+    slots, `previous_tokens` (B, L) int64."""
+    assert block.states is not None
+    draft = ConditionalDraft(drafter, target, previous_tokens[:, 0], block, candidates=1)
+    output = teacher_force_head(drafter, target, block.states, previous_tokens)
+    return draft.apply_head_output(draft.base_scores, output).log_softmax(-1)

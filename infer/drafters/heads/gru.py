@@ -1,62 +1,82 @@
-"""Domino's head: a recurrent network reads the tokens before a slot, a small network turns that
-into a correction.
+"""Domino's head: a recurrent network reads the tokens before a slot, and a small network turns its
+state into a correction.
 
-U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]), E the target's embedding, for all drafted slots but
-the first `pure_draft_prefix_len`.
+Logits are U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]) with the target's embedding E, for all
+drafted slots after the first `pure_draft_prefix_len`. U_k are the logits without the head and h_k
+is the state of slot k.
 
-r rank (`emb_dim`), D hidden size, S entries of the state (`gru_hidden_dim`), V vocabulary.
+G blocks, L drafted positions, r rank (`emb_dim`), D hidden size, S entries of the recurrent state
+(`gru_hidden_dim`), V vocabulary.
 """
 
 import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
 
 
-class GRU(Head):
-    """Tensors are Domino's."""
+class GRUHead(Head):
+    """Domino's head. Tensor names are those of Domino's checkpoints."""
 
     recurrent = True
-    output = "embed_proj.2.weight"
+    output_name = "embed_proj.2.weight"
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
+    def __init__(self, config: Qwen3Config, family_config: dict) -> None:
         super().__init__()
-        rank = own.get("emb_dim", 256)
-        size = own["gru_hidden_dim"]
-        self.first = own.get("pure_draft_prefix_len", 0)  # slot from 0
-        self.prefix_gru = nn.GRU(config.hidden_size, size, bias=False, batch_first=True)
-        reads = nn.Linear(config.hidden_size + size, rank, bias=False)
-        self.embed_proj = nn.Sequential(
-            reads, nn.SiLU(), nn.Linear(rank, head_rows(config), bias=False)
-        )
+        rank = family_config.get("emb_dim", 256)
+        state_size = family_config["gru_hidden_dim"]
+        # the first slot, counted from 0, that is corrected
+        self.first_corrected_slot = family_config.get("pure_draft_prefix_len", 0)
+        self.prefix_gru = nn.GRU(config.hidden_size, state_size, bias=False, batch_first=True)
+        input_projection = nn.Linear(config.hidden_size + state_size, rank, bias=False)  # J
+        output_projection = nn.Linear(rank, get_draft_vocab_size(config), bias=False)  # C
+        self.embed_proj = nn.Sequential(input_projection, nn.SiLU(), output_projection)
 
-    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return self.out.new_zeros(len(bonus), 1, self.prefix_gru.hidden_size)
+    def initial_state(self, bonus_tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        assert self.output_matrix is not None
+        return self.output_matrix.new_zeros(len(bonus_tokens), 1, self.prefix_gru.hidden_size)
 
-    def condition(self, ends, states, before, slots, memory) -> Conditioned:
-        embedded = ends.embed(before).to(memory.dtype)  # (..., D)
-        after = self.prefix_gru(
-            embedded.reshape(-1, 1, embedded.shape[-1]), memory.reshape(1, -1, memory.shape[-1])
-        )[1]
-        after = after.view(memory.shape)
-        return Conditioned(states, self._correction(states, after, slots), after)
+    def condition(
+        self,
+        embed_and_norm: EmbedAndNorm,
+        states: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
+    ) -> HeadOutput:
+        assert recurrent_state is not None
+        embedded = embed_and_norm.embed(previous_tokens).to(recurrent_state.dtype)  # (..., D)
+        inputs = embedded.reshape(-1, 1, embedded.shape[-1])
+        state_before = recurrent_state.reshape(1, -1, recurrent_state.shape[-1])
+        _, state_after = self.prefix_gru(inputs, state_before)
+        state_after = state_after.view(recurrent_state.shape)
+        return HeadOutput(states, self._compute_correction(states, state_after, slots), state_after)
 
-    def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-        """Return the answers of whole blocks in one pass."""
-        after = self.prefix_gru(ends.embed(before).to(self.out.dtype))[0]  # (G, L, S)
-        states = states[:, -before.shape[1] :]
-        slots = torch.arange(before.shape[1], device=before.device)
-        return Conditioned(states, self._correction(states, after, slots), after)
+    def teacher_force(
+        self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
+    ) -> HeadOutput:
+        """Compute `Head.teacher_force` in one pass over the tokens."""
+        length = previous_tokens.shape[1]
+        assert self.output_matrix is not None
+        embedded = embed_and_norm.embed(previous_tokens).to(self.output_matrix.dtype)
+        recurrent_states, _ = self.prefix_gru(embedded)  # (G, L, S)
+        states = states[:, -length:]
+        slots = torch.arange(length, device=previous_tokens.device)
+        correction = self._compute_correction(states, recurrent_states, slots)
+        return HeadOutput(states, correction, recurrent_states)
 
-    def _correction(
-        self, states: torch.Tensor, after: torch.Tensor, slots: torch.Tensor
+    def _compute_correction(
+        self, states: torch.Tensor, recurrent_states: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        correction = self.embed_proj[:2](torch.cat([states.to(after.dtype), after], -1))
-        return correction * (slots >= self.first).to(correction)[..., None]
+        """Return the corrections (..., r), zero for slots before `first_corrected_slot`."""
+        inputs = torch.cat([states.to(recurrent_states.dtype), recurrent_states], -1)
+        correction = self.embed_proj[:2](inputs)
+        return correction * (slots >= self.first_corrected_slot).to(correction)[..., None]
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Begin with corrections of 0."""
-        for weight in (*self.prefix_gru.parameters(), self.embed_proj[0].weight):
+        """Draw initial weights with which all corrections are 0."""
+        for weight in (*self.prefix_gru.parameters(), self.get_parameter("embed_proj.0.weight")):
             nn.init.normal_(weight, std=0.02, generator=generator)
-        nn.init.zeros_(self.out)
+        assert self.output_matrix is not None
+        nn.init.zeros_(self.output_matrix)

@@ -1,9 +1,11 @@
 """DSpark's Markov heads: a low-rank table of which token follows which, added to the logits.
 
+With U_k the logits without the head, h_k the state of slot k and x the token before it:
+
 - `vanilla`: U_k + W2 W1[x];
 - `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);
-- `rnn`: with a state s of the block, z = [s; W1[x]; h_k], s' = g s + (1 - g) tanh(c) and U_k + W2
-  tanh(o), where (sigmoid^-1(g), c, o) = Wz z.
+- `rnn`: with a recurrent state s, z = [s; W1[x]; h_k] and (sigmoid^-1(g), c, o) = Wz z, the next
+  state is g s + (1 - g) tanh(c), and the logits are U_k + W2 tanh(o).
 
 r rank, D hidden size, V vocabulary.
 """
@@ -12,53 +14,67 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Head, head_rows
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
 
 
-class Markov(Head):
-    """Tensors and config keys are DSpark's; `markov_w2` has as many rows as the drafter's head."""
+class MarkovHead(Head):
+    """DSpark's Markov head. Tensor names and config keys are DSpark's; `markov_w2` has a row for
+    each token of the draft vocabulary."""
 
-    output = "markov_w2.weight"
+    output_name = "markov_w2.weight"
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
+    def __init__(self, config: Qwen3Config, family_config: dict) -> None:
         super().__init__()
-        rank = own["markov_rank"]
-        hidden = config.hidden_size
-        self.kind = own.get("markov_head_type", "vanilla")
+        rank = family_config["markov_rank"]
+        hidden_size = config.hidden_size
+        self.kind = family_config.get("markov_head_type", "vanilla")
         self.recurrent = self.kind == "rnn"
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, head_rows(config), bias=False)
+        self.markov_w2 = nn.Linear(rank, get_draft_vocab_size(config), bias=False)
         if self.kind == "gated":
-            self.gate_proj = nn.Linear(hidden + rank, rank)
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
         if self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
+    def initial_state(
+        self, bonus_tokens: torch.Tensor, states: torch.Tensor
+    ) -> torch.Tensor | None:
         if not self.recurrent:
             return None
-        return self.markov_w1.weight.new_zeros(len(bonus), 1, self.markov_w1.embedding_dim)
+        rank = self.markov_w1.embedding_dim
+        return self.markov_w1.weight.new_zeros(len(bonus_tokens), 1, rank)
 
-    def condition(self, ends, states, before, slots, memory) -> Conditioned:
-        embedded = self.markov_w1(before)  # (..., r)
+    def condition(
+        self,
+        embed_and_norm: EmbedAndNorm,
+        states: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
+    ) -> HeadOutput:
+        embedded = self.markov_w1(previous_tokens)  # (..., r)
         if self.kind == "vanilla":
-            return Conditioned(states, embedded, None, embedded)
-        own = states.to(embedded.dtype)
+            return HeadOutput(states, embedded, None, embedded)
+
+        hidden = states.to(embedded.dtype)
         if self.kind == "gated":
-            gate = self.gate_proj(
-                torch.cat([own.expand(*before.shape, -1), embedded], -1)
-            ).sigmoid()
-            return Conditioned(states, gate * embedded, None, embedded)
-        gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, own], -1)).chunk(3, -1)
+            hidden = hidden.expand(*previous_tokens.shape, -1)
+            gate = self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+            return HeadOutput(states, gate * embedded, None, embedded)
+
+        assert recurrent_state is not None
+        joint = self.joint_proj(torch.cat([recurrent_state, embedded, hidden], -1))
+        gate, candidate, output = joint.chunk(3, -1)
         gate = gate.sigmoid()
-        return Conditioned(
-            states, out.tanh(), gate * memory + (1 - gate) * candidate.tanh(), embedded
-        )
+        next_state = gate * recurrent_state + (1 - gate) * candidate.tanh()
+        return HeadOutput(states, output.tanh(), next_state, embedded)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Begin with corrections of 0."""
+        """Draw initial weights with which all corrections are 0."""
         nn.init.normal_(self.markov_w1.weight, std=1.0, generator=generator)
         nn.init.zeros_(self.markov_w2.weight)
-        for layer in self.children():
-            if layer not in (self.markov_w1, self.markov_w2):
+        for name in ("gate_proj", "joint_proj"):
+            layer = getattr(self, name, None)
+            if layer is not None:
                 nn.init.normal_(layer.weight, std=0.02, generator=generator)
                 nn.init.zeros_(layer.bias)

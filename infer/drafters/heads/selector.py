@@ -1,6 +1,9 @@
-"""DFlash 2's candidate selector: which of a slot's likeliest tokens follows the token before it.
+"""DFlash 2's candidate selector: chooses which of a slot's likeliest tokens follows the token
+before it.
 
-U_k(v) + <A[x] * (P h_k), B[v]> over the k likeliest tokens of U_k; a softmax over these alone.
+Logits are U_k(v) + <A[x] * (P h_k), B[v]> over the k likeliest tokens v of U_k, and the softmax is
+over these alone. U_k are the logits without the head, h_k is the state of slot k and x the token
+before it.
 
 r rank, D hidden size, V vocabulary.
 """
@@ -9,28 +12,36 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Head, head_rows
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
 
 
-class Selector(Head):
-    """Tensors and config keys are DFlash 2's."""
+class SelectorHead(Head):
+    """DFlash 2's candidate selector. Tensor names and config keys are DFlash 2's."""
 
-    output = "successor_codebook"
+    output_name = "successor_codebook"
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
+    def __init__(self, config: Qwen3Config, family_config: dict) -> None:
         super().__init__()
-        rank = own["selector_rank"]
-        self.top_k = min(own.get("selector_top_k", 0), head_rows(config))
+        rank = family_config["selector_rank"]
+        draft_vocab_size = get_draft_vocab_size(config)
+        self.top_k = min(family_config.get("selector_top_k", 0), draft_vocab_size)
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
-        self.successor_codebook = nn.Parameter(torch.empty(head_rows(config), rank))  # B
+        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab_size, rank))  # B
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
 
-    def condition(self, ends, states, before, slots, memory) -> Conditioned:
+    def condition(
+        self,
+        embed_and_norm: EmbedAndNorm,
+        states: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
+    ) -> HeadOutput:
         projected = self.hidden_projection(states.to(self.hidden_projection.weight.dtype))
-        return Conditioned(states, self.predecessor_codebook[before] * projected)
+        return HeadOutput(states, self.predecessor_codebook[previous_tokens] * projected)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Begin with corrections of 0."""
+        """Draw initial weights with which all corrections are 0."""
         nn.init.normal_(self.predecessor_codebook, std=1.0, generator=generator)
         nn.init.zeros_(self.successor_codebook)
         nn.init.normal_(self.hidden_projection.weight, std=0.02, generator=generator)

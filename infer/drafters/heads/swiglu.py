@@ -1,10 +1,11 @@
-"""TreeFlash's head: one feed-forward step from the state and the token before it to the state
-behind that token.
+"""TreeFlash's head: one feed-forward step from a slot's state and the token before it to the state
+after that token.
 
-h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last
-norm; h_k stands before that norm, E is the target's embedding.
+The new state is h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)]. The
+language model head reads norm(h'). `norm` is the drafter's final norm, h_k is the state before it,
+and E is the target's embedding.
 
-D hidden size, I entries between the two matrices.
+D hidden size.
 """
 
 import torch
@@ -12,34 +13,39 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Head
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
 
 
-class SwiGLU(Head):
-    """Tensors are TreeFlash's."""
+class SwiGLUHead(Head):
+    """TreeFlash's head. Tensor names are TreeFlash's."""
 
-    raw = True
+    reads_raw_states = True
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
+    def __init__(self, config: Qwen3Config, family_config: dict) -> None:
         super().__init__()
-        size = config.hidden_size
-        inner = own.get("ar_hidden_size") or config.intermediate_size
-        self.norm = nn.RMSNorm(size, eps=1e-6)  # of the embedding, the authors' own epsilon
-        self.ug = nn.Linear(2 * size, 2 * inner)
-        self.d = nn.Linear(inner, size, bias=False)
+        hidden_size = config.hidden_size
+        intermediate_size = family_config.get("ar_hidden_size") or config.intermediate_size
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)  # epsilon of the authors' code
+        self.ug = nn.Linear(2 * hidden_size, 2 * intermediate_size)
+        self.d = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def condition(self, ends, states, before, slots, memory) -> Conditioned:
-        states = states.to(
-            self.ug.weight.dtype
-        )  # in training with a bfloat16 target the head stays float32
-        embedded = self.norm(ends.embed(before).to(states.dtype))
-        up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(
-            2, -1
-        )
-        return Conditioned(ends.norm(states + self.d(F.silu(gate) * up)))
+    def condition(
+        self,
+        embed_and_norm: EmbedAndNorm,
+        states: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
+    ) -> HeadOutput:
+        # Training with a bfloat16 target keeps the head's weights in float32.
+        states = states.to(self.ug.weight.dtype)
+        embedded = self.norm(embed_and_norm.embed(previous_tokens).to(states.dtype))
+        normalized = embed_and_norm.norm(states).expand_as(embedded)
+        up, gate = self.ug(torch.cat([embedded, normalized], -1)).chunk(2, -1)
+        return HeadOutput(embed_and_norm.norm(states + self.d(F.silu(gate) * up)))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Begin as the identity."""
+        """Draw initial weights with which h' = h_k."""
         nn.init.ones_(self.norm.weight)
         nn.init.normal_(self.ug.weight, std=0.02, generator=generator)
         nn.init.zeros_(self.ug.bias)

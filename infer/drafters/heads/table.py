@@ -1,76 +1,79 @@
-"""The table of conditional heads. No torch here: options are checked against it before anything is
-loaded.
+"""The table of conditional heads.
 
-A new head is a subclass of `infer.drafters.heads.base.Head` in a file of this folder, a row here,
-and a file in conf/head.
+This module does not import torch: options are checked against the table before anything is loaded.
+
+To add a head, write a subclass of `infer.drafters.heads.base.Head` in a file of this folder, add
+an entry to `_HEAD_SPECS`, and add a file to conf/head.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-NONE = "none"
-RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
+NO_HEAD = "none"  # the value of `drafter.head.name` for a drafter without a conditional head
+MARKOV_HEAD_KINDS = ("vanilla", "gated", "rnn")  # the values of `drafter.head.kind`
 
 
-class HeadKey(NamedTuple):
-    """A key that a head has in the family's part of config.json: a whole number, or one of
-    `choices`. Where the key of a head is 0, a drafter has none."""
+class HeadConfigKey(NamedTuple):
+    """A key of a conditional head in the family's object of config.json.
+
+    Its value is an integer of at least `minimum`, or one of `choices`.
+    """
 
     name: str
-    option: str | None = None  # the field of `infer.config.HeadConfig` that it holds
-    default: object = (
-        None  # where a config.json says nothing; None: it must, unless the key is optional
-    )
-    new: object = None  # of a new drafter whose options say nothing
-    least: int = 1
+    option: str | None = None  # the field of `infer.config.HeadConfig` with the same meaning
+    # The value of an absent key. Without a default, the key is required unless it is `optional`.
+    default: Any = None
+    new_drafter_value: Any = None  # for a new drafter whose option is not set
+    minimum: int = 1
     choices: tuple = ()
-    optional: bool = False  # left out where nothing says it
+    optional: bool = False  # an absent key stays absent
 
 
 @dataclass(frozen=True)
-class HeadRow:
-    """A row of the table: what options and readers of a config.json need to know of a head without
-    loading it."""
+class HeadSpec:
+    """What options and readers of config.json need to know of a head without importing it."""
 
-    name: str  # of `drafter.head.name`
-    title: str  # for people
-    head: str  # "module:class"; imported when a drafter has one
-    attribute: str  # the drafter's submodule; the head's tensors begin with it
-    key: str  # of the family's part of config.json: a drafter where it is set has this head
-    keys: tuple[HeadKey, ...]  # all that it has there
-    corrects: bool = True  # it adds to logits that there are without it
-    # its tensors that are a vector for each token: AdamW's, where matrices are Muon's
-    tables: tuple[str, ...] = ()
+    name: str  # the value of the option `drafter.head.name`
+    title: str  # the name in messages
+    class_path: str  # "module:class"; imported when a drafter has this head
+    attribute: str  # the drafter's submodule, with which the names of the head's tensors begin
+    # A drafter has this head where this key of the family's object in config.json is set and not 0.
+    config_key: str
+    config_keys: tuple[HeadConfigKey, ...]  # all keys of the head in that object
+    adds_to_logits: bool = True  # it adds a correction to the logits of the drafter without a head
+    # Tensors with one row per token: AdamW trains them, while Muon trains other matrices.
+    token_tables: tuple[str, ...] = ()
 
     @property
     def options(self) -> set[str]:
-        """The fields of `infer.config.HeadConfig` that it reads, beside its name."""
-        return {key.option for key in self.keys if key.option}
+        """The fields of `infer.config.HeadConfig` that the head reads, except `name`."""
+        return {key.option for key in self.config_keys if key.option}
 
-    def load(self) -> type:
-        """Return its class, a subclass of `infer.drafters.heads.base.Head`."""
-        return resolve_name(self.head)
+    def load(self) -> Any:
+        """Import and return the class, a subclass of `infer.drafters.heads.base.Head`."""
+        return resolve_name(self.class_path)
 
 
-_ROWS = (
-    HeadRow(
+_HEAD_SPECS = (
+    HeadSpec(
         "markov",
         "Markov (DSpark)",
-        "infer.drafters.heads.markov:Markov",
+        "infer.drafters.heads.markov:MarkovHead",
         attribute="markov_head",
-        key="markov_rank",
-        keys=(
-            HeadKey("markov_rank", "rank", least=0),
-            HeadKey("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
-            HeadKey(
+        config_key="markov_rank",
+        config_keys=(
+            HeadConfigKey("markov_rank", "rank", minimum=0),
+            HeadConfigKey("markov_head_type", "kind", "vanilla", choices=MARKOV_HEAD_KINDS),
+            HeadConfigKey(
                 "enable_confidence_head",
                 "confidence_head",
                 False,
                 choices=(True, False),
                 optional=True,
             ),
-            HeadKey(
+            HeadConfigKey(
                 "confidence_head_with_markov",
                 "confidence_head",
                 False,
@@ -78,113 +81,150 @@ _ROWS = (
                 optional=True,
             ),
         ),
-        tables=("markov_w1.weight", "markov_w2.weight"),
+        token_tables=("markov_w1.weight", "markov_w2.weight"),
     ),
-    HeadRow(
+    HeadSpec(
         "selector",
         "candidate selector (DFlash 2)",
-        "infer.drafters.heads.selector:Selector",
+        "infer.drafters.heads.selector:SelectorHead",
         attribute="candidate_selector",
-        key="selector_rank",
-        keys=(
-            HeadKey("selector_rank", "rank", least=0),
-            HeadKey("selector_top_k", "top_k", 16, least=0),
+        config_key="selector_rank",
+        config_keys=(
+            HeadConfigKey("selector_rank", "rank", minimum=0),
+            HeadConfigKey("selector_top_k", "top_k", 16, minimum=0),
         ),
-        tables=("predecessor_codebook", "successor_codebook"),
+        token_tables=("predecessor_codebook", "successor_codebook"),
     ),
-    HeadRow(
+    HeadSpec(
         "swiglu",
         "SwiGLU (TreeFlash)",
-        "infer.drafters.heads.swiglu:SwiGLU",
+        "infer.drafters.heads.swiglu:SwiGLUHead",
         attribute="ar_approximation",
-        key="ar_approximation",
-        keys=(
-            HeadKey("ar_approximation", new="swiglu", choices=("swiglu",)),
-            HeadKey("ar_hidden_size", "hidden_size", optional=True),
+        config_key="ar_approximation",
+        config_keys=(
+            HeadConfigKey("ar_approximation", new_drafter_value="swiglu", choices=("swiglu",)),
+            HeadConfigKey("ar_hidden_size", "hidden_size", optional=True),
         ),
-        corrects=False,
+        adds_to_logits=False,
     ),
-    HeadRow(
+    HeadSpec(
         "gru",
         "GRU (Domino)",
-        "infer.drafters.heads.gru:GRU",
+        "infer.drafters.heads.gru:GRUHead",
         attribute="domino_head",
-        key="gru_hidden_dim",
-        keys=(
-            HeadKey("emb_dim", "rank", 256),
-            HeadKey("gru_hidden_dim", "hidden_size", 1024, new=1024, least=0),
-            HeadKey("pure_draft_prefix_len", default=0, new=1, least=0),
+        config_key="gru_hidden_dim",
+        config_keys=(
+            HeadConfigKey("emb_dim", "rank", 256),
+            HeadConfigKey("gru_hidden_dim", "hidden_size", 1024, new_drafter_value=1024, minimum=0),
+            HeadConfigKey("pure_draft_prefix_len", default=0, new_drafter_value=1, minimum=0),
         ),
-        tables=("embed_proj.2.weight",),
+        token_tables=("embed_proj.2.weight",),
     ),
-    HeadRow(
+    HeadSpec(
         "xpress",
         "causal refiner (XPress)",
-        "infer.drafters.heads.xpress:XPress",
+        "infer.drafters.heads.xpress:XPressHead",
         attribute="refiner_head",
-        key="xpress_rank",
-        keys=(
-            HeadKey("xpress_rank", "rank", 256, least=0),
-            HeadKey("xpress_mlp_ratio", default=2, new=2),
-            # of engines: what they approach is our chain
-            HeadKey("num_jacobi_passes", default=6, new=6, least=0),
+        config_key="xpress_rank",
+        config_keys=(
+            HeadConfigKey("xpress_rank", "rank", 256, minimum=0),
+            HeadConfigKey("xpress_mlp_ratio", default=2, new_drafter_value=2),
+            # passes of serving engines; they converge to the chain that is decoded here
+            HeadConfigKey("num_jacobi_passes", default=6, new_drafter_value=6, minimum=0),
         ),
-        tables=("token_embed.weight", "readout.weight"),
+        token_tables=("token_embed.weight", "readout.weight"),
     ),
 )
-HEADS = {row.name: row for row in _ROWS}
-TABLES = tuple(name for row in _ROWS for name in row.tables)
+CONDITIONAL_HEADS = {spec.name: spec for spec in _HEAD_SPECS}
+TOKEN_TABLE_NAMES = tuple(name for spec in _HEAD_SPECS for name in spec.token_tables)
 
 
-def head_of(own: dict) -> HeadRow | None:
-    """Return the row of the head that a drafter has, from the family's part of its config.json."""
-    return next((row for row in _ROWS if own.get(row.key)), None)
+def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
+    """Return the conditional head that a family's object in config.json describes, None for none.
+
+    Heads are told apart by the key that enables them (`HeadSpec.config_key`).
+    """
+    for spec in _HEAD_SPECS:
+        if family_config.get(spec.config_key):
+            return spec
+    return None
 
 
-def new_head(options) -> dict:
-    """Return the keys of a new drafter's conditional head, from its options
-    (`infer.config.HeadConfig`); none for a drafter without one."""
-    own = {}
-    for key in HEADS[options.name].keys if options.name in HEADS else ():
-        value = vars(options)[key.option] if key.option else None
-        value = key.new if value is None else value
-        if value is not None and value is not False:
-            own[key.name] = value
-    return own
+def build_head_config(options: Any) -> dict[str, Any]:
+    """Return the config.json keys of a new drafter's conditional head; {} for no head.
 
-
-def head_options(own: dict) -> dict:
-    """Return the options that lead to the conditional head of a drafter, from the family's part of
-    its config.json."""
-    row = head_of(own)
-    if row is None:
+    `options` is an `infer.config.HeadConfig`; that module imports this one.
+    """
+    spec = CONDITIONAL_HEADS.get(options.name)
+    if spec is None:
         return {}
-    return {"name": row.name} | {
-        key.option: own.get(key.name, key.default) for key in row.keys[::-1] if key.option
+
+    family_config = {}
+    for key in spec.config_keys:
+        value = None
+        if key.option is not None:
+            value = vars(options)[key.option]
+        if value is None:
+            value = key.new_drafter_value
+        if value is not None and value is not False:
+            family_config[key.name] = value
+    return family_config
+
+
+def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `infer.config.HeadConfig` that produce the conditional head which a
+    family's object in config.json describes; {} for no head."""
+    spec = find_head_spec(family_config)
+    if spec is None:
+        return {}
+
+    options: dict[str, Any] = {"name": spec.name}
+    # Two keys may belong to one option; the first key of the table is written last and counts.
+    for key in reversed(spec.config_keys):
+        if key.option is not None:
+            options[key.option] = family_config.get(key.name, key.default)
+    return options
+
+
+def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the conditional head that a config.json describes, with defaults for
+    absent ones; {} for no head.
+
+    `config_keys` are the checked keys, a `infer.drafters.config_keys.CheckedKeys`.
+    """
+    spec = find_head_spec(config_keys)
+    if spec is None:
+        return {}
+    return {
+        key.name: config_keys.get(key.name, key.default)
+        for key in spec.config_keys
+        if key.name in config_keys or not key.optional
     }
 
 
-def read_head(keys: dict) -> dict:
-    """Return the keys of the conditional head that a config.json describes, whose keys are checked
-    (`infer.drafters.config_keys.Keys`); none where it has none."""
-    row = head_of(keys)
-    wanted = [key for key in row.keys if key.name in keys or not key.optional] if row else []
-    return {key.name: keys.get(key.name, key.default) for key in wanted}
+def check_head_options(options: Any) -> None:
+    """Raise ValueError for a head that does not exist, or for an option that is not at its default
+    although the head does not read it.
 
+    `options` is an `infer.config.HeadConfig`.
+    """
+    spec = CONDITIONAL_HEADS.get(options.name)
+    if spec is None and options.name != NO_HEAD:
+        raise ValueError(
+            f"drafter.head.name={options.name}: use {NO_HEAD} or {' or '.join(CONDITIONAL_HEADS)}"
+        )
 
-def check_head(head) -> None:
-    """Raise ValueError for options (`infer.config.HeadConfig`) of a head that does not exist, or
-    that it does not read."""
-    row = HEADS.get(head.name)
-    if row is None and head.name != NONE:
-        raise ValueError(f"drafter.head.name={head.name}: use {NONE} or {' or '.join(HEADS)}")
-    read = ("name", *(row.options if row else ()))
-    plain = type(head)()
-    for name, value in vars(head).items():
-        if name not in read and value != vars(plain)[name]:
-            takers = " or ".join(f"head={row.name}" for row in _ROWS if name in row.options)
-            raise ValueError(
-                f"drafter.head.{name}={value} is an option of {takers}, not of head={head.name}"
-            )
-    if head.kind not in RECURRENT_KINDS:
-        raise ValueError(f"drafter.head.kind={head.kind}: use {' or '.join(RECURRENT_KINDS)}")
+    read_options = {"name"}
+    if spec is not None:
+        read_options |= spec.options
+    defaults = vars(type(options)())
+    for name, value in vars(options).items():
+        if name in read_options or value == defaults[name]:
+            continue
+        heads = " or ".join(f"head={other.name}" for other in _HEAD_SPECS if name in other.options)
+        raise ValueError(
+            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}"
+        )
+
+    if options.kind not in MARKOV_HEAD_KINDS:
+        raise ValueError(f"drafter.head.kind={options.kind}: use {' or '.join(MARKOV_HEAD_KINDS)}")

@@ -1,17 +1,18 @@
-"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a correction made of all slots up to this
-one.
+"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a correction computed from all slots up to
+the corrected one.
 
-U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)), where c mixes the slots, channel by channel: c_k = x_k +
-sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]], y_j the token before slot j. The
-bonus token's slot is mixed in where it drafts nothing too; the bonus token stands there for the
-token before itself, as in vLLM's engine (speculators trains with the true one).
+Logits are U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)). The vector c_k mixes the slots, separately
+for each channel: c_k = x_k + sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]],
+where y_j is the token before slot j. U_k are the logits without the head and h_j is the state of
+slot j. The slot of the bonus token is mixed in even where it drafts nothing; its y is then the
+bonus token itself, as in vLLM (speculators trains with the token before the bonus token).
 
-Engines refine a whole block in K passes, each behind the tokens of the pass before (Jacobi
-iteration); as c_k depends on no later slot, what the passes approach is the chain that is drafted
-here token by token.
+Serving engines refine a whole block in several passes, each with the tokens of the pass before
+(Jacobi iteration). As c_k depends on no later slot, these passes converge to the chain that is
+drafted here token by token.
 
-r rank, W slots of a block, D hidden size; a memory has every slot's c as far as it is known, W r
-entries.
+G blocks, L drafted positions, W slots of a block, D hidden size, r rank. The recurrent state holds
+the c of every slot, summed over the tokens so far: W r entries.
 """
 
 import torch
@@ -19,78 +20,93 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
+from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_vocab_size
 
 
-class XPress(Head):
-    """Tensors and config keys are speculators'."""
+class XPressHead(Head):
+    """XPress' refiner. Tensor names and config keys are those of speculators."""
 
     recurrent = True
-    output = "readout.weight"
+    output_name = "readout.weight"
 
-    def __init__(self, config: Qwen3Config, own: dict) -> None:
+    def __init__(self, config: Qwen3Config, family_config: dict) -> None:
         super().__init__()
-        rank = own["xpress_rank"]
+        rank = family_config["xpress_rank"]
         slots = config.block_size
-        inner = rank * own.get("xpress_mlp_ratio", 2)
-        self.first = (
-            0 if own.get("sample_from_anchor") or own.get("shifted") else 1
-        )  # slot that drafts
+        intermediate_size = rank * family_config.get("xpress_mlp_ratio", 2)
+        self.first_draft_slot = 1
+        if family_config.get("sample_from_anchor") or family_config.get("shifted"):
+            self.first_draft_slot = 0
         self.token_embed = nn.Embedding(config.vocab_size, rank)  # E
-        self.down_h, self.down_g = (
-            nn.Linear(config.hidden_size, rank, bias=False) for _ in range(2)
-        )  # Wh, Wm
+        self.down_h = nn.Linear(config.hidden_size, rank, bias=False)  # Wh
+        self.down_g = nn.Linear(config.hidden_size, rank, bias=False)  # Wm
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)  # Wi
         self.mix_l = nn.Parameter(torch.empty(rank, slots, slots))  # M: [channel, k, j]
-        self.mlp_gate, self.mlp_up = (nn.Linear(rank, inner, bias=False) for _ in range(2))
-        self.mlp_down = nn.Linear(inner, rank, bias=False)
-        self.readout = nn.Linear(rank, head_rows(config), bias=False)  # R
+        self.mlp_gate = nn.Linear(rank, intermediate_size, bias=False)  # Wg
+        self.mlp_up = nn.Linear(rank, intermediate_size, bias=False)  # Wu
+        self.mlp_down = nn.Linear(intermediate_size, rank, bias=False)  # Wd
+        self.readout = nn.Linear(rank, get_draft_vocab_size(config), bias=False)  # R
 
-    def mixer(self, slots: int) -> torch.Tensor:
-        """Return what each slot's x adds to the c of each, (W, W, r): [j, k]."""
+    def compute_mixing_weights(self, slots: int) -> torch.Tensor:
+        """Return the weights (W, W, r) with which x_j enters c_k, indexed [j, k, channel]: M plus
+        the identity, zero for j > k."""
         mix = self.mix_l[:, :slots, :slots].tril() + torch.eye(slots).to(self.mix_l)
         return mix.permute(2, 1, 0)
 
-    def of_tokens(self, before: torch.Tensor) -> torch.Tensor:
-        """Return the share of x (..., r) that is of the tokens before the slots (...)."""
-        embedded = self.token_embed(before)
+    def project_tokens(self, previous_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the summand of x (..., r) that depends on the tokens before the slots (...)."""
+        embedded = self.token_embed(previous_tokens)
         return F.linear(embedded, self.in_proj.weight[:, -embedded.shape[-1] :])
 
-    def of_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what x reads of the states (G, W, D): (G, W, 2 r)."""
-        states = states.to(self.out.dtype)
+    def project_states(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of x that depend on the states (G, W, D): (G, W, 2 r)."""
+        states = states.to(self.readout.weight.dtype)
         mean = states.mean(1, keepdim=True).expand_as(states)
         return torch.cat([self.down_h(states), self.down_g(mean)], -1)
 
-    def refined(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Return corrections (..., r) of c (..., r)."""
+    def compute_correction(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the corrections (..., r) for c (..., r)."""
         return mixed + self.mlp_down(F.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
 
-    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        read = self.of_states(states)
-        x = F.linear(read, self.in_proj.weight[:, : read.shape[-1]])
-        if self.first:
-            x[:, 0] += self.of_tokens(bonus)
-        return torch.einsum("gjr,jkr->gkr", x, self.mixer(states.shape[1])).flatten(1)[:, None]
+    def initial_state(self, bonus_tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        projected = self.project_states(states)
+        x = F.linear(projected, self.in_proj.weight[:, : projected.shape[-1]])  # (B, W, r)
+        if self.first_draft_slot:
+            x[:, 0] += self.project_tokens(bonus_tokens)
+        mixed = torch.einsum("gjr,jkr->gkr", x, self.compute_mixing_weights(states.shape[1]))
+        return mixed.flatten(1)[:, None]
 
-    def condition(self, ends, states, before, slots, memory) -> Conditioned:
-        mixed = memory.unflatten(-1, (-1, self.mix_l.shape[0]))  # (..., W, r)
-        slots = (slots + self.first).expand(before.shape)
-        mixed = mixed + self.mixer(mixed.shape[-2])[slots] * self.of_tokens(before)[..., None, :]
-        here = mixed.take_along_dim(slots[..., None, None], -2)[..., 0, :]
-        return Conditioned(states, self.refined(here), mixed.flatten(-2))
+    def condition(
+        self,
+        embed_and_norm: EmbedAndNorm,
+        states: torch.Tensor,
+        previous_tokens: torch.Tensor,
+        slots: torch.Tensor,
+        recurrent_state: torch.Tensor | None,
+    ) -> HeadOutput:
+        assert recurrent_state is not None
+        mixed = recurrent_state.unflatten(-1, (-1, self.mix_l.shape[0]))  # (..., W, r)
+        slots = (slots + self.first_draft_slot).expand(previous_tokens.shape)
+        weights = self.compute_mixing_weights(mixed.shape[-2])[slots]  # (..., W, r)
+        mixed = mixed + weights * self.project_tokens(previous_tokens)[..., None, :]
+        slot_mixed = mixed.take_along_dim(slots[..., None, None], -2)[..., 0, :]  # (..., r)
+        return HeadOutput(states, self.compute_correction(slot_mixed), mixed.flatten(-2))
 
-    def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-        """Return the answers of whole blocks in one pass."""
-        tokens = torch.cat([before[:, :1], before], 1)[:, -states.shape[1] :]  # (G, W)
-        x = self.in_proj(torch.cat([self.of_states(states), self.token_embed(tokens)], -1))
-        mixed = torch.einsum("gjr,jkr->gkr", x, self.mixer(states.shape[1]))
-        return Conditioned(states[:, self.first :], self.refined(mixed[:, self.first :]))
+    def teacher_force(
+        self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
+    ) -> HeadOutput:
+        """Compute `Head.teacher_force` in one pass over the slots."""
+        slots = states.shape[1]
+        tokens = torch.cat([previous_tokens[:, :1], previous_tokens], 1)[:, -slots:]  # (G, W)
+        x = self.in_proj(torch.cat([self.project_states(states), self.token_embed(tokens)], -1))
+        mixed = torch.einsum("gjr,jkr->gkr", x, self.compute_mixing_weights(slots))
+        correction = self.compute_correction(mixed[:, self.first_draft_slot :])
+        return HeadOutput(states[:, self.first_draft_slot :], correction)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Begin with corrections of 0."""
+        """Draw initial weights with which all corrections are 0."""
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02, generator=generator)
         nn.init.normal_(self.token_embed.weight, std=1.0, generator=generator)
         nn.init.zeros_(self.mix_l)
-        nn.init.zeros_(self.out)
+        nn.init.zeros_(self.readout.weight)

@@ -1,4 +1,4 @@
-"""`data`: what it says of rows is what training would learn."""
+"""The command `data` shows what training would learn."""
 
 import json
 
@@ -8,7 +8,7 @@ from infer.cli.data import DataCommand, run
 from infer.utils.hydra_app import compose_options as composed
 
 
-def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
+def test_examples_are_counted_and_shown_with_the_learnt_text(tmp_path, capsys):
     file = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     rows = [
@@ -20,19 +20,19 @@ def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path, capsys):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(composed("data", DataCommand, ["data=jsonl", f"data.path={file}", "data.length=64"]))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in said
+        "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in output
     )  # one of ten is held out for evaluation
-    assert "89 chats, 90 other texts" in said
+    assert "89 chats, 90 other texts" in output
     assert (
-        "excluded   1: the chat template does not show the tool calls of an answer as they are"
-        in said
+        "excluded   1: the chat template does not show the tool calls of an answer unchanged"
+        in output
     )
     assert (
-        "answers    268, of which 90 were cut by a limit" in said
-        and "template   told nothing" in said
+        "answers    268, of which 90 were cut by a limit" in output
+        and "template   options none" in output
     )
-    assert "What?\n⟦That" in said and "⟧" in said.split("And 1?")[1] and "(median)" in said
+    assert "What?\n⟦That" in output and "⟧" in output.split("And 1?")[1] and "(median)" in output
     with pytest.raises(ValueError, match=r"enable_thinking: this model's chat template has"):
         run(composed("data", DataCommand, ["+target.chat_template_kwargs.enable_thinking=false"]))

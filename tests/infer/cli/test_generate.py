@@ -1,5 +1,4 @@
-"""`./launch.sh generate`: a chat model is asked through its template, any other model continues the
-text."""
+"""The command `generate`: a chat model answers through its template, others continue the text."""
 
 import logging
 import sys
@@ -10,34 +9,34 @@ import pytest
 from infer import generate
 from infer.cli import generate as module
 from infer.cli.generate import GenerateCommand
-from infer.cli.models import load
+from infer.cli.models import load_target_and_drafter
 from infer.config import DecodeOptions, LoadedConfig, TargetConfig
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TURN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.mark.parametrize(
-    "template, chat, asked", [(TURNS, None, True), (TURNS, False, False), (None, None, False)]
+    "template, chat, uses_template",
+    [(TURN_TEMPLATE, None, True), (TURN_TEMPLATE, False, False), (None, None, False)],
 )
-def test_a_chat_model_is_asked_and_others_continue(
-    shallow_target, monkeypatch, capsys, template, chat, asked
+def test_a_chat_model_answers_and_others_continue(
+    shallow_target, monkeypatch, capsys, template, chat, uses_template
 ):
     target = copy(shallow_target)
     target.tokenizer = copy(target.tokenizer)
     target.tokenizer.chat_template = (
         template or target.tokenizer.chat_template
-    )  # its own joins the messages
-    monkeypatch.setattr(module, "load", lambda *_: (target, None))
+    )  # its own only joins the messages
+    monkeypatch.setattr(module, "load_target_and_drafter", lambda *_: (target, None))
     options = DecodeOptions(method="plain", max_new_tokens=6)
     module.run(GenerateCommand(prompt="import os", chat=chat, decoding=options))
-    prompt = "<user>import os<assistant>" if asked else "import os"
+    prompt = "<user>import os<assistant>" if uses_template else "import os"
     expected = generate(target, None, prompt, options).text
-    assert capsys.readouterr().out == (expected if asked else prompt + expected) + "\n"
+    assert capsys.readouterr().out == (expected if uses_template else prompt + expected) + "\n"
 
 
-def test_standard_output_has_the_answer_alone(shallow_target, monkeypatch, capsys):
-    """What libraries print while a target is loaded, as DeepSpeed does when its accelerator is
-    looked for, goes to standard error."""
+def test_standard_output_has_only_the_answer(shallow_target, monkeypatch, capsys):
+    """Lines that libraries print while a target is loaded, such as DeepSpeed's, go to stderr."""
 
     def load_and_warn(*_):
         logging.StreamHandler(stream=sys.stdout).emit(
@@ -45,21 +44,22 @@ def test_standard_output_has_the_answer_alone(shallow_target, monkeypatch, capsy
         )
         return shallow_target, None
 
-    monkeypatch.setattr(module, "load", load_and_warn)
+    monkeypatch.setattr(module, "load_target_and_drafter", load_and_warn)
     options = DecodeOptions(method="plain", max_new_tokens=6)
     module.run(GenerateCommand(prompt="import os", chat=False, decoding=options))
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert (
-        said.out == "import os" + generate(shallow_target, None, "import os", options).text + "\n"
+        captured.out
+        == "import os" + generate(shallow_target, None, "import os", options).text + "\n"
     )
-    assert said.err.startswith("Setting accelerator to CPU\n")
+    assert captured.err.startswith("Setting accelerator to CPU\n")
 
 
 @pytest.mark.parametrize(
     "options", [{"checkpoint": "lookup"}, {"decoding": DecodeOptions(method="plain")}]
 )
-def test_a_quantization_of_nothing_is_refused_before_anything_loads(options, monkeypatch):
-    monkeypatch.setattr("infer.targets.loading.open_target", None)
+def test_quantization_without_a_drafter_is_refused_before_loading(options, monkeypatch):
+    monkeypatch.setattr("infer.targets.loading.load_configured_target", None)
     with pytest.raises(ValueError, match=r"drafter\.quantization=int8: leave it out"):
         module.run(GenerateCommand(drafter=LoadedConfig("int8"), **options))
 
@@ -73,7 +73,7 @@ def test_a_quantization_of_nothing_is_refused_before_anything_loads(options, mon
         ("none", "int8", "int8"),
     ],
 )
-def test_a_drafter_follows_its_target_into_integers_unless_told_otherwise(
+def test_a_drafter_has_the_quantization_of_its_target_by_default(
     target, drafter, expected, monkeypatch
 ):
     class Loaded(Exception):
@@ -84,4 +84,6 @@ def test_a_drafter_follows_its_target_into_integers_unless_told_otherwise(
 
     monkeypatch.setattr("infer.formats.checkpoint.load_drafter", record)
     with pytest.raises(Loaded, match=f"^{expected}$"):
-        load(TargetConfig(quantization=target), "embedded", LoadedConfig(drafter))
+        load_target_and_drafter(
+            TargetConfig(quantization=target), "embedded", LoadedConfig(drafter)
+        )

@@ -1,5 +1,5 @@
-"""Conditional heads: their formulas, exact normalisation, lossless decoding, and what they leave as
-it was."""
+"""Conditional heads: their formulas, exact normalisation, lossless decoding, export, and initial
+weights that change nothing."""
 
 from itertools import product
 
@@ -7,20 +7,27 @@ import pytest
 import torch
 
 from infer import load_drafter
-from infer.api import decode
+from infer.api import decode_prompts
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import DraftedBlock, drop_copies
+from infer.drafters.base import DraftedBlock
+from infer.drafters.build import drop_target_copies
 from infer.drafters.heads import draft
-from infer.drafters.heads.draft import ConditionalDraft, behind, teach
-from infer.drafters.heads.table import HEADS, head_options
-from infer.engine.sampling import Sampling, judge_on_noise
+from infer.drafters.heads.draft import (
+    ConditionalDraft,
+    teacher_force_head,
+    teacher_forced_log_probs,
+)
+from infer.drafters.heads.table import CONDITIONAL_HEADS, read_head_options
+from infer.engine.sampling import SamplingTensors, make_score_transform
 from infer.formats.checkpoint import save_drafter
-from infer.formats.compatibility import check_folder
+from infer.formats.compatibility import check_engines
 from infer.formats.export import export_drafter
-from infer.trees.ddtree import ddtree
+from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import Proposal
 
-KINDS = {
+TARGET_VOCAB_SIZE = 97
+TREE_NODES = 40
+HEAD_CONFIGS = {
     "vanilla": HeadConfig("markov", rank=6),
     "gated": HeadConfig("markov", kind="gated", rank=6, confidence_head=True),
     "rnn": HeadConfig("markov", kind="rnn", rank=6),
@@ -33,202 +40,245 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def with_head(make_tiny):
-    """(kind, block size, ...) -> a tiny target, and a drafter for it with such a head, random."""
+def make_drafter_with_head(make_tiny):
+    """Return a function that makes a tiny target and a drafter for it with one of HEAD_CONFIGS,
+    whose weights are random or initial ones."""
 
-    def make(kind: str, block_size: int = 4, random: bool = True, **options):
-        target, drafter = make_tiny(block_size=block_size, head=KINDS[kind], **options)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in drafter.conditional_head.parameters():
-            if random:
+    def make(head: str, block_size: int = 4, random: bool = True, **options):
+        target, drafter = make_tiny(block_size=block_size, head=HEAD_CONFIGS[head], **options)
+        if random:
+            generator = torch.Generator().manual_seed(1)
+            for parameter in drafter.conditional_head.parameters():
                 parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
         return target, drafter.eval().requires_grad_(False)
 
     return make
 
 
-def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]:
-    """Bonus tokens, and a block behind random context."""
+def draft_after_random_context(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]:
+    """Return random bonus tokens (rows,) and the blocks after them and a random context."""
     generator = torch.Generator().manual_seed(4)
-    state = drafter.state(rows, 20)
+    state = drafter.allocate_state(rows, 20)
     features = torch.randn(rows, 5, drafter.fc.in_features, generator=generator)
-    with state.add(rows) as begun:
-        drafter.update_context(
-            target, features, torch.zeros(rows, 5, dtype=torch.long), [5] * rows, begun
-        )
-    bonus = torch.randint(97, (rows,), generator=generator)
+    tokens = torch.zeros(rows, 5, dtype=torch.long)
+    with state.add(rows) as new_rows:
+        drafter.update_context(target, features, tokens, [5] * rows, new_rows)
+    bonus = torch.randint(TARGET_VOCAB_SIZE, (rows,), generator=generator)
     return bonus, drafter.draft_block(target, bonus, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_probabilities(with_head, kind):
-    """All tokens are candidates, and every prefix of two is scored. Formulas:
-    tests/infer/formats/test_layouts.py."""
-    target, drafter = with_head(kind, 3)
-    bonus, block = drafted(target, drafter)
-    steps = ConditionalDraft(drafter, target, bonus, block, candidates=97)
-    tree = ddtree(Proposal(bonus, block.marginals, 40, steps=steps))
-    greedy, _ = steps.chain(2)
-    for row, first in enumerate(bonus.tolist()):
-        every = DraftedBlock(*(part[row : row + 1].expand(97, -1, -1) for part in block))
-        found = behind(
-            drafter, target, every, torch.tensor([[first, token] for token in range(97)])
-        )  # (97, 2, V)
-        score = {(x,): float(found[0, 0, x]) for x in range(97)}
-        score |= {
-            (x, y): score[(x,)] + float(found[x, 1, y]) for x, y in product(range(97), repeat=2)
-        }
-        best = sorted(score, key=score.get, reverse=True)[:40]
-        paths = [()]
-        for node in range(1, 41):
-            paths.append((*paths[int(tree.parents[row, node])], int(tree.tokens[row, node])))
-        assert set(paths[1:]) == set(best)
-        assert torch.allclose(
-            tree.log_probs[row, 1:], torch.tensor([score[p] for p in paths[1:]]), atol=2e-5
+def random_previous_tokens(block: DraftedBlock) -> torch.Tensor:
+    """Return random tokens (B, L) before the slots of a block."""
+    generator = torch.Generator().manual_seed(8)
+    return torch.randint(TARGET_VOCAB_SIZE, block.marginals.shape[:2], generator=generator)
+
+
+def tree_paths(tree, row: int) -> list[tuple[int, ...]]:
+    """Return the tokens on the path to each drafted node of a batch row's tree."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.tokens.shape[1]):
+        parent = int(tree.parents[row, node])
+        paths.append((*paths[parent], int(tree.tokens[row, node])))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_tree_has_the_most_probable_prefixes_under_the_head(make_drafter_with_head, head):
+    """All tokens are candidates, and all prefixes of one and two tokens are scored.
+
+    tests/infer/formats/test_layouts.py tests the formulas.
+    """
+    target, drafter = make_drafter_with_head(head, 3)
+    bonus, block = draft_after_random_context(target, drafter)
+    steps = ConditionalDraft(drafter, target, bonus, block, candidates=TARGET_VOCAB_SIZE)
+    tree = build_ddtree(Proposal(bonus, block.marginals, TREE_NODES, conditionals=steps))
+    greedy_chain, _ = steps.chain(2)
+    tokens = range(TARGET_VOCAB_SIZE)
+    for row, bonus_token in enumerate(bonus.tolist()):
+        # One copy of the block for each token at the first position.
+        copies = DraftedBlock(
+            block.marginals[row].expand(TARGET_VOCAB_SIZE, -1, -1),
+            block.states[row].expand(TARGET_VOCAB_SIZE, -1, -1),
         )
-        x, y = greedy[row].tolist()
-        assert x == found[0, 0].argmax() and y == found[x, 1].argmax()
+        previous_tokens = torch.tensor([[bonus_token, token] for token in tokens])
+        log_probs = teacher_forced_log_probs(drafter, target, copies, previous_tokens)
+
+        scores = {(first,): float(log_probs[0, 0, first]) for first in tokens}
+        for first, second in product(tokens, repeat=2):
+            scores[first, second] = scores[(first,)] + float(log_probs[first, 1, second])
+        best_prefixes = sorted(scores, key=lambda prefix: scores[prefix], reverse=True)
+
+        paths = tree_paths(tree, row)
+        assert set(paths) == set(best_prefixes[:TREE_NODES])
+        expected = torch.tensor([scores[path] for path in paths])
+        assert torch.allclose(tree.log_probs[row, 1:], expected, atol=2e-5)
+        first, second = greedy_chain[row].tolist()
+        assert first == log_probs[0, 0].argmax()
+        assert second == log_probs[first, 1].argmax()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_float32_head_is_taught_by_a_bfloat16_target(with_head, kind):
-    """As in training, where the head's weights stay float32 and the target's states are not."""
-    target, drafter = with_head(kind)
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_a_float32_head_accepts_bfloat16_states(make_drafter_with_head, head):
+    """In training, the head's weights are float32 while the target may be bfloat16."""
+    target, drafter = make_drafter_with_head(head)
     states = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
-    before = torch.arange(12).view(3, 4)
-    whole, half = (teach(drafter, target, given, before) for given in (states.float(), states))
-    for ours, theirs in ((half.read, whole.read), (half.correction, whole.correction)):
-        assert theirs is None or torch.allclose(ours.float(), theirs, rtol=0.05, atol=0.1)
+    previous_tokens = torch.arange(12).view(3, 4)
+    expected = teacher_force_head(drafter, target, states.float(), previous_tokens)
+    output = teacher_force_head(drafter, target, states, previous_tokens)
+    assert torch.allclose(output.head_input.float(), expected.head_input, rtol=0.05, atol=0.1)
+    if expected.correction is not None:
+        assert torch.allclose(output.correction.float(), expected.correction, rtol=0.05, atol=0.1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, monkeypatch):
-    """Under noise too: each candidate's probability is the one among all tokens; a true prefix
-    teaches the same."""
-    target, drafter = with_head(kind, 5)
-    bonus, block = drafted(target, drafter)
-    noise = (
-        torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(2))
-        * torch.tensor([1.0, 0.0])[:, None, None]
-    )
-    options = Sampling.of(
-        [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()], 97, bonus.device
-    )
-    for judge in (None, judge_on_noise(options, noise, None)):
-        few = ConditionalDraft(drafter, target, bonus, block, judge, 5)
-        many = ConditionalDraft(drafter, target, bonus, block, judge, 97)
-        assert torch.equal(few.tokens, many.tokens[..., : few.tokens.shape[-1]])
-        which = torch.tensor([[0, 2], [1, 3]])
-        memories = [steps.begin()[1] for steps in (few, many)]
-        for slot in range(1, 4):
-            parts = []
-            for i, steps in enumerate((few, many)):
-                if memories[i] is not None and slot == 1:
-                    memories[i] = memories[i].expand(-1, 2, -1)
-                found, memories[i] = steps.extend(slot, which, memories[i])
-                parts.append(found)
-            assert torch.allclose(parts[0], parts[1][..., : parts[0].shape[-1]], atol=1e-5)
-            assert torch.allclose(parts[1].exp().sum(-1), torch.ones(2, 2), atol=1e-5)
-    plain = ConditionalDraft(drafter, target, bonus, block, None, 97)
-    normalised = []
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_log_probs_do_not_depend_on_the_number_of_candidates(make_drafter_with_head, head, noisy):
+    """A candidate's probability is normalised over all tokens, with noise too."""
+    target, drafter = make_drafter_with_head(head, 5)
+    bonus, block = draft_after_random_context(target, drafter)
+    transform = None
+    if noisy:
+        noise = torch.randn(2, 5, TARGET_VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+        noise[1] = 0.0  # the second row is greedy
+        options = [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()]
+        sampling = SamplingTensors.from_options(options, TARGET_VOCAB_SIZE, bonus.device)
+        transform = make_score_transform(sampling, noise, None)
 
-    def counted(scores: torch.Tensor, *at, **kept) -> torch.Tensor:
-        normalised.append(scores)
-        return torch.logsumexp(scores, *at, **kept)
+    small_draft = ConditionalDraft(drafter, target, bonus, block, transform, 5)
+    large_draft = ConditionalDraft(drafter, target, bonus, block, transform, TARGET_VOCAB_SIZE)
+    num_candidates = small_draft.tokens.shape[-1]
+    assert torch.equal(small_draft.tokens, large_draft.tokens[..., :num_candidates])
+    candidate_indices = torch.tensor([[0, 2], [1, 3]])
+    _, small_state = small_draft.begin()
+    _, large_state = large_draft.begin()
+    if small_state is not None:  # the state of one prefix, for both candidates
+        small_state = small_state.expand(-1, 2, -1)
+        large_state = large_state.expand(-1, 2, -1)
+    for slot in range(1, 4):
+        small_log_probs, small_state = small_draft.extend(slot, candidate_indices, small_state)
+        large_log_probs, large_state = large_draft.extend(slot, candidate_indices, large_state)
+        assert torch.allclose(small_log_probs, large_log_probs[..., :num_candidates], atol=1e-5)
+        assert torch.allclose(large_log_probs.exp().sum(-1), torch.ones(2, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_a_chain_has_the_log_probs_of_teacher_forcing(make_drafter_with_head, head, monkeypatch):
+    target, drafter = make_drafter_with_head(head, 5)
+    bonus, block = draft_after_random_context(target, drafter)
+    steps = ConditionalDraft(drafter, target, bonus, block, None, TARGET_VOCAB_SIZE)
+    normalised_scores = []
+
+    def count_normalisation(scores: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        normalised_scores.append(scores)
+        return torch.logsumexp(scores, *args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "logsumexp", counted)
-        tokens, log_probs = plain.chain(4)
-    assert (
-        len(normalised) <= 1
-    )  # those of all slots at once: on a GPU each is half a dozen launches
-    taught = behind(drafter, target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
-    assert torch.allclose(taught.gather(2, tokens[..., None])[..., 0], log_probs, atol=1e-5)
-    assert torch.equal(taught.argmax(-1), tokens)
+        patched.setattr(torch.Tensor, "logsumexp", count_normalisation)
+        tokens, log_probs = steps.chain(4)
+    # All slots are normalised at once: each call is half a dozen kernel launches on a GPU.
+    assert len(normalised_scores) <= 1
+
+    previous_tokens = torch.cat([bonus[:, None], tokens[:, :-1]], 1)
+    expected = teacher_forced_log_probs(drafter, target, block, previous_tokens)
+    expected_of_chain = expected.gather(2, tokens[..., None])[..., 0]
+    assert torch.allclose(expected_of_chain, log_probs, atol=1e-5)
+    assert torch.equal(expected.argmax(-1), tokens)
 
 
-@pytest.mark.parametrize("kind", ["gated", "selector"])
-def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kind, monkeypatch):
-    """Room for three queries of both rows, less than a block has slots: the same candidates and
-    table as at once."""
-    target, drafter = with_head(kind, 6)
-    bonus, block = drafted(target, drafter)
-    judged = []
-    noise = torch.randn(2, 6, 97, generator=torch.Generator().manual_seed(2))
-    judge = judge_on_noise(
-        Sampling.of([DecodeOptions(temperature=0.7)] * 2, 97, bonus.device), noise, None
+@pytest.mark.parametrize("head", ["gated", "selector"])
+def test_scores_in_memory_are_bounded(make_drafter_with_head, head, monkeypatch):
+    """With memory for three queries of both rows, candidates and table stay the same."""
+    target, drafter = make_drafter_with_head(head, 6)
+    bonus, block = draft_after_random_context(target, drafter)
+    noise = torch.randn(2, 6, TARGET_VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    sampling = SamplingTensors.from_options(
+        [DecodeOptions(temperature=0.7)] * 2, TARGET_VOCAB_SIZE, bonus.device
     )
+    apply_noise = make_score_transform(sampling, noise, None)
+    score_sizes = []
 
-    def noted(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        judged.append(scores.numel())
-        return judge(scores, slots)
+    def transform(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        score_sizes.append(scores.numel())
+        return apply_noise(scores, slots)
 
-    at_once = ConditionalDraft(drafter, target, bonus, block, noted, 5)
-    expected = at_once.table
-    assert max(judged) > (room := 2 * 3 * 97)
-    judged.clear()
-    monkeypatch.setattr(draft, "CHUNK", 2 * room)
-    in_pieces = ConditionalDraft(drafter, target, bonus, block, noted, 5)
-    assert torch.equal(in_pieces.tokens, at_once.tokens)
-    for found, right in zip(in_pieces.table, expected, strict=True):
-        assert torch.allclose(found, right, atol=1e-6)
-    assert max(judged) <= room
+    expected = ConditionalDraft(drafter, target, bonus, block, transform, 5)
+    expected_table = expected.table
+    max_size = 2 * 3 * TARGET_VOCAB_SIZE
+    assert max(score_sizes) > max_size
+
+    score_sizes.clear()
+    monkeypatch.setattr(draft, "MAX_SCORES_IN_MEMORY", 2 * max_size)
+    bounded = ConditionalDraft(drafter, target, bonus, block, transform, 5)
+    assert torch.equal(bounded.tokens, expected.tokens)
+    for log_probs, expected_log_probs in zip(bounded.table, expected_table, strict=True):
+        assert torch.allclose(log_probs, expected_log_probs, atol=1e-6)
+    assert max(score_sizes) <= max_size
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head, ngrams, kind):
-    anchor = kind in ("gated", "gru", "selector")
-    fusion = kind in ("vanilla", "xpress")
-    target, drafter = with_head(kind, depth=3, sample_from_anchor=anchor, layer_fusion=fusion)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_outputs_are_those_of_baseline_decoding(make_drafter_with_head, ngrams, head, sampled):
+    """With every head and every tree."""
+    target, drafter = make_drafter_with_head(
+        head,
+        depth=3,
+        sample_from_anchor=head in ("gated", "gru", "selector"),
+        layer_fusion=head in ("vanilla", "xpress"),
+    )
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
-    for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
-        wanted = [
-            text.ids
-            for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))
-        ]
-        ways = [("ddtree", 40), ("static", 6)] if sampled else [("chain", 3), ("ddtree", 9)]
-        ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
-        for method, budget in ways:
-            options = DecodeOptions(12, method=method, budget=budget, **sampled)
-            assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted, (
-                method,
-                budget,
-            )
-        options = DecodeOptions(12, budget=20, ngrams=str(ngrams), **sampled)
-        assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted
+    sampling = {}
+    methods = [{"method": "chain", "budget": 3}, {"method": "ddtree", "budget": 9}]
+    if head == "rnn":
+        methods.append({"method": "ddtree", "budget": "auto"})
+    if sampled:
+        sampling = {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}
+        methods = [{"method": "ddtree", "budget": 40}, {"method": "static", "budget": 6}]
+    methods.append({"budget": 20, "ngrams": str(ngrams)})
+
+    baseline = decode_prompts(target, None, prompts, DecodeOptions(12, method="plain", **sampling))
+    expected = [output.ids for output in baseline]
+    for method in methods:
+        options = DecodeOptions(12, **method, **sampling)
+        outputs = decode_prompts(target, drafter, prompts, options)
+        assert [output.ids for output in outputs] == expected, method
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(
-    with_head, make_tiny, tmp_path, kind
-):
-    target, drafter = with_head(kind, random=False)
-    _, without = make_tiny(block_size=4)
-    bonus, block = drafted(target, drafter)
-    other, theirs = drafted(target, without.eval())
-    assert torch.equal(bonus, other)
-    torch.testing.assert_close(block.marginals, theirs.marginals)
-    before = torch.randint(
-        97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8)
-    )
-    known = block.marginals > -torch.inf
-    if KINDS[kind].top_k:
-        known = block.marginals >= block.marginals.topk(KINDS[kind].top_k).values[..., -1:]
-    expected = block.marginals.masked_fill(~known, -torch.inf).log_softmax(-1)
-    assert torch.allclose(behind(drafter, target, block, before)[known], expected[known], atol=1e-5)
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_initial_head_weights_change_nothing(make_drafter_with_head, make_tiny, head):
+    target, drafter = make_drafter_with_head(head, random=False)
+    _, drafter_without_head = make_tiny(block_size=4)
+    bonus, block = draft_after_random_context(target, drafter)
+    expected_bonus, expected_block = draft_after_random_context(target, drafter_without_head.eval())
+    assert torch.equal(bonus, expected_bonus)
+    torch.testing.assert_close(block.marginals, expected_block.marginals)
 
-    target, drafter = with_head(kind)
+    choices = block.marginals > -torch.inf
+    top_k = HEAD_CONFIGS[head].top_k
+    if top_k:
+        choices = block.marginals >= block.marginals.topk(top_k).values[..., -1:]
+    expected = block.marginals.masked_fill(~choices, -torch.inf).log_softmax(-1)
+    previous_tokens = random_previous_tokens(block)
+    log_probs = teacher_forced_log_probs(drafter, target, block, previous_tokens)
+    assert torch.allclose(log_probs[choices], expected[choices], atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEAD_CONFIGS)
+def test_a_saved_head_is_loaded_again(make_drafter_with_head, tmp_path, head):
+    target, drafter = make_drafter_with_head(head)
+    _, block = draft_after_random_context(target, drafter)
+    previous_tokens = random_previous_tokens(block)
+    expected = teacher_forced_log_probs(drafter, target, block, previous_tokens)
+
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
-    again = load_drafter(tmp_path / "saved")
-    assert (
-        HeadConfig(**head_options(again.own)) == KINDS[kind]
-        and again.state_dict().keys() == drafter.state_dict().keys()
-    )
-    assert torch.equal(behind(again, target, block, before), behind(drafter, target, block, before))
+    loaded = load_drafter(tmp_path / "saved")
+    assert HeadConfig(**read_head_options(loaded.family_config)) == HEAD_CONFIGS[head]
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    log_probs = teacher_forced_log_probs(loaded, target, block, previous_tokens)
+    assert torch.equal(log_probs, expected)
 
 
 @pytest.mark.parametrize(
-    "head, word",
+    ("head", "message"),
     [
         ({"name": "bilinear"}, "drafter.head.name=bilinear"),
         ({"name": "markov", "kind": "lstm"}, "kind=lstm"),
@@ -238,108 +288,126 @@ def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(
         ({"name": "markov", "rank": 0}, "rank=0"),
     ],
 )
-def test_heads_that_do_not_exist_are_refused(head, word):
-    with pytest.raises(ValueError, match=word):
+def test_wrong_head_options_are_refused(head, message):
+    with pytest.raises(ValueError, match=message):
         DrafterConfig(head=HeadConfig(**head)).check()
 
 
-def test_dart_refuses_options_that_are_not_its_own():
-    for options in ({"causal": True}, {"sample_from_anchor": True}):
-        with pytest.raises(ValueError, match="drafter=dart has no such thing"):
-            DrafterConfig(family="dart", layers=1, **options).check()
+@pytest.mark.parametrize("option", ["causal", "sample_from_anchor"])
+def test_dart_refuses_options_of_other_families(option):
+    options = DrafterConfig(family="dart", layers=1, **{option: True})
+    with pytest.raises(ValueError, match="drafter=dart does not have this option"):
+        options.check()
 
 
 def test_every_head_is_tested_here():
-    assert {head.name for head in KINDS.values()} == set(HEADS)
+    assert {head.name for head in HEAD_CONFIGS.values()} == set(CONDITIONAL_HEADS)
 
 
-VLLM, SGLANG, SPECULATORS, AUTHORS = range(4)
-EXPORTS = [  # kind, format, what the drafter has besides, and the engines that would load it
-    ("vanilla", "dspark", {"sample_from_anchor": True}, {VLLM, SGLANG}),
-    ("gated", "dspark", {"sample_from_anchor": True}, {VLLM, SGLANG}),
-    ("rnn", "specforge", {"sample_from_anchor": True}, {VLLM, SGLANG}),
-    ("gated", "specforge", {"sample_from_anchor": True}, {VLLM, SGLANG}),
-    ("gru", "specforge", {"sample_from_anchor": True}, {SGLANG}),
-    ("gated", "speculators", {}, {SPECULATORS}),
-    ("rnn", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
-    ("selector", "speculators", {"conv_kernel_size": 2}, {SPECULATORS}),
-    ("selector of all", "speculators", {}, {SPECULATORS}),
-    ("xpress", "speculators", {}, {SPECULATORS}),
-    ("xpress", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
-    ("selector", "dflash2", {"conv_kernel_size": 2}, {VLLM, SGLANG, AUTHORS}),
-    ("selector of all", "dflash2", {}, {VLLM, SGLANG, AUTHORS}),
+# Words in the names of engines, see `infer.formats.compatibility`.
+VLLM_ENGINE = "vLLM (method"
+SGLANG_ENGINE = "SGLang"
+SPECULATORS_ENGINE = "speculators"
+AUTHORS_ENGINE = "authors"
+HEAD_EXPORTS = [  # head, format, other options of the drafter, and the engines that load it
+    ("vanilla", "dspark", {"sample_from_anchor": True}, {VLLM_ENGINE, SGLANG_ENGINE}),
+    ("gated", "dspark", {"sample_from_anchor": True}, {VLLM_ENGINE, SGLANG_ENGINE}),
+    ("rnn", "specforge", {"sample_from_anchor": True}, {VLLM_ENGINE, SGLANG_ENGINE}),
+    ("gated", "specforge", {"sample_from_anchor": True}, {VLLM_ENGINE, SGLANG_ENGINE}),
+    ("gru", "specforge", {"sample_from_anchor": True}, {SGLANG_ENGINE}),
+    ("gated", "speculators", {}, {SPECULATORS_ENGINE}),
+    ("rnn", "speculators", {"sample_from_anchor": True}, {SPECULATORS_ENGINE}),
+    ("selector", "speculators", {"conv_kernel_size": 2}, {SPECULATORS_ENGINE}),
+    ("selector of all", "speculators", {}, {SPECULATORS_ENGINE}),
+    ("xpress", "speculators", {}, {SPECULATORS_ENGINE}),
+    ("xpress", "speculators", {"sample_from_anchor": True}, {SPECULATORS_ENGINE}),
+    ("selector", "dflash2", {"conv_kernel_size": 2}, {VLLM_ENGINE, SGLANG_ENGINE, AUTHORS_ENGINE}),
+    ("selector of all", "dflash2", {}, {VLLM_ENGINE, SGLANG_ENGINE, AUTHORS_ENGINE}),
 ]
 
 
-@pytest.mark.parametrize("kind, format, options, takers", EXPORTS)
-def test_heads_are_exported_for_their_engines_and_read_back_bit_for_bit(
-    with_head, tmp_path, kind, format, options, takers
+@pytest.mark.parametrize(("head", "export_format", "options", "expected_engines"), HEAD_EXPORTS)
+def test_exported_heads_load_in_engines_and_here(
+    make_drafter_with_head, tmp_path, head, export_format, options, expected_engines
 ):
-    target, drafter = with_head(kind, **options)
-    bonus, block = drafted(target, drafter)
-    before = torch.randint(
-        97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8)
-    )
-    expected = behind(drafter, target, block, before)
-    export_drafter(drafter, format, target, tmp_path / "out")
-    verdicts = check_folder(tmp_path / "out")
-    assert {i for i, verdict in enumerate(verdicts[:-1]) if not verdict.problems} == takers, list(
-        map(str, verdicts)
-    )
-    again = load_drafter(tmp_path / "out")
-    _, theirs = drafted(target, again)
-    found = behind(again, target, theirs, before)
-    if again.own.get("conv_kernel_size") and not drafter.own.get(
-        "conv_kernel_size"
-    ):  # others that change nothing
-        assert torch.allclose(found, expected, atol=1e-4)
+    target, drafter = make_drafter_with_head(head, **options)
+    _, block = draft_after_random_context(target, drafter)
+    previous_tokens = random_previous_tokens(block)
+    expected = teacher_forced_log_probs(drafter, target, block, previous_tokens)
+    export_drafter(drafter, export_format, target, tmp_path / "out")
+
+    *verdicts, _ = check_engines(tmp_path / "out")  # the last one is this project's
+    engines = [verdict.engine for verdict in verdicts if not verdict.problems]
+    assert len(engines) == len(expected_engines), [str(verdict) for verdict in verdicts]
+    for word in expected_engines:
+        assert any(word in engine for engine in engines), [str(verdict) for verdict in verdicts]
+
+    loaded = load_drafter(tmp_path / "out")
+    _, loaded_block = draft_after_random_context(target, loaded)
+    log_probs = teacher_forced_log_probs(loaded, target, loaded_block, previous_tokens)
+    had_convolutions = bool(drafter.family_config.get("conv_kernel_size"))
+    has_convolutions = bool(loaded.family_config.get("conv_kernel_size"))
+    if has_convolutions and not had_convolutions:  # identity convolutions, with rounding
+        assert torch.allclose(log_probs, expected, atol=1e-4)
     else:
-        assert torch.equal(found, expected)
-    drop_copies(again, target)  # and is trained on without them
-    weights = again.state_dict()
-    assert all(torch.equal(weights[name], weight) for name, weight in drafter.state_dict().items())
+        assert torch.equal(log_probs, expected)
+
+    drop_target_copies(loaded, target)
+    loaded_weights = loaded.state_dict()
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(loaded_weights[name], weight), name
 
 
-def test_no_engine_is_given_a_drafter_that_it_would_run_in_another_way(
-    with_head, make_tiny, tmp_path
-):
-    target, drafter = with_head("vanilla")
+def test_engines_without_conditional_heads_are_reported(make_drafter_with_head, tmp_path):
+    _, drafter = make_drafter_with_head("vanilla")
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
-    verdicts = {verdict.engine: verdict.problems for verdict in check_folder(tmp_path / "saved")}
-    assert verdicts.pop("blockdraft") == [] and all(verdicts.values())
-    said = [
-        " ".join(problems)
-        for engine, problems in verdicts.items()
-        if "vLLM (" in engine or "SGLang" in engine
+    problems = {verdict.engine: verdict.problems for verdict in check_engines(tmp_path / "saved")}
+    assert problems.pop("blockdraft") == []
+    assert all(problems.values())
+    serving_engines = [
+        engine for engine in problems if VLLM_ENGINE in engine or SGLANG_ENGINE in engine
     ]
-    assert len(said) == 2 and all("without the conditional head" in each for each in said)
-    plain = make_tiny()[1]
-    wide = with_head("selector of all")[1]
-    wide.conditional_head.top_k = 5000
-    wrong = [
-        (drafter, "dflash", "use format=dspark or specforge or speculators"),
-        (drafter, "dspark", "its first slot does not draft"),
-        (plain, "dflash2", "without a conditional head: use format=dflash or"),
-        (wide, "dflash2", "chooses among 5000 tokens.*drafter.head.top_k=16"),
-        (with_head("rnn")[1], "speculators", "reads the bonus token's slot there"),
-        (with_head("swiglu")[1], "speculators", "no format has"),
-    ]
-    for each, format, word in wrong:
-        with pytest.raises(ValueError, match=word):
-            export_drafter(each, format, target, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
+    assert len(serving_engines) == 2
+    for engine in serving_engines:
+        assert "without the conditional head" in " ".join(problems[engine])
 
 
-def test_convolutions_start_as_the_identity_and_are_read_back(make_tiny, tmp_path):
-    """Their formula: tests/infer/formats/test_layouts.py."""
-    target, plain = make_tiny(block_size=5)
+def test_exports_that_engines_would_run_differently_are_refused(
+    make_drafter_with_head, make_tiny, tmp_path
+):
+    target, markov_drafter = make_drafter_with_head("vanilla")
+    _, drafter_without_head = make_tiny()
+    _, selector_drafter = make_drafter_with_head("selector of all")
+    selector_drafter.conditional_head.top_k = 5000
+    _, rnn_drafter = make_drafter_with_head("rnn")
+    _, swiglu_drafter = make_drafter_with_head("swiglu")
+    cases = [
+        (markov_drafter, "dflash", "use format=dspark or specforge or speculators"),
+        (markov_drafter, "dspark", "its first slot does not draft"),
+        (drafter_without_head, "dflash2", "without a conditional head: use format=dflash or"),
+        (selector_drafter, "dflash2", "chooses among 5000 tokens.*drafter.head.top_k=16"),
+        (rnn_drafter, "speculators", "reads the bonus token's slot there"),
+        (swiglu_drafter, "speculators", "no format supports it"),
+    ]
+    for drafter, export_format, message in cases:
+        with pytest.raises(ValueError, match=message):
+            export_drafter(drafter, export_format, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convolutions_start_as_the_identity_and_are_loaded_again(make_tiny, tmp_path):
+    """tests/infer/formats/test_layouts.py tests their formula."""
+    target, drafter_without_convolutions = make_tiny(block_size=5)
     _, drafter = make_tiny(block_size=5, conv_kernel_size=3)
-    drafter.load_state_dict(plain.state_dict(), strict=False)
-    bonus, block = drafted(target, drafter.eval())
-    assert torch.allclose(block.marginals, drafted(target, plain.eval())[1].marginals, atol=1e-6)
+    drafter.load_state_dict(drafter_without_convolutions.state_dict(), strict=False)
+    _, expected = draft_after_random_context(target, drafter_without_convolutions.eval())
+    _, block = draft_after_random_context(target, drafter.eval())
+    assert torch.allclose(block.marginals, expected.marginals, atol=1e-6)
+
     generator = torch.Generator().manual_seed(6)
     for parameter in drafter.layers[1].mlp_conv.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
-    again = load_drafter(tmp_path / "saved")
-    assert torch.equal(drafted(target, again)[1].marginals, drafted(target, drafter)[1].marginals)
+    _, expected = draft_after_random_context(target, drafter)
+    _, block = draft_after_random_context(target, load_drafter(tmp_path / "saved"))
+    assert torch.equal(block.marginals, expected.marginals)

@@ -1,4 +1,4 @@
-"""The engine's tests decode much: what they notice depends on no more than three layers."""
+"""Fixtures of the engine's tests. These decode many tokens, so their targets are small."""
 
 from functools import partial
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def make_tiny(make_tiny):
-    """The factory, of targets of three layers."""
+    """Return the factory `make_tiny` for targets of three layers."""
     return partial(make_tiny, depth=3)

@@ -1,4 +1,5 @@
-"""Prompts enter between rounds, in pieces: texts in work go on, and every text is its own."""
+"""Admission: prompts are prefilled in chunks between rounds, running sequences go on, and outputs
+do not depend on the batch."""
 
 import random
 
@@ -15,52 +16,57 @@ def tiny(request, make_tiny):
 
 @pytest.fixture
 def costs(monkeypatch):
-    """(engine) -> a list to which every pass over prompts and trees adds what it costs, padding
-    included: a position behind `context_reach` others counts twice."""
+    """Return a function (engine) -> a list to which every target pass appends its cost.
 
-    def watch(engine: Engine) -> list[float]:
-        counted = []
-        extend = engine.target.extend
-        verify = engine.target.verify
+    The cost is the number of positions, padding included. A position after `context_reach` others
+    counts twice.
+    """
 
-        def counting(parts, cache, layers):
-            width = max(map(len, parts))
-            counted.append(
-                len(parts)
-                * width
-                * (1 + (max(cache.lengths) + width) / engine.target.context_reach)
+    def watch_passes(engine: Engine) -> list[float]:
+        pass_costs = []
+        target = engine.target
+        extend = target.extend_cache
+        verify = target.verify
+
+        def measured_extend(chunks, cache, layers):
+            width = max(map(len, chunks))
+            context = max(cache.lengths) + width
+            pass_costs.append(
+                len(chunks) * width * (1 + context / target.attention_break_even_length)
             )
-            return extend(parts, cache, layers)
+            return extend(chunks, cache, layers)
 
-        def verifying(tree, ancestors, cache, layers):
-            counted.append(
-                tree.tokens.numel() * (1 + max(cache.lengths) / engine.target.context_reach)
+        def measured_verify(tree, ancestors, cache, layers):
+            context = max(cache.lengths)
+            pass_costs.append(
+                tree.tokens.numel() * (1 + context / target.attention_break_even_length)
             )
             return verify(tree, ancestors, cache, layers)
 
-        monkeypatch.setattr(engine.target, "extend", counting)
-        monkeypatch.setattr(engine.target, "verify", verifying)
-        return counted
+        monkeypatch.setattr(target, "extend_cache", measured_extend)
+        monkeypatch.setattr(target, "verify", measured_verify)
+        return pass_costs
 
-    return watch
+    return watch_passes
 
 
-def alone(target, prompt: list[int], options: TextOptions) -> list[int]:
-    engine = Engine(
-        target, None, EngineConfig("plain", max_num_seqs=1), len(prompt) + options.max_new_tokens
-    )
-    text = engine.submit(prompt, options)
+def decode_alone(target, prompt: list[int], options: TextOptions) -> list[int]:
+    """Return the output of baseline decoding of one sequence."""
+    config = EngineConfig("plain", max_num_seqs=1)
+    engine = Engine(target, None, config, len(prompt) + options.max_new_tokens)
+    sequence = engine.submit(prompt, options)
     while engine.busy:
         engine.step()
-    return text.ids
+    return sequence.ids
 
 
-def test_a_stream_waits_for_few_positions(tiny, costs):
-    """Eight prompts of 150 tokens, and short ones behind them, arrive while a text is written: it
-    grows in every step, for which the target computes no more than 32 positions without a context
-    (3 a row or one tree behind the longest context, when that is more), to within the quarter that
-    weights are rounded by, and every text is its own. By default these are a few of its own
-    trees."""
+def test_a_running_sequence_waits_for_few_positions(tiny, costs):
+    """Eight prompts of 150 tokens, and short ones after them, arrive while a sequence is running.
+
+    It grows in every step. A step costs at most 32 positions without context, or 3 per row or one
+    tree after the longest context if that is more; costs are rounded, by up to a quarter. The
+    default limit is the cost of a few trees.
+    """
     assert EngineConfig().max_num_batched_tokens < 2.5 * (EngineConfig().budget + 1)
     target, drafter = tiny
     dice = random.Random(0)
@@ -69,76 +75,78 @@ def test_a_stream_waits_for_few_positions(tiny, costs):
     )
     stream = engine.submit([1, 2, 3], TextOptions(max_new_tokens=300))
     engine.step()
-    counted = costs(engine)
+    pass_costs = costs(engine)
     lengths = [150] * 8 + [3, 9, 4, 31, 2]
     prompts = [[dice.randrange(90) for _ in range(length)] for length in lengths]
     options = [
         TextOptions(max_new_tokens=4, temperature=0.8 * (i % 2), seed=i)
         for i in range(len(prompts))
     ]
-    texts = [engine.submit(prompt, each) for prompt, each in zip(prompts, options, strict=True)]
-    together = 0
-    while any(text.finish is None for text in texts):
-        counted.clear()
-        before = [text for text in texts if not text.ids]
+    sequences = [
+        engine.submit(prompt, prompt_options)
+        for prompt, prompt_options in zip(prompts, options, strict=True)
+    ]
+    max_started_together = 0
+    while any(sequence.finish_reason is None for sequence in sequences):
+        pass_costs.clear()
+        not_started = [sequence for sequence in sequences if not sequence.ids]
         grown = engine.step()
-        assert stream in grown and stream.finish is None
-        weight = (
-            1
-            + max(len(text.known) for text in (*engine.scheduler.writing, *grown))
-            / target.context_reach
-        )
-        assert sum(counted) <= 1.25 * max(
-            32, 3 * weight * len({*engine.scheduler.writing, *grown}), 8 * weight
-        )
-        together = max(together, len([text for text in before if text.ids]))
-    assert together >= 2  # short prompts enter together
-    for text, prompt, each in zip(texts, prompts, options, strict=True):
-        assert text.ids == alone(target, prompt, each)
-    assert stream.ids == alone(target, [1, 2, 3], TextOptions(max_new_tokens=len(stream.ids)))
+        assert stream in grown and stream.finish_reason is None
+        in_step = {*engine.scheduler.running, *grown}
+        context = max(len(sequence.token_ids) for sequence in in_step)
+        position_cost = 1 + context / target.attention_break_even_length
+        limit = max(32, 3 * position_cost * len(in_step), 8 * position_cost)
+        assert sum(pass_costs) <= 1.25 * limit
+        num_started = len([sequence for sequence in not_started if sequence.ids])
+        max_started_together = max(max_started_together, num_started)
+    assert max_started_together >= 2  # short prompts are prefilled together
+    for sequence, prompt, prompt_options in zip(sequences, prompts, options, strict=True):
+        assert sequence.ids == decode_alone(target, prompt, prompt_options)
+    stream_options = TextOptions(max_new_tokens=len(stream.ids))
+    assert stream.ids == decode_alone(target, [1, 2, 3], stream_options)
 
 
-def test_nobody_in_work_and_all_prompts_enter_at_once(tiny, costs):
+def test_without_running_sequences_all_prompts_are_prefilled_at_once(tiny, costs):
     target, drafter = tiny
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=16), 128
     )
-    counted = costs(engine)
-    texts = [engine.submit([5] * length, TextOptions(max_new_tokens=3)) for length in (40, 30, 20)]
+    pass_costs = costs(engine)
+    options = TextOptions(max_new_tokens=3)
+    sequences = [engine.submit([5] * length, options) for length in (40, 30, 20)]
     engine.step()
-    assert counted[0] == 120 * (1 + 40 / target.context_reach) and all(text.ids for text in texts)
+    assert pass_costs[0] == 120 * (1 + 40 / target.attention_break_even_length)
+    assert all(sequence.ids for sequence in sequences)
 
 
-def test_a_text_that_is_given_up_while_it_enters_leaves_nothing(tiny):
-    """Its row, half filled, is another's afterwards, while rows in work come and go."""
+def test_a_sequence_cancelled_during_its_prefill_leaves_nothing(tiny):
+    """Its row, half prefilled, is reused, while other sequences start and finish."""
     target, drafter = tiny
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
     )
-    writing = engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
+    running = engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
     engine.step()
-    entering = engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
+    cancelled = engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
     engine.step()
-    assert engine.scheduler.entering == [entering] and not entering.ids
-    entering.cancelled = True
-    assert (
-        entering in engine.step()
-        and entering.finish == "cancelled"
-        and not engine.scheduler.entering
-    )
+    assert engine.scheduler.prefilling == [cancelled] and not cancelled.ids
+    cancelled.cancelled = True
+    assert cancelled in engine.step()
+    assert cancelled.finish_reason == "cancelled"
+    assert not engine.scheduler.prefilling
     prompts = [list(range(20, 60)), list(range(10, 33))]
-    texts = [engine.submit(prompt, TextOptions(max_new_tokens=12)) for prompt in prompts]
+    options = TextOptions(max_new_tokens=12)
+    sequences = [engine.submit(prompt, options) for prompt in prompts]
     while engine.busy:
         engine.step()
-        writing.cancelled = len(writing.ids) > 20  # the row below the entering one is given up
-    for text, prompt in zip(texts, prompts, strict=True):
-        assert text.ids == alone(target, prompt, TextOptions(max_new_tokens=12))
-    assert engine.runner.memory.cache.lengths == []
+        running.cancelled = len(running.ids) > 20  # release the row before the prefilling one
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.ids == decode_alone(target, prompt, options)
+    assert engine.runner.batch_state.cache.lengths == []
 
 
-def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
-    """Two prompts enter together, over several rounds as each is long; one is given up in
-    between."""
+def test_a_sequence_prefilled_with_a_cancelled_one_is_decoded(tiny):
+    """Two long prompts are prefilled together, over several rounds. One is cancelled meanwhile."""
     target, drafter = tiny
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4, max_num_batched_tokens=144), 128
@@ -146,17 +154,17 @@ def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
     engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
     engine.step()
     prompts = [[7] * 45, list(range(44))]
-    given_up, text = (engine.submit(prompt, TextOptions(max_new_tokens=9)) for prompt in prompts)
+    cancelled, other = (engine.submit(prompt, TextOptions(max_new_tokens=9)) for prompt in prompts)
     engine.step()
-    assert engine.scheduler.entering == [given_up, text] and not text.ids
-    given_up.cancelled = True
+    assert engine.scheduler.prefilling == [cancelled, other] and not other.ids
+    cancelled.cancelled = True
     while engine.busy:
         engine.step()
-    assert given_up.finish == "cancelled"
-    assert text.ids == alone(target, prompts[1], TextOptions(max_new_tokens=9))
+    assert cancelled.finish_reason == "cancelled"
+    assert other.ids == decode_alone(target, prompts[1], TextOptions(max_new_tokens=9))
 
 
-def test_an_engine_that_starts_again_keeps_what_waits(tiny):
+def test_a_reset_engine_keeps_waiting_sequences(tiny):
     target, drafter = tiny
     engine = Engine(
         target, drafter, EngineConfig("ddtree", 7, max_num_seqs=2, max_num_batched_tokens=16), 128
@@ -167,20 +175,18 @@ def test_an_engine_that_starts_again_keeps_what_waits(tiny):
     waiting = engine.submit([7, 8], TextOptions(max_new_tokens=9))
     engine.step()
     engine.reset()
-    assert (
-        list(engine.scheduler.waiting) == [waiting]
-        and not engine.scheduler.entering
-        and not engine.scheduler.writing
-    )
+    assert list(engine.scheduler.waiting) == [waiting]
+    assert not engine.scheduler.prefilling
+    assert not engine.scheduler.running
     while engine.busy:
         engine.step()
-    assert waiting.ids == alone(target, [7, 8], TextOptions(max_new_tokens=9))
+    assert waiting.ids == decode_alone(target, [7, 8], TextOptions(max_new_tokens=9))
 
 
-def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny):
-    """A greedy row takes 1 of a room of 3, a sampled one 3, one with log-probabilities 9, which
-    never fits. All others are written, whatever fails beside them and how often, and at the end all
-    rows are in use again."""
+def test_only_a_sequence_that_does_not_fit_alone_fails(tiny):
+    """A step raises an exception if its rows need more than 3 units of memory: a greedy row needs
+    1, a sampled one 3, one with log-probabilities 9, which never fits. All others are decoded; at
+    the end all rows may be used again."""
     target, drafter = tiny
     options = [
         TextOptions(
@@ -192,105 +198,107 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny):
         for i in range(16)
     ]
 
-    def cost(text) -> int:
-        return 9 if text.options.logprobs is not None else 3 if text.options.temperature else 1
+    def needed_memory(sequence) -> int:
+        if sequence.options.logprobs is not None:
+            return 9
+        return 3 if sequence.options.temperature else 1
 
     engine = Engine(target, drafter, EngineConfig("ddtree", 7, max_num_seqs=4), 40)
-    to_host = engine.runner._to_host
-    failures = 0
-    given_up = []
+    copy_to_host = engine.runner._copy_to_host
+    num_failures = 0
+    failed = []
 
-    def tight(*args):
-        if sum(map(cost, engine.scheduler.writing)) > 3:
+    def copy_with_limited_memory(*args):
+        if sum(map(needed_memory, engine.scheduler.running)) > 3:
             raise RuntimeError("out of memory")
-        return to_host(*args)
+        return copy_to_host(*args)
 
-    engine.runner._to_host = tight
-    texts = [engine.submit([i + 1, 2], each) for i, each in enumerate(options)]
+    engine.runner._copy_to_host = copy_with_limited_memory
+    sequences = [engine.submit([i + 1, 2], options[i]) for i in range(len(options))]
     while engine.busy:
         try:
             engine.step()
         except RuntimeError:
-            failures += 1
-            given_up.append(engine.scheduler.retry())
+            num_failures += 1
+            failed.append(engine.scheduler.recover_from_error())
             engine.reset()
-    assert {text for text in given_up if text} == {text for text in texts if cost(text) == 9}
-    assert failures < 40
-    for i, (text, each) in enumerate(zip(texts, options, strict=True)):
-        if cost(text) < 9:
-            assert text.ids == alone(target, [i + 1, 2], each) and sum(text.commits) == len(
-                text.ids
-            )
-            assert sum(text.stats.histogram) == text.stats.rounds
-    assert engine.scheduler.most == 4
+    too_large = {sequence for sequence in sequences if needed_memory(sequence) == 9}
+    assert {sequence for sequence in failed if sequence} == too_large
+    assert num_failures < 40
+    for i, sequence in enumerate(sequences):
+        if sequence not in too_large:
+            assert sequence.ids == decode_alone(target, [i + 1, 2], options[i])
+            assert sum(sequence.commits) == len(sequence.ids)
+            assert sum(sequence.stats.histogram) == sequence.stats.rounds
+    assert engine.scheduler.max_running == 4
 
 
-def test_rows_share_what_the_target_computes(tiny):
-    """Trees grow smaller with every row and behind longer texts, a lone text's and those of an
-    evaluation have the budget, whatever it is."""
+def test_trees_shrink_with_rows_and_context(tiny):
+    """Trees are smaller with more rows and after longer contexts. A single sequence, and rounds
+    without a limit, have the whole node budget."""
     target, drafter = tiny
 
-    def widest(rows: int, limit: int | None, prompt: int = 2) -> int:
-        engine = Engine(
-            target,
-            drafter,
-            EngineConfig("ddtree", 14, max_num_seqs=rows, max_num_batched_tokens=limit),
-            prompt + 62,
-        )
-        texts = [
-            engine.submit([i, *[5] * (prompt - 1)], TextOptions(max_new_tokens=9))
-            for i in range(rows)
-        ]
+    def count_tree_positions(rows: int, limit: int | None, prompt_length: int = 2) -> int:
+        config = EngineConfig("ddtree", 14, max_num_seqs=rows, max_num_batched_tokens=limit)
+        engine = Engine(target, drafter, config, prompt_length + 62)
+        sequences = []
+        for i in range(rows):
+            prompt = [i, *[5] * (prompt_length - 1)]
+            sequences.append(engine.submit(prompt, TextOptions(max_new_tokens=9)))
         engine.step()
         engine.step()
-        return max(text.drafted[-1] for text in texts) + 1
+        return max(sequence.drafted[-1] for sequence in sequences) + 1
 
-    assert [widest(rows, 32) for rows in (1, 2, 3, 4, 5, 8, 16, 40)] == [15, 15, 8, 8, 4, 4, 2, 2]
-    assert widest(1, 4) == widest(8, None) == 15
-    assert target.context_reach == (4 * 32 * 32 - 2 * 32 * 16 + 3 * 32 * 48) / (
-        4 * 2 * 8
-    )  # a layer's weights, heads
-    assert [widest(rows, 32, prompt=114) for rows in (1, 2, 3, 5)] == [
-        15,
-        8,
-        4,
-        2,
-    ]  # as if twice as many wrote
-    assert widest(3, 32, prompt=260) == 3  # behind twice that context
-    assert widest(1, 4, prompt=260) == widest(3, None, prompt=260) == 15
+    sizes = [count_tree_positions(rows, 32) for rows in (1, 2, 3, 4, 5, 8, 16, 40)]
+    assert sizes == [15, 15, 8, 8, 4, 4, 2, 2]
+    assert count_tree_positions(1, 4) == count_tree_positions(8, None) == 15
+
+    layer_weights = 4 * 32 * 32 - 2 * 32 * 16 + 3 * 32 * 48
+    assert target.attention_break_even_length == layer_weights / (4 * 2 * 8)
+    # After `context_reach` positions, as with twice as many rows.
+    sizes = [count_tree_positions(rows, 32, prompt_length=114) for rows in (1, 2, 3, 5)]
+    assert sizes == [15, 8, 4, 2]
+    assert count_tree_positions(3, 32, prompt_length=260) == 3  # after twice that context
+    assert count_tree_positions(1, 4, prompt_length=260) == 15
+    assert count_tree_positions(3, None, prompt_length=260) == 15
 
 
-def test_where_prompts_take_long_texts_wait_for_others_to_enter_with(tiny, monkeypatch):
-    """Where a pass over prompts takes as long as some rounds, texts enter together, none waits for
-    more than some dozen rounds, and each is its own; where nothing is written, they enter at
-    once."""
+def test_where_a_prefill_takes_long_sequences_are_admitted_together(tiny, monkeypatch):
+    """If a prefill takes as long as several rounds, sequences are admitted together, and none waits
+    for more than a few dozen rounds. If no sequence is running, they are admitted at once."""
     target, _ = tiny
     dice = random.Random(0)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(3, 20))] for _ in range(60)]
     options = [TextOptions(max_new_tokens=dice.randrange(10, 40), ignore_eos=True) for _ in prompts]
-    passes = []
-    extend = target.extend
-    monkeypatch.setattr(
-        target,
-        "extend",
-        lambda parts, *asked: (passes.append(len(parts)), extend(parts, *asked))[1],
-    )
-    found = {}
-    for patience in (0, 4):
+    prefill_rows = []
+    extend = target.extend_cache
+
+    def measured_extend(chunks, *arguments):
+        prefill_rows.append(len(chunks))
+        return extend(chunks, *arguments)
+
+    monkeypatch.setattr(target, "extend_cache", measured_extend)
+    outputs = {}
+    num_prefills = {}
+    longest_waits = {}
+    for rounds_per_prefill in (0, 4):
         engine = Engine(
             target, None, EngineConfig("plain", max_num_seqs=8, max_num_batched_tokens=None), 64
         )
-        engine.runner.patience = patience
-        passes.clear()
-        texts = [engine.submit(prompt, each) for prompt, each in zip(prompts, options, strict=True)]
+        engine.runner.rounds_per_prefill = rounds_per_prefill
+        prefill_rows.clear()
+        sequences = [engine.submit(prompts[i], options[i]) for i in range(len(prompts))]
         engine.step()
-        assert passes == [8]
-        waited = longest = 0
+        assert prefill_rows == [8]
+        wait = 0
+        longest_wait = 0
         while engine.busy:
-            waited = waited + 1 if engine.scheduler.free else 0
-            longest = max(longest, waited)
+            wait = wait + 1 if engine.scheduler.num_admissible else 0
+            longest_wait = max(longest_wait, wait)
             engine.step()
-        found[patience] = len(passes), longest, [text.ids for text in texts]
-    assert found[4][2] == found[0][2]
-    assert found[4][0] < 0.6 * found[0][0]
-    assert found[4][1] <= 4 * 8 + 1
+        num_prefills[rounds_per_prefill] = len(prefill_rows)
+        longest_waits[rounds_per_prefill] = longest_wait
+        outputs[rounds_per_prefill] = [sequence.ids for sequence in sequences]
+    assert outputs[4] == outputs[0]
+    assert num_prefills[4] < 0.6 * num_prefills[0]
+    assert longest_waits[4] <= 4 * 8 + 1

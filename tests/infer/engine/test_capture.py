@@ -1,5 +1,5 @@
-"""Rounds as graphs: recorded on the CPU operation by operation, and replayed on the same memory, as
-CUDA would."""
+"""Captured rounds: recorded on the CPU operation by operation, and replayed on the same memory, as
+CUDA graphs are."""
 
 import random
 
@@ -12,34 +12,33 @@ from torch.utils._pytree import tree_flatten
 from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import engine as engine_module, round as round_module
-from infer.engine.capture import Graphs
+from infer.engine.capture import CudaGraphs
 from infer.engine.sequence import Sequence
 from infer.kernels import table
-from infer.targets.lean import LeanDecoder
+from infer.targets.kernel_decoder import KernelDecoder
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation with its arguments and results. Raises where the host asks for a
-    value."""
+    """Records every operation with its arguments and results. Raises if the host reads a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(function), "the host waits for the device"
-        found = function(*args, **(kwargs or {}))
-        self.steps.append((function, args, kwargs or {}, tree_flatten(found)[0]))
-        return found
+        assert "_local_scalar_dense" not in str(function), "the host synchronises with the device"
+        result = function(*args, **(kwargs or {}))
+        self.steps.append((function, args, kwargs or {}, tree_flatten(result)[0]))
+        return result
 
 
-class RecordedGraphs(Graphs):
-    """Graphs whose replay does the recorded operations again and writes their results to where they
-    were."""
+class RecordedGraphs(CudaGraphs):
+    """Graphs whose replay repeats the recorded operations and writes their results to the same
+    memory."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.works = True
+        self.is_enabled = True
         self.replays = 0
 
     def _capture(self, function):
@@ -49,32 +48,35 @@ class RecordedGraphs(Graphs):
 
 
 class Recording:
-    """What stands for a CUDA graph."""
+    """Replaces a CUDA graph."""
 
     def __init__(self, graphs: RecordedGraphs, steps: list) -> None:
-        # recording has done the work once
         self.graphs = graphs
         self.steps = steps
-        self.done = True
+        # Unlike a capture, recording computes the results, so the first replay does nothing.
+        self.is_computed = True
 
     def replay(self) -> None:
         self.graphs.replays += 1
-        for function, args, kwargs, results in [] if self.done else self.steps:
-            for old, new in zip(results, tree_flatten(function(*args, **kwargs))[0], strict=True):
+        if self.is_computed:
+            self.is_computed = False
+            return
+        for function, args, kwargs, old_results in self.steps:
+            new_results = tree_flatten(function(*args, **kwargs))[0]
+            for old, new in zip(old_results, new_results, strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-        self.done = False
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Engines make recorded graphs; operations stay in tensors."""
-    monkeypatch.setattr(engine_module, "Graphs", RecordedGraphs)
-    monkeypatch.setattr(table, "FAST_VERSIONS", {})
+    """Make engines use recorded graphs and the reference kernels."""
+    monkeypatch.setattr(engine_module, "CudaGraphs", RecordedGraphs)
+    monkeypatch.setattr(table, "FAST_KERNELS", {})
 
 
-GREEDY = [{}]
-MIXED = [
+GREEDY_OPTIONS = [{}]
+MIXED_OPTIONS = [
     {"temperature": 0.9, "seed": 3},
     {"repetition_penalty": 1.3, "logprobs": 0},
     {"temperature": 1.0, "top_k": 5, "repetition_penalty": 0.8, "seed": 4},
@@ -86,173 +88,182 @@ MIXED = [
 @pytest.mark.parametrize(
     ("method", "budget", "family", "head", "options"),
     [
-        ("chain", 5, "dflash", "none", GREEDY),
-        ("ddtree", 9, "dflash", "none", GREEDY),
-        ("ddtree", 9, "sliding", "none", GREEDY),
-        ("ddtree", 70, "dflash", "selector", GREEDY),
-        ("static", 6, "dart", "none", GREEDY),
-        ("ddtree", "auto", "dart", "none", GREEDY),
-        ("plain", 1, "dflash", "none", MIXED),
-        pytest.param("ddtree", 9, "dflash", "selector", MIXED, marks=pytest.mark.robustness),
-        pytest.param("static", 6, "dflash", "none", MIXED, marks=pytest.mark.robustness),
+        ("chain", 5, "dflash", "none", GREEDY_OPTIONS),
+        ("ddtree", 9, "dflash", "none", GREEDY_OPTIONS),
+        ("ddtree", 9, "sliding", "none", GREEDY_OPTIONS),
+        ("ddtree", 70, "dflash", "selector", GREEDY_OPTIONS),
+        ("static", 6, "dart", "none", GREEDY_OPTIONS),
+        ("ddtree", "auto", "dart", "none", GREEDY_OPTIONS),
+        ("plain", 1, "dflash", "none", MIXED_OPTIONS),
+        pytest.param(
+            "ddtree", 9, "dflash", "selector", MIXED_OPTIONS, marks=pytest.mark.robustness
+        ),
+        pytest.param("static", 6, "dflash", "none", MIXED_OPTIONS, marks=pytest.mark.robustness),
     ],
 )
-def test_replayed_rounds_write_what_launched_rounds_write(
+def test_replayed_rounds_decode_the_same_as_eager_rounds(
     make_tiny, graphs, monkeypatch, method, budget, family, head, options
 ):
-    """Texts of several lengths come and go; a graph serves all lengths, and one is made for each
-    bucket alone, and for each kind of sampling that is beside each other in it."""
-    monkeypatch.setattr(
-        "infer.drafters.base.WIDEST", 6
-    )  # a cache that slides forgets within these texts
+    """Sequences of several lengths come and go. A graph serves all lengths; there is one for each
+    bucket of rows, and for each kind of sampling in it."""
+    # Make a sliding cache drop positions of these sequences.
+    monkeypatch.setattr("infer.drafters.state.MAX_SLIDING_PASS_POSITIONS", 6)
     kind = {"sliding_window": 7} if family == "sliding" else {"family": family}
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head), **kind)
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
-    texts = {}
+    sequences = {}
     for compile in (False, True):
         config = EngineConfig(
             method, budget, max_num_seqs=3, max_num_batched_tokens=None, compile=compile
         )
         engine = Engine(target, drafter, config, 90)
-        engine.runner.captures = compile
-        texts[compile] = []
+        engine.runner.uses_cuda_graphs = compile
+        sequences[compile] = []
         for i, prompt in enumerate(prompts):
-            asked = TextOptions(max_new_tokens=8 + 3 * i, **options[i % len(options)])
-            texts[compile].append(engine.submit(prompt, asked))
+            text_options = TextOptions(max_new_tokens=8 + 3 * i, **options[i % len(options)])
+            sequences[compile].append(engine.submit(prompt, text_options))
             engine.step()
         while engine.busy:
             engine.step()
-    for eager, replayed in zip(*texts.values(), strict=True):
+    for eager, replayed in zip(*sequences.values(), strict=True):
         assert budget == "auto" or eager.commits == replayed.commits
         assert eager.ids == replayed.ids and len(eager.logprobs) == len(replayed.logprobs)
-        for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
-            assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    used = set(engine.runner.graphs.graphs)
-    assert engine.runner.graphs.replays > 10 and engine.runner.graphs.works
-    assert {key.rows for key in used} == {1, 2, 3}
-    assert budget == "auto" or options is MIXED or len(used) == 3
-    assert options is GREEDY or len({key.kind for key in used}) > 3
+        for actual, expected in zip(replayed.logprobs, eager.logprobs, strict=True):
+            assert [id for id, _ in actual.top] == [id for id, _ in expected.top]
+            assert actual.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    used_keys = set(engine.runner.graphs.graphs)
+    assert engine.runner.graphs.replays > 10 and engine.runner.graphs.is_enabled
+    assert {key.rows for key in used_keys} == {1, 2, 3}
+    assert budget == "auto" or options is MIXED_OPTIONS or len(used_keys) == 3
+    assert options is GREEDY_OPTIONS or len({key.kind for key in used_keys}) > 3
 
 
-def test_graphs_hold_the_weights_that_they_read(make_tiny, graphs):
-    """A graph stores addresses, and parameters may be given other memory while it is replayed."""
+def test_graphs_keep_the_weights_alive_that_they_read(make_tiny, graphs):
+    """A graph stores addresses, and parameters may be moved to other memory while it is in use."""
     target, drafter = make_tiny(seed=3)
     engine = Engine(target, drafter, EngineConfig("ddtree", 6), 90)
-    engine.runner.captures = True
+    engine.runner.uses_cuda_graphs = True
     sequence = engine.submit(list(range(9)), TextOptions(max_new_tokens=12, ignore_eos=True))
-    while sequence.finish is None:
+    while sequence.finish_reason is None:
         engine.step()
     weights = [*target.model.parameters(), *drafter.parameters()]
     addresses = {weight.data_ptr() for weight in weights} | {
-        target.lean.layers[0].qk_norm.weight.data_ptr()
+        target.kernel_decoder.layers[0].qk_norm.weight.data_ptr()
     }
     for weight in weights:
         weight.data = weight.data.clone()
-    captured = [found for found in engine.runner.graphs.graphs.values() if found is not None]
+    graphs_by_key = engine.runner.graphs.graphs
+    captured = [graph for graph in graphs_by_key.values() if graph is not None]
     assert captured
-    for _, _, references in captured:
-        held = {tensor.data_ptr() for tensor in references if isinstance(tensor, torch.Tensor)}
-        lean = next(found for found in references if isinstance(found, LeanDecoder))
-        assert addresses <= held | {layer.qk_norm.weight.data_ptr() for layer in lean.layers}
+    for graph in captured:
+        tensors = [entry for entry in graph.references if isinstance(entry, torch.Tensor)]
+        decoder = next(entry for entry in graph.references if isinstance(entry, KernelDecoder))
+        referenced_addresses = {tensor.data_ptr() for tensor in tensors}
+        referenced_addresses |= {layer.qk_norm.weight.data_ptr() for layer in decoder.layers}
+        assert addresses <= referenced_addresses
 
 
-class EveryThird:
-    """Stands for a grammar: only a third of the tokens may follow, which one depends on the token
-    before."""
+class FakeGrammar:
+    """Replaces a grammar: only tokens that are congruent modulo 3 may follow each other."""
 
     failed = False
 
-    def drafted(self, ids: list[int], path: list[int]) -> np.ndarray:
+    def allowed_draft_tokens(self, ids: list[int], path: list[int]) -> np.ndarray:
         return np.arange(97) % 3 == [0, *ids, *path][-1] % 3
 
-    def forced(self, ids: list[int]) -> list[int]:
+    def forced_tokens(self, ids: list[int]) -> list[int]:
         return []
 
-    def mask(self, scores: torch.Tensor, ids: list[int], path: list[int]) -> torch.Tensor:
-        return scores.masked_fill(~torch.from_numpy(self.drafted(ids, path)), -torch.inf)
+    def mask_scores(self, scores: torch.Tensor, ids: list[int], path: list[int]) -> torch.Tensor:
+        allowed = torch.from_numpy(self.allowed_draft_tokens(ids, path))
+        return scores.masked_fill(~allowed, -torch.inf)
 
 
 def no_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor that looks at the prefix: no token may stand there twice among the last
-    ten."""
+    """A logits processor that depends on the prefix: no token of the last ten may follow."""
     return scores.index_fill(1, ids[0, -10:], -torch.inf)
 
 
 @pytest.mark.parametrize(
     ("method", "budget", "head", "options"),
     [
-        ("ddtree", 9, "none", GREEDY),
-        ("chain", 5, "selector", GREEDY),
-        ("ddtree", "auto", "none", GREEDY),
-        ("plain", 1, "none", MIXED),
-        ("ddtree", 9, "selector", MIXED),
+        ("ddtree", 9, "none", GREEDY_OPTIONS),
+        ("chain", 5, "selector", GREEDY_OPTIONS),
+        ("ddtree", "auto", "none", GREEDY_OPTIONS),
+        ("plain", 1, "none", MIXED_OPTIONS),
+        ("ddtree", 9, "selector", MIXED_OPTIONS),
     ],
 )
 def test_a_batch_with_a_grammar_stays_captured(
     make_tiny, graphs, monkeypatch, method, budget, head, options
 ):
-    """Texts with a grammar, with logits processors and with neither are written side by side: all
-    by graphs, token for token what plain decoding writes alone; the others commit as much in every
-    round as without them, and texts with a grammar are drafted by it."""
+    """A batch has sequences with a grammar, with logits processors and with neither. All are
+    decoded by graphs and equal baseline decoding of each sequence alone. Rounds commit as many
+    tokens as eager rounds, and draft trees follow the grammar."""
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head))
     dice = random.Random(1)
-    kinds = ["free", "processor", "processor", "grammar", "free", "grammar", "processor"]
+    kinds = ["none", "processor", "processor", "grammar", "none", "grammar", "processor"]
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in kinds]
 
-    def write(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
+    def decode(method: str, captures: bool, rows: int, numbers: list[int]) -> list[Sequence]:
         engine = Engine(
             target,
             drafter,
             EngineConfig(method, budget, max_num_seqs=rows, max_num_batched_tokens=None),
             90,
         )
-        engine.runner.captures = captures
-        texts = []
+        engine.runner.uses_cuda_graphs = captures
+        sequences = []
         for i in numbers:
             processors = [no_repeats] if kinds[i] == "processor" else []
-            asked = TextOptions(max_new_tokens=20 + i, ignore_eos=True, **options[i % len(options)])
-            texts.append(engine.submit(prompts[i], asked, processors))
+            text_options = TextOptions(
+                max_new_tokens=20 + i, ignore_eos=True, **options[i % len(options)]
+            )
+            sequences.append(engine.submit(prompts[i], text_options, processors))
             if kinds[i] == "grammar":
-                texts[-1].grammar = EveryThird()
+                sequences[-1].grammar = FakeGrammar()
         while engine.busy:
             engine.step()
         if captures:
             keys = engine.runner.graphs.graphs
             stages = {key.stage for key, graph in keys.items() if graph is not None}
             assert {"draft", "verify", "commit"} <= stages and engine.runner.graphs.replays > 20
-        return texts
+        return sequences
 
-    followed = []
-    choose_on_host = round_module.choose_on_host
+    constrained_nodes = []
+    choose_tokens_on_host = round_module.choose_tokens_on_host
 
-    def check_trees(target, tree, ancestors, last, asked, texts, chosen) -> None:
-        for row in [row for row, text in texts.items() if text.grammar is not None]:
+    def check_trees(target, tree, ancestors, hidden, sampling, sequences, target_tokens) -> None:
+        for row, sequence in sequences.items():
+            if sequence.grammar is None:
+                continue
             tokens = tree.tokens[row]
             parents = tree.parents[row]
-            nodes = torch.isfinite(tree.log_probs[row])  # the others are left over
-            assert (tokens[1:] % 3 == tokens[parents[1:]] % 3)[nodes[1:]].all()
-            followed.append(int(nodes.sum()) - 1)
-        choose_on_host(target, tree, ancestors, last, asked, texts, chosen)
+            is_used = torch.isfinite(tree.log_probs[row])
+            is_allowed = tokens[1:] % 3 == tokens[parents[1:]] % 3
+            assert is_allowed[is_used[1:]].all()
+            constrained_nodes.append(int(is_used.sum()) - 1)
+        choose_tokens_on_host(target, tree, ancestors, hidden, sampling, sequences, target_tokens)
 
-    monkeypatch.setattr(round_module, "choose_on_host", check_trees)
-    everything = list(range(len(prompts)))
-    mixed = write(method, True, 3, everything)
-    for i, text in enumerate(mixed):
-        assert text.ids == write("plain", False, 1, [i])[0].ids
-    assert method == "plain" or budget == "auto" or max(followed) > 1
+    monkeypatch.setattr(round_module, "choose_tokens_on_host", check_trees)
+    all_numbers = list(range(len(prompts)))
+    captured = decode(method, True, 3, all_numbers)
+    for i, sequence in enumerate(captured):
+        assert sequence.ids == decode("plain", False, 1, [i])[0].ids
+    assert method == "plain" or budget == "auto" or max(constrained_nodes) > 1
     if budget != "auto":
-        apart = write(method, False, 3, everything)
-        assert [text.commits for text in apart] == [text.commits for text in mixed]
-        assert [text.drafted for text in apart] == [text.drafted for text in mixed]
+        eager = decode(method, False, 3, all_numbers)
+        for eager_sequence, sequence in zip(eager, captured, strict=True):
+            assert eager_sequence.commits == sequence.commits
+            assert eager_sequence.drafted == sequence.drafted
 
 
 def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
-    """A text that fills its row verifies fewer nodes than a block has: nothing is written into the
-    row behind it."""
+    """A sequence that fills its row verifies fewer nodes than a block has: nothing is written into
+    the next row."""
     target, drafter = make_tiny(seed=3, block_size=6)
-    written = {}
+    outputs = {}
     for method in ("plain", "ddtree"):
         engine = Engine(
             target,
@@ -260,8 +271,8 @@ def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
             EngineConfig(method, 1, max_num_seqs=2, max_num_batched_tokens=None),
             40,
         )
-        engine.runner.captures = True
-        texts = [
+        engine.runner.uses_cuda_graphs = True
+        sequences = [
             engine.submit(
                 list(range(2, 2 + length)), TextOptions(max_new_tokens=40 - length, ignore_eos=True)
             )
@@ -269,5 +280,5 @@ def test_rounds_of_few_nodes_stay_within_their_rows(make_tiny, graphs):
         ]
         while engine.busy:
             engine.step()
-        written[method] = [text.ids for text in texts]
-    assert written["plain"] == written["ddtree"]
+        outputs[method] = [sequence.ids for sequence in sequences]
+    assert outputs["plain"] == outputs["ddtree"]

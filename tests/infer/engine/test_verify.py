@@ -1,4 +1,4 @@
-"""The walk against a plain one, and the target's choice of tokens against probabilities."""
+"""The walk against a simple implementation, and the distribution of the noise."""
 
 import re
 from pathlib import Path
@@ -6,19 +6,20 @@ from pathlib import Path
 import torch
 
 from infer.engine import round as round_module
-from infer.engine.choices import walk
 from infer.engine.sampling import gumbel_noise
-from infer.trees.ddtree import ddtree
+from infer.engine.verification import walk
+from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import Proposal
 
 
-def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
+def walk_in_python(tree, target_tokens, row: int) -> tuple[list[int], int]:
+    """Return the accepted path of a row, and the bonus token after it."""
     path = [0]
     while True:
-        token = int(chosen[row, path[-1]])
+        token = int(target_tokens[row, path[-1]])
         children = [
             node
-            for node in range(1, tree.budget + 1)
+            for node in range(1, tree.max_drafted + 1)
             if int(tree.parents[row, node]) == path[-1] and int(tree.tokens[row, node]) == token
         ]
         if not children:
@@ -27,32 +28,32 @@ def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
         path += children
 
 
-def test_walk_equals_a_plain_walk():
+def test_walk_equals_a_walk_in_python():
     generator = torch.Generator().manual_seed(0)
-    seen = set()
+    path_lengths = set()
     for budget in (1, 3, 10, 40):
         for _ in range(40):
             marginals = torch.randn(3, 6, 4, generator=generator).log_softmax(-1)
-            tree = ddtree(Proposal(torch.randint(4, (3,), generator=generator), marginals, budget))
-            chosen = torch.randint(4, tree.tokens.shape, generator=generator)
-            likely = (
-                torch.rand(tree.tokens.shape, generator=generator) < 0.7
-            )  # often the first child's token
+            bonus_tokens = torch.randint(4, (3,), generator=generator)
+            tree = build_ddtree(Proposal(bonus_tokens, marginals, budget))
+            target_tokens = torch.randint(4, tree.tokens.shape, generator=generator)
+            # Make the target often choose the token of a node's first child.
+            is_chosen = torch.rand(tree.tokens.shape, generator=generator) < 0.7
             for row in range(3):
-                for node in range(tree.budget, 0, -1):
-                    if likely[row, node]:
-                        chosen[row, tree.parents[row, node]] = tree.tokens[row, node]
-            accepted = walk(tree, chosen)
+                for node in range(tree.max_drafted, 0, -1):
+                    if is_chosen[row, node]:
+                        target_tokens[row, tree.parents[row, node]] = tree.tokens[row, node]
+            accepted = walk(tree, target_tokens)
             for row in range(3):
-                path, bonus = slow_walk(tree, chosen, row)
+                path, bonus = walk_in_python(tree, target_tokens, row)
                 assert accepted.lengths[row] == len(path)
                 assert accepted.path[row, : len(path)].tolist() == path
                 assert accepted.path[row, len(path) :].tolist() == path[-1:] * (
                     min(6, budget) + 1 - len(path)
                 )
                 assert accepted.bonus[row] == bonus
-                seen.add(len(path))
-    assert seen == {1, 2, 3, 4, 5, 6, 7}
+                path_lengths.add(len(path))
+    assert path_lengths == {1, 2, 3, 4, 5, 6, 7}
 
 
 def test_noise_is_a_function_of_seed_position_and_token_alone():
@@ -62,10 +63,10 @@ def test_noise_is_a_function_of_seed_position_and_token_alone():
     assert torch.isfinite(noise).all()
     for row in range(3):
         for column in range(2):
-            alone = gumbel_noise(
+            single = gumbel_noise(
                 seeds[row : row + 1], positions[row : row + 1, column : column + 1], 50
             )
-            assert torch.equal(alone[0, 0], noise[row, column])
+            assert torch.equal(single[0, 0], noise[row, column])
     assert torch.equal(gumbel_noise(seeds, positions, 20), noise[..., :20])
     assert torch.equal(gumbel_noise(torch.tensor([1]), torch.tensor([[4]]), 50)[0, 0], noise[0, 0])
     assert not torch.equal(noise[0, 0], noise[1, 1])  # the same position, another seed
@@ -86,11 +87,11 @@ def test_noise_is_gumbel_and_uncorrelated():
         assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5
 
 
-def test_the_page_quotes_the_round():
-    """Every step that docs/how-it-works.md names stands in the file, in this order."""
+def test_the_documentation_quotes_the_round():
+    """Every statement that docs/how-it-works.md quotes is in round.py, in this order."""
     code = Path(round_module.__file__).read_text()
     page = (Path(__file__).parents[3] / "docs/how-it-works.md").read_text()
     table = page.partition("One round of DDTree in the code")[0]
     quoted = re.findall(r"\| `([^`]{20,})` \|", table)
-    places = [code.index(line) for line in quoted]
-    assert len(quoted) == 5 and places == sorted(places)
+    offsets = [code.index(line) for line in quoted]
+    assert len(quoted) == 5 and offsets == sorted(offsets)

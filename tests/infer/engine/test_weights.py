@@ -1,5 +1,5 @@
-"""Weights that are changed under a target: an adapter is merged, a state dict loaded. What is
-written next is what a target of the new weights writes."""
+"""Weights that change after a target was made: a merged adapter, a loaded state dict. The next
+output is that of a target with the new weights."""
 
 import json
 import urllib.request
@@ -13,25 +13,23 @@ from infer.config import EngineConfig, TextOptions
 from infer.serving.hf import speculative
 from infer.targets.target import Target
 
-PROMPT = [(7 * i) % 90 for i in range(140)]  # two blocks of the prefix memory
-TOKENS = 24
+TWO_BLOCK_PROMPT = [(7 * i) % 90 for i in range(140)]  # two blocks of the prefix cache
+MAX_NEW_TOKENS = 24
 
 
 def merge_adapter(model: torch.nn.Module) -> None:
-    """Add a product of low rank to some projections as peft merges one, by way of `.data`: versions
-    stay."""
+    """Add a low-rank matrix to some projections through `.data`, as peft merges an adapter: PyTorch
+    does not count the write."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         weight = layer.self_attn.v_proj.weight
-        low, high = (
-            torch.randn(*shape, generator=generator)
-            for shape in ((len(weight), 2), (2, weight.shape[1]))
-        )
-        weight.data += 0.3 * low @ high
+        lora_b = torch.randn(len(weight), 2, generator=generator)
+        lora_a = torch.randn(2, weight.shape[1], generator=generator)
+        weight.data += 0.3 * lora_b @ lora_a
 
 
 def load_state(model: torch.nn.Module) -> None:
-    """Load other weights."""
+    """Load new weights in place."""
     generator = torch.Generator().manual_seed(2)
     noise = {
         name: x + 0.1 * torch.randn(x.shape, generator=generator)
@@ -41,58 +39,70 @@ def load_state(model: torch.nn.Module) -> None:
 
 
 def replace_weights(model: torch.nn.Module) -> None:
-    """Load other weights without a copy: the parameters are others then."""
+    """Load new weights by replacing the parameters."""
     noise = {name: x * 1.2 for name, x in model.state_dict().items()}
     model.load_state_dict(noise, assign=True)
     model.tie_weights()
     model.requires_grad_(False)
 
 
-def fresh_text(target: Target) -> list[int]:
-    """Return what a target that was just made of the same weights writes."""
+def decode_with_new_target(target: Target) -> list[int]:
+    """Return the output of a new target with the same weights."""
+    new_target = Target(deepcopy(target.model))
     return generate(
-        Target(deepcopy(target.model)), None, PROMPT, method="plain", max_new_tokens=TOKENS
+        new_target, None, TWO_BLOCK_PROMPT, method="plain", max_new_tokens=MAX_NEW_TOKENS
     ).ids
 
 
 def by_generate(target, drafter):
-    return lambda: generate(target, drafter, PROMPT, budget=6, max_new_tokens=TOKENS).ids
+    return lambda: (
+        generate(target, drafter, TWO_BLOCK_PROMPT, budget=6, max_new_tokens=MAX_NEW_TOKENS).ids
+    )
 
 
-def by_engine(target, drafter):
+def build_engine_answerer(target, drafter):
     engine = Engine(target, drafter, EngineConfig(budget=6, prefix_cache_mib=8), 256)
 
-    def write() -> list[int]:
-        text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS))
+    def decode() -> list[int]:
+        sequence = engine.submit(TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS))
         while engine.busy:
             engine.step()
-        return text.ids
+        return sequence.ids
 
-    return write
+    return decode
 
 
 def by_transformers(target, drafter):
     loop = speculative(target, drafter, budget=6)
-    ids = torch.tensor([PROMPT])
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    ids = torch.tensor([TWO_BLOCK_PROMPT])
+    options = {
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+    }
     return lambda: target.model.generate(ids, custom_generate=loop, **options)[
-        0, len(PROMPT) :
+        0, len(TWO_BLOCK_PROMPT) :
     ].tolist()
 
 
-ROUTES = [(by_generate, replace_weights), (by_engine, merge_adapter), (by_engine, replace_weights)]
-ROUTES += [(by_engine, load_state), (by_transformers, merge_adapter)]
+API_AND_CHANGE = [
+    (by_generate, replace_weights),
+    (build_engine_answerer, merge_adapter),
+    (build_engine_answerer, replace_weights),
+    (build_engine_answerer, load_state),
+    (by_transformers, merge_adapter),
+]
 
 
-@pytest.mark.parametrize(("route", "change"), ROUTES)
-def test_a_text_is_that_of_the_new_weights(make_tiny, route, change):
+@pytest.mark.parametrize(("api", "change"), API_AND_CHANGE)
+def test_the_output_is_that_of_the_new_weights(make_tiny, api, change):
     target, drafter = make_tiny(seed=4)
-    write = route(target, drafter)
-    before = write()
-    assert before == fresh_text(target)
+    decode = api(target, drafter)
+    old_output = decode()
+    assert old_output == decode_with_new_target(target)
     change(target.model)
-    after = write()
-    assert after == fresh_text(target) != before
+    new_output = decode()
+    assert new_output == decode_with_new_target(target) != old_output
 
 
 def test_a_server_answers_with_the_new_weights(shallow_target, running):
@@ -100,54 +110,63 @@ def test_a_server_answers_with_the_new_weights(shallow_target, running):
     engine = Engine(target, None, EngineConfig("plain", max_num_seqs=2, prefix_cache_mib=8), 256)
     with running(engine) as (url, _):
 
-        def ask() -> list[int]:
-            asked = {"model": "embedded", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-            body = json.dumps(asked | {"return_token_ids": True}).encode()
+        def request_completion() -> list[int]:
+            parameters = {
+                "model": "embedded",
+                "prompt": TWO_BLOCK_PROMPT,
+                "max_tokens": MAX_NEW_TOKENS,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            body = json.dumps(parameters).encode()
             request = urllib.request.Request(
                 f"{url}/v1/completions", body, {"Content-Type": "application/json"}
             )
             return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["token_ids"]
 
-        before = ask()
+        old_output = request_completion()
         merge_adapter(target.model)
-        after = ask()
-    assert after == fresh_text(target) != before
+        new_output = request_completion()
+    assert new_output == decode_with_new_target(target) != old_output
 
 
 @pytest.mark.parametrize("change", [load_state, replace_weights])
-def test_a_text_in_work_goes_on_with_the_new_weights(make_tiny, change):
-    """Its tokens stay; what follows is what the new weights write behind them."""
+def test_a_running_sequence_continues_with_the_new_weights(make_tiny, change):
+    """Its tokens stay. The new weights decode what follows them."""
     target, drafter = make_tiny(seed=4)
     engine = Engine(target, drafter, EngineConfig(budget=6, max_num_seqs=2), 256)
-    text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS, logprobs=0))
-    while len(text.ids) < 6:
+    sequence = engine.submit(
+        TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS, logprobs=0)
+    )
+    while len(sequence.ids) < 6:
         engine.step()
-    written = len(text.ids)
+    old_length = len(sequence.ids)
     change(target.model)
     while engine.busy:
         engine.step()
-    rest = generate(
+    continuation = generate(
         Target(target.model),
         None,
-        PROMPT + text.ids[:written],
+        TWO_BLOCK_PROMPT + sequence.ids[:old_length],
         method="plain",
-        max_new_tokens=TOKENS,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
-    assert text.ids[written:] == rest.ids[: TOKENS - written] and len(text.logprobs) == TOKENS
+    assert sequence.ids[old_length:] == continuation.ids[: MAX_NEW_TOKENS - old_length]
+    assert len(sequence.logprobs) == MAX_NEW_TOKENS
 
 
 def test_a_drafter_drafts_with_its_new_weights(make_tiny):
-    """A long-lived engine drafts as a new one does."""
+    """An engine drafts as a new engine does."""
     target, drafter = make_tiny(seed=4)
     engine = Engine(target, drafter, EngineConfig(budget=6), 256)
 
     def commits(engine: Engine) -> list[int]:
-        text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS))
+        sequence = engine.submit(TWO_BLOCK_PROMPT, TextOptions(max_new_tokens=MAX_NEW_TOKENS))
         while engine.busy:
             engine.step()
-        return text.commits
+        return sequence.commits
 
-    before = commits(engine)
+    old_commits = commits(engine)
     drafter.init_weights(torch.Generator().manual_seed(9))
     options = DecodeOptions(budget=6)
-    assert commits(engine) == commits(Engine(target, drafter, options, 256)) != before
+    assert commits(engine) == commits(Engine(target, drafter, options, 256)) != old_commits

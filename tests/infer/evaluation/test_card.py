@@ -16,13 +16,13 @@ from data.prompts import Prompt
 from infer import save_drafter
 from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, EvaluationConfig
-from infer.drafters.base import new_drafter
-from infer.evaluation.card import PICTURE, recipe_of, write_card
+from infer.drafters.build import create_drafter
+from infer.evaluation.card import CHART_FILE_NAME, list_recipe, write_card
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.results import write_result
 from train.config import TrainConfig
 
-SECRET = "/home/secret/place"
+SECRET_FOLDER = "/home/secret/folder"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def checkpoint(make_tiny, tmp_path_factory):
     """A run's best checkpoint, as training leaves it, in folders and under names that are nobody's
     business."""
     target, drafter = make_tiny(block_size=4)
-    target.name = f"{SECRET}/Qwen3-4B"
+    target.name = f"{SECRET_FOLDER}/Qwen3-4B"
     run = tmp_path_factory.mktemp("secret-run")
     step = run / "checkpoints" / "step-00000007"
     save_drafter(drafter.config, drafter.state_dict(), step / "drafter")
@@ -41,13 +41,15 @@ def checkpoint(make_tiny, tmp_path_factory):
     (step / "evaluation").mkdir()
     result = replace(result, step=7, checkpoint=str(step), drafter="secret-run")
     write_result(step / "evaluation" / "evaluation.json", result)
-    config = TrainConfig(name="secret-run", runs_dir=SECRET, features=f"{SECRET}/features")
-    config.target.path = f"{SECRET}/Qwen3-4B"
+    config = TrainConfig(
+        name="secret-run", runs_dir=SECRET_FOLDER, features=f"{SECRET_FOLDER}/features"
+    )
+    config.target.path = f"{SECRET_FOLDER}/Qwen3-4B"
     config.target.chat_template_kwargs = {"enable_thinking": False}
     config.data.source = "jsonl"
-    config.data.path = f"{SECRET}/secret.jsonl"
-    config.evaluation.ngrams = f"{SECRET}/secret.ngrams"
-    config.drafter.init = f"{SECRET}/drafter"
+    config.data.path = f"{SECRET_FOLDER}/secret.jsonl"
+    config.evaluation.ngrams = f"{SECRET_FOLDER}/secret.ngrams"
+    config.drafter.init = f"{SECRET_FOLDER}/drafter"
     (run / "config.json").write_text(json.dumps(asdict(config)))
     return run / "checkpoints" / "best"
 
@@ -63,7 +65,7 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
         checkpoint, exported(checkpoint, tmp_path / "new"), "Apache-2.0", "Qwen/Qwen3-4B"
     )
     assert path == tmp_path / "new" / "README.md"
-    assert ElementTree.parse(path.parent / PICTURE).getroot().tag.endswith("svg")
+    assert ElementTree.parse(path.parent / CHART_FILE_NAME).getroot().tag.endswith("svg")
     card = ModelCard.load(path)
     validate_repo_id(card.data.base_model)
     assert card.data.to_dict() == {
@@ -93,7 +95,7 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
         )
     ]
     assert evaluation["methods"][-1]["name"] == "n-grams alone"  # an exported folder has none
-    assert f"({PICTURE})" in card.text
+    assert f"({CHART_FILE_NAME})" in card.text
     assert "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
     assert (
         "2 layers, block size 4, fed by the target's layers 1, 3" in card.text
@@ -112,24 +114,24 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
 
 
 @pytest.mark.parametrize(
-    "given, shown",
+    "options, expected",
     [
         ({}, "epochs"),
         ({"steps": 1600}, "steps"),
         ({"steps": 1600, "max_minutes": 4.0}, "max_minutes"),
     ],
 )
-def test_a_card_says_what_set_the_runs_length_and_the_steps_taken(checkpoint, given, shown):
+def test_a_card_says_what_set_the_runs_length_and_the_steps_taken(checkpoint, options, expected):
     config = json.loads((checkpoint.resolve().parent.parent / "config.json").read_text())
-    config["optim"] |= given
-    names = [name for name, _ in recipe_of(config)]
+    config["optim"] |= options
+    names = [name for name, _ in list_recipe(config, checkpoint.resolve())]
     assert [name for name in ("epochs", "steps", "max_minutes") if f"optim.{name}" in names] == [
-        shown
+        expected
     ]
 
 
 def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):
-    for base in ("Qwen/Qwen3-4B", f"{SECRET}/Qwen3-4B", "embedded"):
+    for base in ("Qwen/Qwen3-4B", f"{SECRET_FOLDER}/Qwen3-4B", "embedded"):
         text = write_card(checkpoint, exported(checkpoint, tmp_path), None, base).read_text()
         assert "secret" not in text and str(checkpoint.resolve()) not in text
         assert not re.search(r"(?<![\w:/.)])/\w", text), "an absolute path"
@@ -152,10 +154,12 @@ def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
     assert "Nothing was measured with this checkpoint." in text
     assert "How it was trained is not recorded" in text
     assert (
-        not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".svg" not in text
+        not (tmp_path / "out" / CHART_FILE_NAME).exists()
+        and "speedup" not in text
+        and ".svg" not in text
     )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="is no drafter"):
+    with pytest.raises(ValueError, match="holds no drafter"):
         write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")
 
 
@@ -172,7 +176,7 @@ def test_an_export_has_a_card(embedded, tmp_path, monkeypatch):
     """`./launch.sh export`, with the licence and the name that the publisher gives to the
     target."""
     monkeypatch.setattr("infer.formats.export.load_config", lambda name: embedded.model.config)
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     command = ExportCommand(
@@ -196,11 +200,11 @@ def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
     run = checkpoint.resolve().parent.parent / "config.json"
     before = run.read_text()
     config = json.loads(before)
-    parts = [
+    sources = [
         {"path": "someone/chats", "split": "train", "weight": 2.0},
         {"path": "mine.jsonl", "weight": 1.0},
     ]
-    config["data"] |= {"source": "mixture", "parts": parts}
+    config["data"] |= {"source": "mixture", "parts": sources}
     config["drafter"]["init"] = "someone/first"
     try:
         run.write_text(json.dumps(config))
@@ -211,8 +215,8 @@ def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
         run.write_text(before)
     assert card.data.datasets == ["someone/chats"]
     assert (
-        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from someone/first."
-        in card.text
+        "someone/chats (weight 2); files of the publisher's own (weight 1). "
+        "It goes on from someone/first." in card.text
     )
 
 

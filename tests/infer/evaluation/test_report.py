@@ -8,28 +8,30 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.prompts import Prompt
-from infer.config import EvaluationConfig
+from infer.config import DrafterConfig, EvaluationConfig
+from infer.drafters.build import create_drafter
 from infer.evaluation import report
 from infer.evaluation.evaluate import evaluate
-from infer.evaluation.report import RunFacts, write_report
+from infer.evaluation.report import RunDescription, write_report
 from infer.evaluation.results import (
     Evaluation,
+    ExampleNode,
     ExampleRound,
     MethodResult,
-    RoundNode,
     TextSample,
     read_result,
     to_json,
     write_result,
 )
-from infer.evaluation.tables import findings, headline, table
+from infer.evaluation.tables import format_evaluation, format_headline, list_findings
 
-PAGE = (Path(report.__file__).parent / "report.html.j2").read_text()
+REPORT_TEMPLATE = (Path(report.__file__).parent / "report.html.j2").read_text()
 
 
-def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluation:
+def make_evaluation(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluation:
     methods = [
         MethodResult(
             name=name,
@@ -73,16 +75,18 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
         example=ExampleRound(
             "def f",
             [
-                RoundNode("(", 0, 1.0, True),
-                RoundNode("<x", 0, 0.6, False),
-                RoundNode("a", 0, 0.3, True),
+                ExampleNode("(", 0, 1.0, True),
+                ExampleNode("<x", 0, 0.6, False),
+                ExampleNode("a", 0, 0.3, True),
             ],
             "&",
         ),
     )
 
 
-class Page(HTMLParser):
+class ParsedPage(HTMLParser):
+    """The open tags, links and tag names of an HTML page."""
+
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open = []
@@ -104,7 +108,7 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
-    run = RunFacts(
+    run = RunDescription(
         "./launch.sh drafter=dart",
         {"optim": {"lr": 0.004}},
         "stdlib",
@@ -112,17 +116,20 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
         251,
     )
     page = write_report(
-        tmp_path, [made_up(300), made_up(100), made_up(200)], ["An <odd> note."], run
+        tmp_path,
+        [make_evaluation(300), make_evaluation(100), make_evaluation(200)],
+        ["An <odd> note."],
+        run,
     )
     text = page.read_text()
-    parsed = Page(text)
+    parsed = ParsedPage(text)
     assert parsed.open == []
     assert parsed.sources == [] and not parsed.tags & {"script", "img", "iframe", "link"}
     assert text.count("<svg") - text.count('aria-hidden="true"') == text.count(
         'role="img" aria-label="'
     ) + text.count('role="img" class="tree"')
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    for said in (
+    for expected in (
         "drafter=dart",
         "optim.lr",
         "0.004",
@@ -131,7 +138,7 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
         "CPU, 2 threads",
         "An &lt;odd&gt; note.",
     ):
-        assert said in text
+        assert expected in text
     for title in (
         "τ during training",
         "Loss during training",
@@ -141,23 +148,26 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
     assert "http" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert "runs/x/step-300" in text  # the best of the three in detail
-    assert "τ during training" not in write_report(tmp_path / "alone", [made_up(0)]).read_text()
+    assert (
+        "τ during training"
+        not in write_report(tmp_path / "alone", [make_evaluation(0)]).read_text()
+    )
 
 
 def test_no_difference_is_in_colour_alone(tmp_path):
-    """Kinds of tokens have signs, underlines and strokes of their own, and so have the lines of the
-    charts."""
-    text = write_report(tmp_path, [made_up(1), made_up(2)]).read_text()
+    """Kinds of tokens differ by marks and underlines too, and lines of charts by dashes."""
+    text = write_report(tmp_path, [make_evaluation(1), make_evaluation(2)]).read_text()
     assert (
         '<del class="rejected">&lt;c&gt;</del>' in text
         and '<span class="corrected">&amp;</span>' in text
     )
     for kind, style in (("accepted", "underline"), ("corrected", "italic"), ("bonus", "700")):
-        assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", PAGE), kind
+        rule = rf"\.{kind}[^{{]*{{[^}}]*{style}"
+        assert re.search(rule, REPORT_TEMPLATE), kind
     for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
         assert f'class="{kind} token">{sign}</text>' in text
     assert "A draft tree of 2 tokens behind &#39;(&#39;: accepted &#39;a&#39;; rejected 1" in text
-    # a label is beside its line, which comes from the other side
+    # a label is on the side of its line that the line does not come from
     assert re.findall(
         r'<text x="(\d+)"( text-anchor="end")? y="\d+" class="share">(\S+)<', text
     ) == [
@@ -173,34 +183,38 @@ def test_no_difference_is_in_colour_alone(tmp_path):
 
 
 def test_table_holds_the_numbers():
-    cells = [cell.strip() for cell in table(made_up(0)).splitlines()[5].split("|")]
+    cells = [
+        cell.strip() for cell in format_evaluation(make_evaluation(0)).splitlines()[5].split("|")
+    ]
     assert cells[1:-1] == ["DDTree 64", "2.70", "123.4", "1.40x", "yes"]
-    assert table(made_up(0, identical=False)).splitlines()[5].endswith(" NO |")
+    assert format_evaluation(make_evaluation(0, identical=False)).splitlines()[5].endswith(" NO |")
 
 
 def test_the_headline_says_tau_then_its_meaning_then_this_machine():
-    """An engine verifies chains: their τ is the first sentence, whatever n-grams do."""
-    rows = {method.label: method for method in made_up(0).methods}
-    ours = replace(rows["DDTree 64"], name="ddtree+ngrams", tau=3.1, speedup=1.9)
-    alone = replace(ours, name="n-grams alone", tau=3.0, speedup=0.8)
-    result = replace(made_up(0), methods=[*rows.values(), ours, alone], prompts=1)
-    tau, meaning, machine, outputs = findings(result)
+    """Engines verify chains: their τ is the first sentence, even if n-grams are faster."""
+    methods = {method.label: method for method in make_evaluation(0).methods}
+    with_ngrams = replace(methods["DDTree 64"], name="ddtree+ngrams", tau=3.1, speedup=1.9)
+    ngrams_alone = replace(with_ngrams, name="n-grams alone", tau=3.0, speedup=0.8)
+    all_methods = [*methods.values(), with_ngrams, ngrams_alone]
+    result = replace(make_evaluation(0), methods=all_methods, prompts=1)
+    tau, meaning, machine, outputs = list_findings(result)
     assert tau == (
-        "A chain of 7 drafts, which is what vLLM, SGLang, llama.cpp and transformers verify, commits τ = 1.80 tokens "
-        "per pass of the target."
+        "A chain of 7 drafts, which is what vLLM, SGLang, llama.cpp and transformers verify, "
+        "commits τ = 1.80 tokens per pass of the target."
     )
     assert "at most 1.80 times as fast" in meaning and "a pass over 8 tokens" in meaning
     assert machine == (
-        "On this machine (CPU, 2 threads) the chain is 1.40 times as fast as plain decoding, DDTree 16 is 1.40 times "
-        "as fast, DDTree + n-grams 64 is 1.90 times as fast, n-grams alone 64 is 0.80 times as fast (slower)."
+        "On this machine (CPU, 2 threads) the chain is 1.40 times as fast as plain decoding, "
+        "DDTree 16 is 1.40 times as fast, DDTree + n-grams 64 is 1.90 times as fast, "
+        "n-grams alone 64 is 0.80 times as fast (slower)."
     )
     assert outputs == "On the one prompt every method wrote exactly what plain decoding wrote."
-    assert headline(result) == " ".join(findings(result))
-    assert result.fastest == ours
+    assert format_headline(result) == " ".join(list_findings(result))
+    assert result.best_drafter_method == with_ngrams
 
 
 @pytest.mark.parametrize(
-    "known, title",
+    "fields, title",
     [
         ({}, "A drafter for embedded, step 300"),
         (
@@ -210,30 +224,45 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
         ({"drafter": "runs/mine", "step": None}, "Drafter runs/mine for embedded"),
     ],
 )
-def test_a_reports_title_names_drafter_target_and_day(tmp_path, known, title):
-    text = write_report(tmp_path, [replace(made_up(300), **known)]).read_text()
+def test_a_reports_title_names_drafter_target_and_day(tmp_path, fields, title):
+    text = write_report(tmp_path, [replace(make_evaluation(300), **fields)]).read_text()
     assert f"<title>{title}</title>" in text and f"<h1>{title}</h1>" in text
     lead = re.search('<p class="lead">(.*)</p>', text)[1]
     assert lead.count(". ") == 2 and lead.endswith("."), "three sentences"
 
 
-def test_headline_is_as_plain_about_bad_news():
-    assert "1.40 times as fast" in headline(made_up(0))
-    assert "exactly what plain decoding wrote" in headline(made_up(0))
-    assert "0.80 times as fast (slower)" in headline(made_up(0, speedup=0.8))
-    bad = headline(made_up(0, identical=False))
-    assert "DDTree 16, DDTree 64 differ" in bad
-    assert "exactly" not in bad
+def test_the_headline_reports_slowdowns_and_wrong_outputs():
+    assert "1.40 times as fast" in format_headline(make_evaluation(0))
+    assert "exactly what plain decoding wrote" in format_headline(make_evaluation(0))
+    assert "0.80 times as fast (slower)" in format_headline(make_evaluation(0, speedup=0.8))
+    wrong = format_headline(make_evaluation(0, identical=False))
+    assert "DDTree 16, DDTree 64 differ" in wrong
+    assert "exactly" not in wrong
+
+
+def check_samples(result: Evaluation) -> None:
+    """Check that pieces add up to the completions, and that the example is a tree with one accepted
+    path."""
+    sample, _ = result.samples
+    assert "".join(text for text, kind in sample.pieces if kind != "rejected") == sample.completion
+    assert any(kind == "rejected" for _, kind in sample.pieces)
+    assert sum(sample.accepted) == 9
+
+    nodes = result.example.nodes
+    assert nodes[0].parent == 0
+    assert nodes[0].accepted
+    assert 1 < len(nodes) <= 9
+    for i, node in enumerate(nodes[1:], 1):
+        assert node.parent < i
+        assert 0 < node.probability <= 1.0001
+    accepted_parents = [node.parent for node in nodes[1:] if node.accepted]
+    assert all(nodes[parent].accepted for parent in accepted_parents)
+    assert len(set(accepted_parents)) == len(accepted_parents)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_evaluation_adds_up(shallow_target, temperature):
-    import torch
-
-    from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
-
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     ids = [
         shallow_target.tokenizer(text)["input_ids"]
@@ -253,9 +282,8 @@ def test_evaluation_adds_up(shallow_target, temperature):
     )
     total = 3 if temperature else 4
     assert calls == [(done, total) for done in range(1, total + 1)]
-    assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][
-        : 1 if temperature else 2
-    ]
+    other_names = ["outside"] if temperature else ["outside", "temperature 0.7"]
+    assert [each.prompt_set_name for each in result.other_evaluations] == other_names
     assert result.same_output
     assert [(method.name, method.budget) for method in result.methods] == [
         ("plain", 0),
@@ -266,38 +294,32 @@ def test_evaluation_adds_up(shallow_target, temperature):
         ("n-grams alone", 30),
     ]
     assert result.methods[1].identical is (None if temperature else True)
-    assert result.plain.name in ("plain", "generate") and result.plain.speedup == 1
+    assert (
+        result.fastest_baseline.name in ("plain", "generate")
+        and result.fastest_baseline.speedup == 1
+    )
     for method in result.methods:
-        assert [one.kind for one in method.prompts] == ["heads", "bodies"]
+        assert [prompt.kind for prompt in method.prompts] == ["heads", "bodies"]
         assert method.tokens == 18
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)
     assert result.methods[0].tau == result.methods[1].tau == 1
-    orders = result.trees.orders if result.trees else ()
-    replayed = {(one.method, one.nodes): one.tau for one in orders if one.by == "drafter"}
+    replayed = result.tree_study.results if result.tree_study else ()
+    replayed_taus = {
+        (each.method, each.nodes): each.tau for each in replayed if each.ranking == "drafter"
+    }
     assert bool(replayed) == (temperature == 0)
-    assert all(one.tau == replayed.get((one.name, one.budget), one.tau) for one in result.methods)
-    assert ("| replayed" in table(result)) == (temperature == 0)
-    sample, _ = result.samples
-    assert "".join(text for text, kind in sample.pieces if kind != "rejected") == sample.completion
-    assert any(kind == "rejected" for _, kind in sample.pieces)
-    nodes = result.example.nodes
-    assert nodes[0].parent == 0 and nodes[0].accepted and 1 < len(nodes) <= 9
-    assert all(
-        node.parent < i and 0 < node.probability <= 1.0001 for i, node in enumerate(nodes[1:], 1)
-    )
-    assert all(nodes[node.parent].accepted for node in nodes if node.accepted)
-    children = [
-        [node.parent for node in nodes[1:] if node.accepted].count(i) for i in range(len(nodes))
-    ]
-    assert max(children) <= 1 and "redacted" not in json.dumps(to_json(result))
-    assert sum(sample.accepted) == 9
+    for method in result.methods:
+        assert method.tau == replayed_taus.get((method.name, method.budget), method.tau)
+    assert ("| replayed" in format_evaluation(result)) == (temperature == 0)
+    assert "redacted" not in json.dumps(to_json(result))
+    check_samples(result)
 
 
 def test_an_evaluation_is_read_as_it_was_written(tmp_path):
-    """Absent columns are left out, unknown ones ignored, and a file of something else is refused by
-    name."""
-    for evaluation in (made_up(3), replace(made_up(0), step=None)):
+    """Fields that are None are left out, unknown keys are ignored, and a file with other content is
+    refused by name."""
+    for evaluation in (make_evaluation(3), replace(make_evaluation(0), step=None)):
         write_result(tmp_path / "evaluation.json", evaluation)
         assert read_result(tmp_path / "evaluation.json", Evaluation) == evaluation
         data = json.loads((tmp_path / "evaluation.json").read_text())
@@ -311,7 +333,7 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
 
 
 def test_an_evaluation_of_an_earlier_commit_is_read(tmp_path):
-    """The keys of evaluation.json as commit 8ca1fa3 wrote them; ad9898d's more."""
+    """The keys of evaluation.json as commit 8ca1fa3 wrote them, and more keys of ad9898d."""
     method = {
         "name": "plain",
         "budget": 0,

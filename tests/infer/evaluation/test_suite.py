@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import infer.evaluation.suite
-from data.suites import SETS, Questions, SuiteConfig, said
+from data.suites import DDTREE_QUESTION_SETS, LoadedQuestionSet, SuiteConfig, build_user_turns
 from infer import generate, load_drafter, load_target, save_drafter
 from infer.cli.eval import EvalCommand, run as run_eval
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
-from infer.drafters.base import new_drafter
-from infer.evaluation.measuring import variants
-from infer.evaluation.published import published
-from infer.evaluation.suite import ask, evaluate_suite
+from infer.drafters.build import create_drafter
+from infer.evaluation.measurement import list_variants
+from infer.evaluation.published import find_published_result
+from infer.evaluation.suite import answer_questions, evaluate_suite
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, shallow_target, random_qwen3):
+def suite_folder(tmp_path_factory, shallow_target, random_qwen3):
     """A folder with a random target called Qwen3-4B, a drafter for it, and a question of every set,
     two of Alpaca's."""
     from infer.targets.target import Target
@@ -30,38 +30,73 @@ def place(tmp_path_factory, shallow_target, random_qwen3):
     model.save_pretrained(folder / "Qwen3-4B")
     shallow_target.tokenizer.save_pretrained(folder / "Qwen3-4B")
     target = Target(model, shallow_target.tokenizer)
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), target)
-    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4), target)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm_start=True)
     save_drafter(drafter.config, drafter.state_dict(), folder / "checkpoint" / "drafter")
-    for one in SETS:
-        row = dict.fromkeys(one.columns, "What is it?")
-        rows = [row | {one.columns[0]: "Say."}]
-        if one.name == "mt-bench":
+    for question_set in DDTREE_QUESTION_SETS:
+        row = dict.fromkeys(question_set.columns, "What is it?")
+        rows = [row | {question_set.columns[0]: "Say."}]
+        if question_set.name == "mt-bench":
             rows = [{"prompt": ["Say.", "Say more."]}]
-        if one.name == "alpaca":
+        if question_set.name == "alpaca":
             rows.append({"instruction": "Tell.", "input": ""})
-        (folder / f"{one.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{question_set.name}.jsonl").write_text(lines)
     return folder
 
 
 @pytest.fixture
-def command(place, tmp_path):
+def command(suite_folder, tmp_path):
     return EvalCommand(
-        checkpoint=str(place / "checkpoint"),
+        checkpoint=str(suite_folder / "checkpoint"),
         out=str(tmp_path / "out"),
-        target=TargetConfig(path=str(place / "Qwen3-4B"), dtype="float32", device="cpu"),
+        target=TargetConfig(path=str(suite_folder / "Qwen3-4B"), dtype="float32", device="cpu"),
         evaluation=EvaluationConfig(max_new_tokens=5, budgets=[3, 6]),
-        suite=SuiteConfig("ddtree", str(place)),
+        suite=SuiteConfig("ddtree", str(suite_folder)),
     )
 
 
-def tables(text: str) -> list[list[list[str]]]:
+def parse_tables(text: str) -> list[list[list[str]]]:
     """The Markdown tables of a text, as cells."""
     blocks = [block for block in text.split("\n\n") if block.startswith("|")]
     return [
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.split("\n")]
         for block in blocks
     ]
+
+
+def check_set(result: dict, row: list[str], method_cells: list[str]) -> None:
+    """Check a set of suite.json against its rows in both tables."""
+    name = result["set"]
+    answers = 2 if name in ("mt-bench", "alpaca") else 1
+    assert result["questions"] == (2 if name == "alpaca" else 1)
+    assert result["answers"] == answers
+    assert result["left_out"] == 0
+    methods = {(method["name"], method["budget"]): method for method in result["result"]["methods"]}
+    baselines = {("plain", 0), ("generate", 0)}
+    drafting = {("chain", 3), ("ddtree", 3), ("ddtree", 6), ("n-grams alone", 6)}
+    assert set(methods) == baselines | drafting
+    for method in methods.values():
+        if method["name"] != "generate":
+            assert method["same"] == answers  # in float32, also of sampled answers
+    assert row[1] == str(answers)
+    assert row[-1] == f"{answers}/{answers}"
+
+    paper = find_published_result("Qwen3-4B", result["temperature"], name)
+    assert row[4] == f"{paper.chain_speedup:.2f}x"
+    assert row[6] == f"{paper.chain_tau:.2f}"
+    assert row[9] == f"{paper.ddtree_speedup:.2f}x"
+    assert row[11] == f"{paper.ddtree_tau:.2f}"
+
+    chain = methods["chain", 3]
+    tau = f"{chain['tau_prompt_mean']:.2f}"
+    speedup = f"{chain['decoding_speedup']:.2f}x"
+    assert row[3] == speedup
+    assert row[5] == tau
+    assert method_cells[1] == f"{tau}, {speedup}"
+    trees = [method for method in methods.values() if method["name"] == "ddtree"]
+    best_tree = max(trees, key=lambda method: method["decoding_speedup"])
+    assert row[7:9] == [str(best_tree["budget"]), f"{best_tree['decoding_speedup']:.2f}x"]
 
 
 @pytest.mark.robustness
@@ -73,82 +108,55 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(
     out = Path(command.out)
     text = (out / "suite.md").read_text()
     assert text in capsys.readouterr().out
+    assert "arXiv:2604.12989" in text
     suite = json.loads((out / "suite.json").read_text())
-    measured = {(one["set"], one["temperature"]): one for one in suite["sets"]}
-    titles = [one.title for one in SETS]
-    found = tables(text)
-    assert len(found) == 4 and "arXiv:2604.12989" in text  # two for each temperature
-    for temperature, best, every in ((0.0, *found[:2]), (1.0, *found[2:])):
-        assert len({len(row) for row in best}) == len({len(row) for row in every}) == 1
-        assert (
-            [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
-        )
-        assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6", "n-grams alone 6"]
-        for one, row, methods in zip(SETS, best[2:], every[2:], strict=False):
-            entry = measured[one.name, temperature]
-            answers = 2 if one.name in ("mt-bench", "alpaca") else 1
-            assert (entry["questions"], entry["answers"]) == (1 + (one.name == "alpaca"), answers)
-            assert entry["left_out"] == 0
-            lines = {(m["name"], m["budget"]): m for m in entry["result"]["methods"]}
-            trees = {("ddtree", 3), ("ddtree", 6), ("n-grams alone", 6)}
-            assert set(lines) == {("plain", 0), ("generate", 0), ("chain", 3)} | trees
-            assert all(
-                m["same"] == answers for m in lines.values() if m["name"] != "generate"
-            )  # float32: sampled too
-            assert row[1] == str(answers) and row[-1] == f"{answers}/{answers}"
-            paper = published("Qwen3-4B", temperature, one.name)
-            assert row[4] == f"{paper.chain_speedup:.2f}x" and row[6] == f"{paper.chain_tau:.2f}"
-            assert row[9] == f"{paper.ddtree_speedup:.2f}x" and row[11] == f"{paper.ddtree_tau:.2f}"
-            chain = lines["chain", 3]
-            assert row[3] == f"{chain['decoding_speedup']:.2f}x"
-            assert row[5] == f"{chain['tau_prompt_mean']:.2f}"
-            best_tree = max(
-                (m for m in lines.values() if m["name"] == "ddtree"),
-                key=lambda m: m["decoding_speedup"],
-            )
-            assert row[7:9] == [str(best_tree["budget"]), f"{best_tree['decoding_speedup']:.2f}x"]
-            assert methods[1] == f"{chain['tau_prompt_mean']:.2f}, {chain['decoding_speedup']:.2f}x"
-        mean = (
-            sum(
-                measured[one.name, temperature]["result"]["methods"][2]["tau_prompt_mean"]
-                for one in SETS
-            )
-            / 10
-        )
-        assert best[-1][5] == f"{mean:.2f}"
-    assert found[0][-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
+    results = {(result["set"], result["temperature"]): result for result in suite["sets"]}
+    titles = [*(question_set.title for question_set in DDTREE_QUESTION_SETS), "**mean**"]
+    greedy_best, greedy_methods, sampled_best, sampled_methods = parse_tables(text)
+    for temperature, best, all_methods in (
+        (0.0, greedy_best, greedy_methods),
+        (1.0, sampled_best, sampled_methods),
+    ):
+        assert len({len(row) for row in best}) == 1
+        assert len({len(row) for row in all_methods}) == 1
+        assert [row[0] for row in best[2:]] == [row[0] for row in all_methods[2:]] == titles
+        assert all_methods[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6", "n-grams alone 6"]
+        chain_taus = []
+        for question_set, row, cells in zip(
+            DDTREE_QUESTION_SETS, best[2:], all_methods[2:], strict=False
+        ):
+            result = results[question_set.name, temperature]
+            check_set(result, row, cells)
+            chain_taus.append(result["result"]["methods"][2]["tau_prompt_mean"])
+        assert best[-1][5] == f"{sum(chain_taus) / 10:.2f}"
+    assert greedy_best[-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
 
     decoded = []
-    decode = infer.evaluation.suite.measure
+    decode = infer.evaluation.suite.measure_variants
     monkeypatch.setattr(
-        infer.evaluation.suite, "measure", lambda *a: decoded.append(a[3]) or decode(*a)
+        infer.evaluation.suite, "measure_variants", lambda *a: decoded.append(a[3]) or decode(*a)
     )
     run_eval(command)
-    assert not decoded and (out / "suite.md").read_text() == text
-    with pytest.raises(
-        ValueError,
-        match=r"gsm8k-0\.json was measured with another max_new_tokens: give another out=",
-    ):
-        run_eval(
-            replace(
-                command,
-                suite=replace(command.suite, sets=["gsm8k"]),
-                evaluation=replace(command.evaluation, max_new_tokens=6),
-            )
-        )
+    assert not decoded
+    assert (out / "suite.md").read_text() == text
+    command.suite = replace(command.suite, sets=["gsm8k"])
+    command.evaluation = replace(command.evaluation, max_new_tokens=6)
+    message = r"gsm8k-0\.json was measured with another max_new_tokens: give another out="
+    with pytest.raises(ValueError, match=message):
+        run_eval(command)
     assert not decoded
 
 
-def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
-    """No question begins when the time is over, and the table says so; a set that was cut is no
-    finished one."""
+def test_a_suite_respects_its_time_limit(command, monkeypatch):
+    """No question begins after the time limit, and the table says so; a set that was cut is not
+    finished."""
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
     command.evaluation = replace(command.evaluation, max_minutes=1e-6)
     run_eval(command)
     text = Path(command.out, "suite.md").read_text()
     assert "Alpaca: evaluation.max_minutes=1e-06 had time for 1 of 2 prompts" in text
     assert "AIME 2024: " not in text
-    monkeypatch.setattr(infer.evaluation.suite, "measure", None)
+    monkeypatch.setattr(infer.evaluation.suite, "measure_variants", None)
     run_eval(command)  # as it was
     command.evaluation = replace(command.evaluation, max_minutes=None)
     with pytest.raises(
@@ -168,7 +176,7 @@ def test_prompts_of_the_embedded_target_are_for_it_alone(command):
 
 def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
-    decode = infer.evaluation.suite.measure
+    decode = infer.evaluation.suite.measure_variants
     sizes = []
 
     def stopped(*arguments):
@@ -177,19 +185,19 @@ def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
             raise KeyboardInterrupt
         return decode(*arguments)
 
-    monkeypatch.setattr(infer.evaluation.suite, "measure", stopped)
+    monkeypatch.setattr(infer.evaluation.suite, "measure_variants", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_eval(command)
     run_eval(command)
     assert len(sizes) == 3
-    rows = tables(Path(command.out, "suite.md").read_text())[0][2:]
+    rows = parse_tables(Path(command.out, "suite.md").read_text())[0][2:]
     assert [row[0] for row in rows] == ["AIME 2024", "Alpaca", "**mean**"]
 
 
-def test_another_drafter_under_the_same_name_is_noticed(command, place):
-    command.suite = SuiteConfig("ddtree", str(place), ["aime24"], temperatures=[0.0])
+def test_another_drafter_under_the_same_name_is_noticed(command, suite_folder):
+    command.suite = SuiteConfig("ddtree", str(suite_folder), ["aime24"], temperatures=[0.0])
     command.checkpoint = command.out + "-checkpoint"
-    drafter = load_drafter(place / "checkpoint")
+    drafter = load_drafter(suite_folder / "checkpoint")
     for _ in range(2):
         weights = drafter.state_dict()
         save_drafter(drafter.config, weights, Path(command.checkpoint))
@@ -200,20 +208,24 @@ def test_another_drafter_under_the_same_name_is_noticed(command, place):
             assert "another drafter" in str(error)
             return
         last += 1
-    raise AssertionError("the second drafter's figures were taken for the first one's")
+    raise AssertionError("the second drafter's results were taken for the first one's")
 
 
-def test_turns_are_asked_with_the_models_own_answers(place):
-    """Against chats made by hand, one text at a time."""
-    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
-    drafter = load_drafter(place / "checkpoint")
-    chats = [said(["One.", "Two.", "Three."]), said(["Four."]), said(["Five.", "Six."])]
+def test_turns_are_asked_with_the_models_own_answers(suite_folder):
+    """Compared with chats that are continued here, one sequence at a time."""
+    target = load_target(str(suite_folder / "Qwen3-4B"), dtype="float32", device="cpu")
+    drafter = load_drafter(suite_folder / "checkpoint")
+    chats = [
+        build_user_turns(["One.", "Two.", "Three."]),
+        build_user_turns(["Four."]),
+        build_user_turns(["Five.", "Six."]),
+    ]
     options = EvaluationConfig(max_new_tokens=7, budgets=[5])
     calls = []
-    questions = Questions("", "", chats)
-    methods = variants(drafter, options)
-    results, left_out = ask(
-        target, drafter, questions, False, methods, lambda *done: calls.append(done)
+    questions = LoadedQuestionSet("", "", chats)
+    variants = list_variants(drafter, options)
+    results, left_out = answer_questions(
+        target, drafter, questions, False, variants, lambda *done: calls.append(done)
     )
     expected = []
     for chat in chats:
@@ -225,75 +237,81 @@ def test_turns_are_asked_with_the_models_own_answers(place):
             messages.append({"role": "assistant", "content": answer.text})
     assert left_out == 0 and calls == [(1, 3), (2, 3), (3, 3), (1, 2), (2, 2), (1, 1)]
     for measured in results:
-        assert sorted((text.prompt, text.ids) for text in measured.texts) == sorted(expected)
+        assert sorted((text.prompt, text.ids) for text in measured.sequences) == sorted(expected)
 
 
-def test_questions_that_do_not_fit_are_left_out_and_counted(place):
-    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
-    drafter = load_drafter(place / "checkpoint")
+def test_questions_that_do_not_fit_are_left_out_and_counted(suite_folder):
+    target = load_target(str(suite_folder / "Qwen3-4B"), dtype="float32", device="cpu")
+    drafter = load_drafter(suite_folder / "checkpoint")
     options = EvaluationConfig(max_new_tokens=6, budgets=[2])
     chats = [
-        said(["word " * 600]),
-        said(["Short.", "word " * 600, "Never asked."]),
-        said(["A.", "B.", "C."]),
+        build_user_turns(["word " * 600]),
+        build_user_turns(["Short.", "word " * 600, "Never asked."]),
+        build_user_turns(["A.", "B.", "C."]),
     ]
-    questions = Questions("", "", chats)
-    methods = variants(drafter, options)
-    results, left_out = ask(target, drafter, questions, False, methods, lambda done, total: None)
-    assert left_out == 3 and len(results[0].texts) == 1 + 3
+    questions = LoadedQuestionSet("", "", chats)
+    variants = list_variants(drafter, options)
+    results, left_out = answer_questions(
+        target, drafter, questions, False, variants, lambda done, total: None
+    )
+    assert left_out == 3 and len(results[0].sequences) == 1 + 3
     with pytest.raises(
         ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"
     ):
         evaluate_suite(
             target,
             drafter,
-            str(place / "checkpoint"),
-            [Questions("long", "Long", chats[:1])],
-            SuiteConfig("files", str(place), temperatures=[0.0]),
+            str(suite_folder / "checkpoint"),
+            [LoadedQuestionSet("long", "Long", chats[:1])],
+            SuiteConfig("files", str(suite_folder), temperatures=[0.0]),
             options,
-            place / "long",
+            suite_folder / "long",
         )
 
 
-def test_a_target_without_a_template_reads_plain_text(place):
-    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
+def test_a_target_without_a_template_reads_plain_text(suite_folder):
+    target = load_target(str(suite_folder / "Qwen3-4B"), dtype="float32", device="cpu")
     target.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
     assert (
-        target.tokenizer.decode(infer.evaluation.suite.prompt_ids(target, messages, False))
+        target.tokenizer.decode(infer.evaluation.suite.encode_chat(target, messages, False))
         == "One.\n\nTwo.\n\n"
     )
 
 
-def test_published_figures_are_whole_and_only_for_their_models():
+def test_published_results_are_complete_and_only_for_their_models():
     for temperature in (0.0, 1.0):
-        for one in SETS:
+        for question_set in DDTREE_QUESTION_SETS:
             for model in ("qwen3-4b", "qwen3-8b", "qwen3-coder-30b-a3b-instruct"):
-                theirs = published(f"Some/{model.upper()}", temperature, one.name)
+                paper = find_published_result(
+                    f"Some/{model.upper()}", temperature, question_set.name
+                )
                 # "DDTree improves every entry in Table 1"
-                assert 1 < theirs.chain_speedup < theirs.ddtree_speedup < theirs.ddtree_tau < 16
-                assert theirs.chain_speedup < theirs.chain_tau < theirs.ddtree_tau
-    assert published("Qwen/Qwen3-8B", 0.0, "math500").ddtree_tau == 10.73
-    assert published("/models/Qwen3-8B/", 1.0, "mt-bench").ddtree_speedup == 3.75
+                assert 1 < paper.chain_speedup < paper.ddtree_speedup < paper.ddtree_tau < 16
+                assert paper.chain_speedup < paper.chain_tau < paper.ddtree_tau
+    assert find_published_result("Qwen/Qwen3-8B", 0.0, "math500").ddtree_tau == 10.73
+    assert find_published_result("/models/Qwen3-8B/", 1.0, "mt-bench").ddtree_speedup == 3.75
     for target, temperature, name in (
         ("Qwen/Qwen3-8B-Base", 0.0, "gsm8k"),
         ("Qwen/Qwen3-8B", 0.6, "gsm8k"),
         ("Qwen/Qwen3-8B", 0.0, "qa"),
     ):
-        assert published(target, temperature, name) is None
+        assert find_published_result(target, temperature, name) is None
 
 
 def test_there_is_no_column_of_the_paper_where_it_has_nothing(command, tmp_path):
     """Own questions, asked with prompt lookup, which has no weights."""
-    (tmp_path / "own").mkdir()
+    (tmp_path / "questions").mkdir()
     for name in ("a", "b"):
-        (tmp_path / "own" / f"{name}.jsonl").write_text(json.dumps({"turns": ["Say."]}) + "\n")
-    command.suite = SuiteConfig("files", str(tmp_path / "own"), temperatures=[0.0])
+        (tmp_path / "questions" / f"{name}.jsonl").write_text(
+            json.dumps({"turns": ["Say."]}) + "\n"
+        )
+    command.suite = SuiteConfig("files", str(tmp_path / "questions"), temperatures=[0.0])
     command.checkpoint = "lookup"
     run_eval(command)
     text = Path(command.out, "suite.md").read_text()
     assert "arXiv" not in text
-    best, _ = tables(text)
+    best, _ = parse_tables(text)
     assert [row[0] for row in best[2:]] == ["a", "b", "**mean**"]
     heads = [
         "set",

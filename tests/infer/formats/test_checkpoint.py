@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from infer import load_drafter, load_target, save_drafter
-from infer.attention.masks import block_mask
+from infer.attention.masks import build_training_mask
 from infer.config import DrafterConfig
-from infer.drafters.base import config_for, default_mask_token
+from infer.drafters.build import build_drafter_config, choose_mask_token
 from infer.drafters.dflash.model import DFlash
 
 
@@ -42,9 +42,9 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
         tokenizer = Tokens()
-        end_ids = frozenset()
+        eos_token_ids = frozenset()
 
-    config = config_for(DrafterConfig(layers=5, block_size=16), Stub())
+    config = build_drafter_config(DrafterConfig(layers=5, block_size=16), Stub())
     assert config.dflash_config == {
         "block_size": 16,
         "mask_token_id": 151669,
@@ -58,14 +58,14 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         ({"block_size": 1}, "block_size=1"),
     ):
         with pytest.raises(ValueError, match=word):
-            config_for(DrafterConfig(**options), Stub())
+            build_drafter_config(DrafterConfig(**options), Stub())
 
 
-SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
+SPECIAL_TOKENS = ["<repo_name>", "<file_sep>", "<empty_output>"]
 
 
 @pytest.mark.parametrize(
-    "special, named, padded, used, expected",
+    "special, names, padding, used, expected",
     [
         (["<s>"], {}, 3, [], "beyond"),  # Qwen, gpt-oss, LFM2, OLMo: the vocabulary is padded
         (["<mask>"], {"mask_token": "<mask>"}, 3, [], "<mask>"),
@@ -86,10 +86,10 @@ SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
             "<|reserved_token_163601|>",
         ),  # Kimi
         (["<pad>"], {"pad_token": "<pad>"}, 0, [], "<pad>"),  # which ends nothing
-        (SPECIAL, {"pad_token": "<end>"}, 0, [], "<empty_output>"),  # SmolLM2
-        (SPECIAL, {}, 0, ["<empty_output>"], "<file_sep>"),
+        (SPECIAL_TOKENS, {"pad_token": "<end>"}, 0, [], "<empty_output>"),  # SmolLM2
+        (SPECIAL_TOKENS, {}, 0, ["<empty_output>"], "<file_sep>"),
         (
-            ["<unk>", *SPECIAL[:1]],
+            ["<unk>", *SPECIAL_TOKENS[:1]],
             {"unk_token": "<unk>", "chat_template": "x <repo_name> y"},
             0,
             [],
@@ -100,19 +100,19 @@ SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
         ([], {}, 0, list("abcd"), ValueError),
     ],
 )
-def test_the_mask_token_is_one_that_the_data_do_not_use(special, named, padded, used, expected):
+def test_the_mask_token_is_one_that_the_data_do_not_use(special, names, padding, used, expected):
     vocabulary = {token: i for i, token in enumerate([*"abcd", "<end>"])}
     plain = Tokenizer(models.BPE(vocabulary, []))
     plain.add_special_tokens(["<end>", *special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", **named)
-    size = len(tokenizer) + padded
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", **names)
+    size = len(tokenizer) + padding
     ends = {vocabulary["<end>"]}
-    taken = [tokenizer.convert_tokens_to_ids(token) for token in used]
+    used_ids = [tokenizer.convert_tokens_to_ids(token) for token in used]
     if expected in (None, ValueError):
         with pytest.raises(ValueError, match="mask_token_id=<id>"):
-            default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
+            choose_mask_token(tokenizer, size, ends, (lambda: used_ids) if used else None)
         return
-    mask = default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
+    mask = choose_mask_token(tokenizer, size, ends, (lambda: used_ids) if used else None)
     assert (
         tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond"
     ) == expected
@@ -128,10 +128,10 @@ def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
     positions = torch.arange(20)[None]
     with torch.no_grad():
         out = target.model(ids, output_hidden_states=True)
-        mask = block_mask(positions, torch.zeros_like(ids), width=1)
+        mask = build_training_mask(positions, torch.zeros_like(ids), width=1)
         features = out.hidden_states[3]
         hidden = drafter(features, positions, features, positions, mask)
-        assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)
+        assert torch.allclose(target.compute_logits(hidden), out.logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("anchor", [None, True])
@@ -139,14 +139,14 @@ def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
 def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(make_tiny, block_size, anchor):
     options = {"target_layer_ids": [1], "conv_kernel_size": 2, "sample_from_anchor": anchor}
     target, drafter = make_tiny(depth=4, layers=1, block_size=block_size, **options)
-    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm_start=True)
     assert torch.equal(
-        drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight
+        drafter.layers[0].self_attn.v_proj.weight, target.decoder.layers[2].self_attn.v_proj.weight
     )
 
 
 def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
-    from infer.utils.checkpoint_run import run_of
+    from infer.utils.checkpoint_run import read_run_config
 
     (tmp_path / "config.json").write_text('{"target": 1}')
     with pytest.raises(
@@ -157,10 +157,10 @@ def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
     best, (_, drafter) = tmp_path / "checkpoints" / "best", make_tiny()
     save_drafter(drafter.config, drafter.state_dict(), best / "drafter")
     assert load_drafter(tmp_path).block_size == load_drafter(best).block_size == drafter.block_size
-    assert run_of(str(tmp_path)) == run_of(str(best)) == {"target": 1}
+    assert read_run_config(str(tmp_path)) == read_run_config(str(best)) == {"target": 1}
 
 
-def test_a_target_that_is_a_file_or_lacks_its_config_is_said_so(tmp_path):
+def test_a_target_that_is_a_file_or_lacks_its_config_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no config.json in that folder"):
         load_target(str(tmp_path))
     file = tmp_path / "model.safetensors"

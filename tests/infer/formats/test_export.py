@@ -13,34 +13,42 @@ from infer import load_drafter, load_target, save_drafter
 from infer.cli.check import CheckCommand, run as run_check
 from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.build import create_drafter
 from infer.drafters.dflash.model import DFlash
-from infer.formats.compatibility import Verdict, check_folder, describe_export
+from infer.formats.compatibility import EngineVerdict, check_engines, describe_export
 from infer.formats.export import export_drafter
-from infer.targets.loading import EMBEDDED
+from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.hydra_app import run_command
 
-VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, ANGELSLIM, OURS = range(7)
+(
+    VLLM_INDEX,
+    SGLANG_INDEX,
+    SPECULATORS_INDEX,
+    AUTHORS_INDEX,
+    TRANSFORMERS_INDEX,
+    ANGELSLIM_INDEX,
+    BLOCKDRAFT_INDEX,
+) = range(7)
 
 
-def marginals(target, drafter) -> torch.Tensor:
-    """(L, V) of a block behind twelve tokens."""
+def draft_marginals(target, drafter) -> torch.Tensor:
+    """Return the marginals (L, V) of a block after twelve tokens."""
     ids = torch.arange(12)[None] * 5
-    features = target.packed_features(
+    features = target.compute_packed_features(
         ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids
     ).context
-    state = drafter.state(1, 40)
+    state = drafter.allocate_state(1, 40)
     with state.add(1) as row:
         drafter.update_context(target, features.to(drafter.norm.weight), ids, [12], row)
     return drafter.draft_block(target, torch.tensor([7]), state).marginals[0]
 
 
-def engines(path, **options) -> list[bool]:
-    """Which of the engines would load it, in the order of the names above."""
-    return [not verdict.problems for verdict in check_folder(path, **options)]
+def list_loading(path, **options) -> list[bool]:
+    """Return for each engine, in the order of the indices above, whether it would load a folder."""
+    return [not verdict.problems for verdict in check_engines(path, **options)]
 
 
-def slide(drafter):
+def make_sliding(drafter):
     """The same weights, with a first layer that slides over 6 positions."""
 
     config = drafter.config
@@ -58,17 +66,17 @@ def slide(drafter):
 def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, sliding):
     target, drafter = make_tiny(dtype)
     if sliding:
-        drafter = slide(drafter).to(dtype)
-    expected = marginals(target, drafter)
+        drafter = make_sliding(drafter).to(dtype)
+    expected = draft_marginals(target, drafter)
     export_drafter(drafter, "dflash", None, tmp_path / "dflash")
-    assert torch.equal(marginals(target, load_drafter(tmp_path / "dflash")), expected)
-    assert engines(tmp_path / "dflash") == [True, True, False, True, False, False, True]
+    assert torch.equal(draft_marginals(target, load_drafter(tmp_path / "dflash")), expected)
+    assert list_loading(tmp_path / "dflash") == [True, True, False, True, False, False, True]
     export_drafter(drafter, "speculators", target, tmp_path / "speculators")
     again = load_drafter(tmp_path / "speculators")
-    assert torch.equal(marginals(target, again), expected)
+    assert torch.equal(draft_marginals(target, again), expected)
     assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
     # of sliding layers beside full ones, vLLM makes all causal
-    assert engines(tmp_path / "speculators") == [
+    assert list_loading(tmp_path / "speculators") == [
         False,
         False,
         not sliding,
@@ -108,16 +116,18 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     ids = torch.arange(9)
     assert torch.equal(ends.embed(ids), target.embed(ids))
     assert not torch.allclose(target.embed(ids[1:]), target.embedding.weight[1:9])
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     export_drafter(drafter, "speculators", ends, tmp_path / "out")
     again = load_drafter(tmp_path / "out")
-    expected = marginals(target, drafter)
+    expected = draft_marginals(target, drafter)
     assert torch.allclose(
-        marginals(target, again), expected, atol=1e-5
+        draft_marginals(target, again), expected, atol=1e-5
     )  # a head of its own, another order of sums
     export_drafter(again, "dflash", ends, tmp_path / "back")
-    assert torch.allclose(marginals(target, load_drafter(tmp_path / "back")), expected, atol=1e-5)
+    assert torch.allclose(
+        draft_marginals(target, load_drafter(tmp_path / "back")), expected, atol=1e-5
+    )
 
 
 def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(make_tiny, tmp_path):
@@ -125,15 +135,15 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
     all."""
     target, drafter = make_tiny(draft_vocab_size=30)
     drafter.d2t.copy_(torch.arange(30) * 2)
-    expected = marginals(target, drafter)
+    expected = draft_marginals(target, drafter)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
-    assert torch.equal(marginals(target, load_drafter(tmp_path / "ours")), expected)
-    assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
+    assert torch.equal(draft_marginals(target, load_drafter(tmp_path / "ours")), expected)
+    assert list_loading(tmp_path / "ours") == [False, False, False, False, False, False, True]
     export_drafter(load_drafter(tmp_path / "ours"), "speculators", target, tmp_path / "out")
-    assert engines(tmp_path / "out") == [False, False, True, False, False, False, True]
+    assert list_loading(tmp_path / "out") == [False, False, True, False, False, False, True]
     again = load_drafter(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(marginals(target, again), expected)
+    assert torch.equal(draft_marginals(target, again), expected)
     assert torch.equal(stored["lm_head.weight"], target.head_weight[stored["t2d"]])
     assert stored["t2d"].sum() == 30
     assert (
@@ -143,20 +153,20 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
     )
     for format in ("dflash", "transformers", "gguf"):
         export_drafter(again, format, target, tmp_path / format)
-        whole = load_drafter(tmp_path / format)
-        known = marginals(target, whole)[..., again.vocabulary.tokens]
-        assert whole.d2t is None
-        assert torch.allclose(known.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
+        exported_drafter = load_drafter(tmp_path / format)
+        restricted = draft_marginals(target, exported_drafter)[..., again.vocabulary.tokens]
+        assert exported_drafter.d2t is None
+        assert torch.allclose(restricted.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
     _, headed = make_tiny(draft_vocab_size=30, head=HeadConfig("markov", rank=8))
-    with pytest.raises(ValueError, match="conditional head knows a part of the vocabulary only"):
+    with pytest.raises(ValueError, match="conditional head has a reduced vocabulary"):
         export_drafter(headed, "dspark", target, tmp_path / "no")
 
 
-def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
+def test_what_a_layout_cannot_express_is_refused(make_tiny, tmp_path):
     target, drafter = make_tiny()
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(drafter, "speculators", None, tmp_path / "no")
-    own = dict(drafter.config.dflash_config)
+    original_keys = dict(drafter.config.dflash_config)
     for format, changes, word in (
         ("speculators", {"causal": True}, r"dflash_config\.causal"),
         ("transformers", {"causal": True}, "causal inside the block"),
@@ -164,18 +174,19 @@ def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
         ("transformers", {"sample_from_anchor": True}, "sample_from_anchor"),
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
     ):
-        drafter.config.dflash_config = own | changes
+        drafter.config.dflash_config = original_keys | changes
         with pytest.raises(ValueError, match=word):
             export_drafter(DFlash(drafter.config), format, target, tmp_path / "no")
     assert not (tmp_path / "no").exists()
-    drafter.config.dflash_config = own | {"causal": True}
+    drafter.config.dflash_config = original_keys | {"causal": True}
     export_drafter(
         DFlash(drafter.config), "dflash", None, tmp_path / "causal"
-    )  # vLLM has a word for it, SGLang has not
-    verdicts = check_folder(tmp_path / "causal")
-    assert verdicts[VLLM].problems == verdicts[AUTHORS].problems == []
+    )  # vLLM has a key for it, SGLang has not
+    verdicts = check_engines(tmp_path / "causal")
+    assert verdicts[VLLM_INDEX].problems == verdicts[AUTHORS_INDEX].problems == []
     assert (
-        "causal is True: SGLang (DFLASH) goes by layer_types alone" in verdicts[SGLANG].problems[0]
+        "causal is True: SGLang (DFLASH) goes by layer_types alone"
+        in verdicts[SGLANG_INDEX].problems[0]
     )
 
 
@@ -199,59 +210,68 @@ def exported(make_tiny, tmp_path):
         weights = dict(originals[layout][1])
         for key, value in (keys or {}).items():
             *path, last = key.split(".")
-            part = config
+            section = config
             for name in path:
-                part = part[name]
-            part[last] = value
+                section = section[name]
+            section[last] = value
             if value is None:
-                del part[last]
+                del section[last]
         for name, tensor in (tensors or {}).items():
             weights[name] = tensor
             if tensor is None:
                 del weights[name]
         (folder / "config.json").write_text(json.dumps(config))
         save_file(weights, folder / "model.safetensors")
-        return [" | ".join(verdict.problems) for verdict in check_folder(folder)]
+        return [" | ".join(verdict.problems) for verdict in check_engines(folder)]
 
     return change
 
 
 def test_check_names_every_key_at_fault(exported):
     assert exported("dflash")[:2] == ["", ""]
-    found = exported("dflash", {"num_target_layers": None})
+    problems = exported("dflash", {"num_target_layers": None})
     assert (
-        "num_target_layers is missing" in found[SGLANG] and "num_target_layers" not in found[VLLM]
+        "num_target_layers is missing" in problems[SGLANG_INDEX]
+        and "num_target_layers" not in problems[VLLM_INDEX]
     )
-    found = exported("dflash", {"dflash_config.mask_token_id": None, "hidden_act": "gelu"})
+    problems = exported("dflash", {"dflash_config.mask_token_id": None, "hidden_act": "gelu"})
     for word in ("mask_token_id is missing", "hidden_act is 'gelu'"):
-        assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), found
-    found = exported("dflash", {"dflash_config.block_size": None, "block_size": None})
-    assert "block_size is missing" in found[SGLANG]
-    found = exported("dflash", {"dflash_config.block_size": None})
-    assert found[VLLM] == found[SGLANG] == found[OURS] == ""
-    found = exported("dflash", {"architectures": ["DFlashDraftModel", "Other"]})
+        assert all(
+            word in problems[engine] for engine in (VLLM_INDEX, SGLANG_INDEX, BLOCKDRAFT_INDEX)
+        ), problems
+    problems = exported("dflash", {"dflash_config.block_size": None, "block_size": None})
+    assert "block_size is missing" in problems[SGLANG_INDEX]
+    problems = exported("dflash", {"dflash_config.block_size": None})
+    assert problems[VLLM_INDEX] == problems[SGLANG_INDEX] == problems[BLOCKDRAFT_INDEX] == ""
+    problems = exported("dflash", {"architectures": ["DFlashDraftModel", "Other"]})
     assert all(
-        "expected exactly ['DFlashDraftModel']" in found[engine] for engine in (VLLM, SGLANG)
+        "expected exactly ['DFlashDraftModel']" in problems[engine]
+        for engine in (VLLM_INDEX, SGLANG_INDEX)
     )
-    found = exported("dflash", {"model_type": "llama"})
-    assert "model_type is 'llama'" in found[VLLM] and found[OURS] == ""
-    found = exported(
+    problems = exported("dflash", {"model_type": "llama"})
+    assert "model_type is 'llama'" in problems[VLLM_INDEX] and problems[BLOCKDRAFT_INDEX] == ""
+    problems = exported(
         "dflash", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     )
-    assert "use_sliding_window is not true" in found[VLLM] and "use_sliding_window" in found[SGLANG]
-    assert found[OURS] == ""
-    found = exported("dflash", {"dflash_config.target_layer_ids": [1, 6]})
-    assert all(
-        "[1, 6]: the target has layers 0 to 5" in found[engine] for engine in (VLLM, SGLANG, OURS)
+    assert (
+        "use_sliding_window is not true" in problems[VLLM_INDEX]
+        and "use_sliding_window" in problems[SGLANG_INDEX]
     )
-    found = exported("dflash", {"architectures": ["DFlash2DraftModel"]})
+    assert problems[BLOCKDRAFT_INDEX] == ""
+    problems = exported("dflash", {"dflash_config.target_layer_ids": [1, 6]})
     assert all(
-        "selector_rank is missing" in found[engine] for engine in (VLLM, SGLANG, AUTHORS, OURS)
+        "[1, 6]: the target has layers 0 to 5" in problems[engine]
+        for engine in (VLLM_INDEX, SGLANG_INDEX, BLOCKDRAFT_INDEX)
+    )
+    problems = exported("dflash", {"architectures": ["DFlash2DraftModel"]})
+    assert all(
+        "selector_rank is missing" in problems[engine]
+        for engine in (VLLM_INDEX, SGLANG_INDEX, AUTHORS_INDEX, BLOCKDRAFT_INDEX)
     )
 
 
 def test_check_names_every_tensor_at_fault(exported):
-    found = exported(
+    problems = exported(
         "dflash",
         tensors={"norm.weight": None, "fc.weight": torch.zeros(2, 2), "extra": torch.zeros(1)},
     )
@@ -260,41 +280,59 @@ def test_check_names_every_tensor_at_fault(exported):
         "fc.weight [2, 2], expected [32, 64]",
         "unknown tensors: extra",
     ):
-        assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), (word, found)
-    found = exported("dflash", tensors={"lm_head.weight": torch.zeros(97, 32)})
-    assert "ignores lm_head.weight" in found[SGLANG] and found[VLLM] == found[OURS] == ""
-    found = exported("dflash", tensors={"d2t": torch.zeros(97, dtype=torch.int64)})
-    assert "draft_vocab_size" in found[VLLM] and found[OURS] == ""
-    found = exported("dflash", {"draft_vocab_size": 40})
-    assert "lm_head.weight is missing" in found[VLLM] and "missing tensors: d2t" in found[VLLM]
-    assert "missing" not in found[SGLANG]
+        assert all(
+            word in problems[engine] for engine in (VLLM_INDEX, SGLANG_INDEX, BLOCKDRAFT_INDEX)
+        ), (word, problems)
+    problems = exported("dflash", tensors={"lm_head.weight": torch.zeros(97, 32)})
+    assert (
+        "ignores lm_head.weight" in problems[SGLANG_INDEX]
+        and problems[VLLM_INDEX] == problems[BLOCKDRAFT_INDEX] == ""
+    )
+    problems = exported("dflash", tensors={"d2t": torch.zeros(97, dtype=torch.int64)})
+    assert "draft_vocab_size" in problems[VLLM_INDEX] and problems[BLOCKDRAFT_INDEX] == ""
+    problems = exported("dflash", {"draft_vocab_size": 40})
+    assert (
+        "lm_head.weight is missing" in problems[VLLM_INDEX]
+        and "missing tensors: d2t" in problems[VLLM_INDEX]
+    )
+    assert "missing" not in problems[SGLANG_INDEX]
     weights = {f"model.{name}": torch.zeros(1) for name in ("fc.weight", "norm.weight")}
     assert (
         "unknown tensors: model.fc.weight, model.norm.weight"
-        in exported("dflash", tensors=weights)[VLLM]
+        in exported("dflash", tensors=weights)[VLLM_INDEX]
     )
 
 
 def test_check_of_the_speculators_layout(exported):
-    assert [exported("speculators")[i] for i in (SPECULATORS, OURS)] == ["", ""]
+    assert [exported("speculators")[i] for i in (SPECULATORS_INDEX, BLOCKDRAFT_INDEX)] == ["", ""]
     without = {
         "embed_tokens.weight": None,
         "lm_head.weight": None,
     }  # newer ones leave the target's own away
-    assert [exported("speculators", tensors=without)[i] for i in (SPECULATORS, OURS)] == ["", ""]
-    found = exported("speculators", {"speculators_config": None})
-    assert "speculators_config is missing" in found[SPECULATORS] and found[OURS] == ""
-    found = exported("speculators", {"speculators_config.verifier": {}})
-    assert "verifier.name_or_path" in found[SPECULATORS] and found[OURS] == ""
-    found = exported("speculators", {"aux_hidden_state_layer_ids": [0, 3]})
-    assert "[0, 3]: the target has layers 1" in found[SPECULATORS]
-    found = exported("speculators", {"draft_vocab_size": 40})
+    assert [
+        exported("speculators", tensors=without)[i] for i in (SPECULATORS_INDEX, BLOCKDRAFT_INDEX)
+    ] == ["", ""]
+    problems = exported("speculators", {"speculators_config": None})
+    assert (
+        "speculators_config is missing" in problems[SPECULATORS_INDEX]
+        and problems[BLOCKDRAFT_INDEX] == ""
+    )
+    problems = exported("speculators", {"speculators_config.verifier": {}})
+    assert (
+        "verifier.name_or_path" in problems[SPECULATORS_INDEX] and problems[BLOCKDRAFT_INDEX] == ""
+    )
+    problems = exported("speculators", {"aux_hidden_state_layer_ids": [0, 3]})
+    assert "[0, 3]: the target has layers 1" in problems[SPECULATORS_INDEX]
+    problems = exported("speculators", {"draft_vocab_size": 40})
     for word in ("missing tensors: d2t", "lm_head.weight [97, 32], expected [40, 32]"):
-        assert word in found[SPECULATORS] and word in found[OURS]
-    found = exported("speculators", {"transformer_layer_config.hidden_size": None})
-    assert "config.json: hidden_size is missing" in found[SPECULATORS]
-    found = exported("speculators", {"sample_from_anchor": True})
-    assert "sample_from_anchor is true" in found[SPECULATORS] and found[OURS] == ""
+        assert word in problems[SPECULATORS_INDEX] and word in problems[BLOCKDRAFT_INDEX]
+    problems = exported("speculators", {"transformer_layer_config.hidden_size": None})
+    assert "config.json: hidden_size is missing" in problems[SPECULATORS_INDEX]
+    problems = exported("speculators", {"sample_from_anchor": True})
+    assert (
+        "sample_from_anchor is true" in problems[SPECULATORS_INDEX]
+        and problems[BLOCKDRAFT_INDEX] == ""
+    )
 
 
 def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(
@@ -302,7 +340,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(
 ):
     exported("dflash", {"rope_theta": 5e5})
     monkeypatch.setattr(
-        "infer.formats.folders.Folder.load", lambda *names: pytest.fail("tensors were read")
+        "infer.formats.folders.DrafterFolder.load", lambda *names: pytest.fail("tensors were read")
     )
     run_check(CheckCommand(str(tmp_path / "dflash")))  # ends as usual
     assert (
@@ -322,7 +360,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(
 @pytest.fixture
 def checkpoint(embedded, tmp_path):
     """A drafter for the embedded target."""
-    drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()
+    drafter = create_drafter(DrafterConfig(layers=1), embedded).bfloat16()
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "run" / "drafter")
     return str(tmp_path / "run")
 
@@ -345,17 +383,18 @@ def test_a_base_model_is_one_of_the_drafters_sizes(
     ):
         run_export(
             ExportCommand(
-                save(tiny, tmp_path), out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"
+                export_tiny(tiny, tmp_path), out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"
             )
         )
     assert not (tmp_path / "no").exists()
     monkeypatch.setattr(
-        "infer.formats.export.load_config", lambda name: AutoConfig.from_pretrained(EMBEDDED)
+        "infer.formats.export.load_config",
+        lambda name: AutoConfig.from_pretrained(EMBEDDED_TARGET_FOLDER),
     )
     assert check_base_model("they/theirs", embedded) is None
 
 
-def save(drafter, folder) -> str:
+def export_tiny(drafter, folder) -> str:
     """Write a drafter's folder; return its path."""
     export_drafter(drafter, "dflash", None, folder / "tiny")
     return str(folder / "tiny")
@@ -369,12 +408,12 @@ def test_speculators_flag_says_of_all_layers_what_vllm_makes_of_it(make_tiny, tm
     assert raw["sliding_window_non_causal"] is True
     raw["sliding_window_non_causal"] = False
     (tmp_path / "full" / "config.json").write_text(json.dumps(raw))
-    found = check_folder(tmp_path / "full")[SPECULATORS].problems
-    assert len(found) == 1 and "would run every layer with causal True" in found[0]
+    problems = check_engines(tmp_path / "full")[SPECULATORS_INDEX].problems
+    assert len(problems) == 1 and "would run every layer with causal True" in problems[0]
     export_drafter(
-        slide(drafter), "speculators", target, tmp_path / "mixed"
+        make_sliding(drafter), "speculators", target, tmp_path / "mixed"
     )  # no value is right there
-    assert "causal" in check_folder(tmp_path / "mixed")[SPECULATORS].problems[0]
+    assert "causal" in check_engines(tmp_path / "mixed")[SPECULATORS_INDEX].problems[0]
 
 
 def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkeypatch):
@@ -407,7 +446,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
     raw = (tmp_path / "named" / "config.json").read_text()
     with safe_open(
         tmp_path / "named" / "model.safetensors", "pt"
-    ) as written:  # what a later flip is found by
+    ) as written:  # what a later flip is problems by
         assert {"sha256", "config_sha256"} <= written.metadata().keys()
     assert '"name_or_path": "they/theirs"' in raw and str(repo) not in raw
     run_export(
@@ -432,9 +471,9 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
 
 def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
     verdicts = [
-        Verdict("first", []),
-        Verdict("second", ["no words"]),
-        Verdict("third", ["another layout"], reads_layout=False),
+        EngineVerdict("first", []),
+        EngineVerdict("second", ["no words"]),
+        EngineVerdict("third", ["another layout"], reads_layout=False),
     ]
     assert describe_export(verdicts).splitlines() == [
         "loads in    first",
@@ -446,12 +485,12 @@ def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
 
 
 def test_export_options_are_checked():
-    for options, word in (({"format": "onnx"}, "format=onnx"), ({"out": ""}, "out=")):
+    for options, word in (({"format": "onnx"}, "format=onnx"), ({"out": ""}, "out is empty")):
         with pytest.raises(ValueError, match=word):
             ExportCommand(**options).check()
 
 
-CONVERTER = """import sys
+FAKE_CONVERTER = """import sys
 folder, out = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
 if FAILS:
     sys.exit("NotImplementedError: BPE pre-tokenizer was not recognized")
@@ -460,7 +499,7 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 
 
 def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     converter = tmp_path / "convert_hf_to_gguf.py"
     out = tmp_path / "out"
@@ -473,12 +512,12 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
         ValueError, match="llama.cpp's own converter, and converter=.* no such file"
     ):
         run_export(ExportCommand(**options, out=str(out)))
-    converter.write_text(CONVERTER.replace("FAILS", "False"))
+    converter.write_text(FAKE_CONVERTER.replace("FAILS", "False"))
     run_export(ExportCommand(**options, out=str(out)))
-    assert f"--target-model-dir {EMBEDDED}" in (out / "drafter.gguf").read_text()
+    assert f"--target-model-dir {EMBEDDED_TARGET_FOLDER}" in (out / "drafter.gguf").read_text()
     assert "--spec-type draft-dflash --spec-draft-n-max" in (out / "README.md").read_text()
     assert json.loads((out / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
-    converter.write_text(CONVERTER.replace("FAILS", "True"))
+    converter.write_text(FAKE_CONVERTER.replace("FAILS", "True"))
     with pytest.raises(ValueError, match="failed: NotImplementedError: BPE pre-tokenizer"):
         run_export(ExportCommand(**options, out=str(tmp_path / "again")))
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -509,39 +548,44 @@ def test_angelslim_reads_its_two_classes_and_nobody_else_dflares_mixes(make_tiny
         config["dflash_config"].pop("layer_fusion", None)
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         assert torch.equal(
-            marginals(target, load_drafter(tmp_path / name)), marginals(target, drafter)
+            draft_marginals(target, load_drafter(tmp_path / name)), draft_marginals(target, drafter)
         )
-        assert [i for i, fits in enumerate(engines(tmp_path / name)) if fits] == [ANGELSLIM, OURS]
+        assert [i for i, fits in enumerate(list_loading(tmp_path / name)) if fits] == [
+            ANGELSLIM_INDEX,
+            BLOCKDRAFT_INDEX,
+        ]
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
-    assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
+    assert list_loading(tmp_path / "ours") == [False, False, False, False, False, False, True]
     assert torch.equal(
-        marginals(target, load_drafter(tmp_path / "ours")), marginals(target, drafter)
+        draft_marginals(target, load_drafter(tmp_path / "ours")), draft_marginals(target, drafter)
     )
     for format in ("dflash", "speculators", "transformers"):
         with pytest.raises(ValueError, match="each of its layers reads its own mix"):
             export_drafter(drafter, format, target, tmp_path / format)
 
 
-def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
-    with pytest.raises(ValueError, match="chooses among 512 tokens, and llama.cpp has room for 13"):
+def test_gguf_refuses_selectors_that_llama_cpp_does_not_support(tmp_path):
+    with pytest.raises(
+        ValueError, match="chooses among 512 tokens, and llama.cpp supports at most 13"
+    ):
         export_drafter(load_drafter("embedded"), "gguf", None, tmp_path)
 
 
 def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(make_tiny, tmp_path):
     target, drafter = make_tiny(sliding_window=8)
-    expected = marginals(target, drafter)
+    expected = draft_marginals(target, drafter)
     runners = {
-        "dflash": [VLLM, AUTHORS, OURS],
-        "speculators": [SPECULATORS, OURS],
-        "transformers": [NATIVE, OURS],
+        "dflash": [VLLM_INDEX, AUTHORS_INDEX, BLOCKDRAFT_INDEX],
+        "speculators": [SPECULATORS_INDEX, BLOCKDRAFT_INDEX],
+        "transformers": [TRANSFORMERS_INDEX, BLOCKDRAFT_INDEX],
     }
     for format, takers in runners.items():
         export_drafter(drafter, format, target, tmp_path / format)
-        assert [i for i, fits in enumerate(engines(tmp_path / format)) if fits] == takers
-        assert torch.equal(marginals(target, load_drafter(tmp_path / format)), expected)
+        assert [i for i, fits in enumerate(list_loading(tmp_path / format)) if fits] == takers
+        assert torch.equal(draft_marginals(target, load_drafter(tmp_path / format)), expected)
     causal = make_tiny(sliding_window=8, causal=True)[1]
     export_drafter(causal, "dflash", target, tmp_path / "causal")
-    assert engines(tmp_path / "causal") == [True, True, False, True, False, False, True]
+    assert list_loading(tmp_path / "causal") == [True, True, False, True, False, False, True]
     causal.config.rope_parameters["rope_type"] = "llama3"
     with pytest.raises(ValueError, match="format=gguf: .* scaled as Llama 3's"):
         export_drafter(causal, "gguf", target, tmp_path / "gguf")

@@ -24,35 +24,37 @@ def folder(make_tiny, tmp_path):
 
 
 def test_every_flipped_bit_is_named_or_changes_nothing(folder):
-    """Also those in a weight, which no reader of the format would notice."""
-    dice = random.Random(0)
+    """Also one in a weight, which other readers of the format do not notice."""
+    generator = random.Random(0)
     expected = load_drafter(folder)
-    named = 0
+    named_count = 0
     for number in range(120):
         file = folder / ("config.json" if number % 3 == 0 else "model.safetensors")
-        whole = file.read_bytes()
-        place = dice.randrange(1500 if number % 2 else len(whole)) % len(whole)
+        content = file.read_bytes()
+        position = generator.randrange(1500 if number % 2 else len(content)) % len(content)
         file.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :]
+            content[:position]
+            + bytes([content[position] ^ 1 << generator.randrange(8)])
+            + content[position + 1 :]
         )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                found = load_drafter(folder)
+                loaded = load_drafter(folder)
         except (ValueError, FileNotFoundError, UserWarning) as error:
             assert str(folder) in str(error) or file.name in str(error)
-            named += 1
+            named_count += 1
         else:  # a space in config.json, or a letter in the name of a digest
-            assert found.config.to_dict() == expected.config.to_dict()
+            assert loaded.config.to_dict() == expected.config.to_dict()
             assert all(
                 torch.equal(*pair)
-                for pair in zip(found.parameters(), expected.parameters(), strict=True)
+                for pair in zip(loaded.parameters(), expected.parameters(), strict=True)
             )
-        file.write_bytes(whole)
-    assert named > 100
+        file.write_bytes(content)
+    assert named_count > 100
 
 
-def test_a_config_that_was_changed_is_named_and_a_folder_of_others_is_believed(folder):
+def test_a_changed_config_is_named_and_a_folder_without_digests_is_accepted(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config))  # laid out in another way
     with warnings.catch_warnings():

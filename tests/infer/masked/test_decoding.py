@@ -1,5 +1,4 @@
-"""Masked diffusion decoding: every way of drafting writes what a plain step-by-step loop writes,
-write for write."""
+"""Masked diffusion decoding: every method makes the same writes as a simple step-by-step loop."""
 
 import math
 from dataclasses import replace
@@ -11,25 +10,25 @@ import torch
 from infer.engine.sampling import gumbel_noise
 from infer.masked.config import MaskedOptions
 from infer.masked.drafting import (
-    Guess,
-    Plan,
-    as_guesses,
-    chain_states,
-    drafts,
-    follow_steps,
-    guided_states,
-    mixed_states,
-    order_shares,
+    DraftPlan,
+    Prediction,
+    choose_chain_writes,
+    estimate_position_probabilities,
+    estimate_token_probabilities,
+    make_chain_states,
+    make_mixed_states,
+    parse_predictions,
     pick_states,
-    summarize,
-    token_shares,
+    search_guided_states,
+    summarise_logits,
+    take_steps,
 )
 from infer.masked.engine import MaskedEngine
-from infer.masked.habits import Rate, TextHabits
 from infer.masked.model import MaskedModel
+from infer.masked.ngram_statistics import HitRate, SequenceStatistics
 from infer.masked.sequence import MaskedSequence
 
-MASK = 60
+MASK_TOKEN_ID = 60
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +41,25 @@ def shifted(make_masked) -> MaskedModel:
     return make_masked(shifted=True)
 
 
-def options_of(length: int = 16, block_length: int = 8, **more) -> MaskedOptions:
-    settings = {"ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
-    return MaskedOptions(**settings)
+def make_options(length: int = 16, block_length: int = 8, **options) -> MaskedOptions:
+    return MaskedOptions(
+        ignore_eos=True, max_new_tokens=length, block_length=block_length, **options
+    )
 
 
-def fill(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> MaskedSequence:
-    """One text, alone."""
+def decode(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> MaskedSequence:
+    """Decode one sequence alone."""
     engine = MaskedEngine(
         model, replace(options, max_num_seqs=1), len(prompt) + options.max_new_tokens
     )
-    text = engine.submit(prompt, options)
+    sequence = engine.submit(prompt, options)
     while engine.busy:
         engine.step()
-    return text
+    return sequence
 
 
-class Kept:
-    """Keys and values of the last full pass; a block's pass sees its own in place of the kept ones
-    of the block."""
+class ReferenceDualCache:
+    """Keys and values of the last full pass. A pass over a block replaces those of the block."""
 
     def __init__(self) -> None:
         self.layers = {}
@@ -81,41 +80,41 @@ class Kept:
 
 
 @torch.no_grad()
-def reference(
+def make_reference_writes(
     model: MaskedModel, prompt: list[int], options: MaskedOptions
 ) -> list[tuple[int, int]]:
-    """One token a pass, with nothing of ours but the noise."""
-    ids = torch.tensor([prompt + [MASK] * options.max_new_tokens])
+    """Decode one token per pass. Of our code this uses only the noise."""
+    ids = torch.tensor([prompt + [MASK_TOKEN_ID] * options.max_new_tokens])
     width = ids.shape[1]
-    kept = Kept()
+    cache = ReferenceDualCache()
     writes = []
     shift = int(model.shifted)
 
     def run(begin: int, end: int) -> torch.Tensor:
-        out = model.model.model(
+        output = model.model.model(
             input_ids=ids[:, begin:end],
             position_ids=torch.arange(begin, end)[None],
             attention_mask=torch.zeros(1, 1, end - begin, width),
-            past_key_values=kept,
+            past_key_values=cache,
             use_cache=True,
         )
-        return model.model.lm_head(out.last_hidden_state)[0]
+        return model.model.lm_head(output.last_hidden_state)[0]
 
     for first in range(len(prompt), width, options.block_length):
         last = first + options.block_length
-        for count in range(options.block_length):
-            if options.cache == "none" or count == 0:
-                kept.block = None
+        for step in range(options.block_length):
+            if options.cache == "none" or step == 0:
+                cache.block = None
                 outputs = dict(enumerate(run(0, width)))
             else:
-                kept.block = first - shift, last
-                outputs = dict(enumerate(run(*kept.block), first - shift))
+                cache.block = first - shift, last
+                outputs = dict(enumerate(run(*cache.block), first - shift))
             best = None
             for position in range(first, last):
-                if ids[0, position] != MASK:
+                if ids[0, position] != MASK_TOKEN_ID:
                     continue
                 logits = outputs[position - shift].double()
-                logits[MASK] = -torch.inf
+                logits[MASK_TOKEN_ID] = -torch.inf
                 scores = logits
                 if options.temperature:
                     noise = gumbel_noise(
@@ -131,187 +130,183 @@ def reference(
     return writes
 
 
-PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4]]
-WAYS = [("greedy", 1), ("greedy", 8), ("mixed", 5), ("guided", 4), ("guided", 8)]
+MASKED_PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4]]
+METHOD_AND_DRAFT_LENGTH = [("greedy", 1), ("greedy", 8), ("mixed", 5), ("guided", 4), ("guided", 8)]
 
 
 @pytest.mark.parametrize(
     "kind, block_length, temperature",
     [("model", 4, 0.8), ("model", 8, 0.0), ("model", 16, 0.0), ("shifted", 8, 0.8)],
 )
-def test_every_way_of_drafting_writes_what_a_plain_loop_writes(
+def test_every_method_makes_the_writes_of_a_step_by_step_loop(
     kind, block_length, temperature, request
 ):
     model = request.getfixturevalue(kind)
-    accepted = [0] * 9
-    for prompt, cache in zip(PROMPTS, ("dual", "none", "dual"), strict=True):
-        policy = {"temperature": temperature, "seed": 4, "cache": cache}
-        options = options_of(16, block_length, method="steps", **policy)
-        expected = reference(model, prompt, options)
-        plain = fill(model, prompt, options)
-        assert plain.writes == expected
-        assert plain.stats.rounds == plain.stats.written == 16 and plain.stats.histogram[0] == 16
-        for method, length in WAYS:
-            way = replace(options, method=method, draft_length=length, budget=9)
-            done = fill(model, prompt, way)
-            assert done.writes == expected, way
-            accepted = [sum(counts) for counts in zip(accepted, done.stats.histogram, strict=True)]
-    assert (
-        sum(accepted[1:]) > sum(accepted) / 20 and sum(accepted[2:]) > 0
-    )  # drafts were accepted, several at once
+    rounds_by_writes = [0] * 9
+    for prompt, cache in zip(MASKED_PROMPTS, ("dual", "none", "dual"), strict=True):
+        options = make_options(
+            16, block_length, method="steps", temperature=temperature, seed=4, cache=cache
+        )
+        expected = make_reference_writes(model, prompt, options)
+        baseline = decode(model, prompt, options)
+        assert baseline.writes == expected
+        assert baseline.stats.rounds == baseline.stats.written == 16
+        assert baseline.stats.histogram[0] == 16
+        for method, length in METHOD_AND_DRAFT_LENGTH:
+            draft_options = replace(options, method=method, draft_length=length, budget=9)
+            sequence = decode(model, prompt, draft_options)
+            assert sequence.writes == expected, draft_options
+            for index, rounds in enumerate(sequence.stats.histogram):
+                rounds_by_writes[index] += rounds
+    # Drafts were accepted, sometimes several per round.
+    assert sum(rounds_by_writes[1:]) > sum(rounds_by_writes) / 20
+    assert sum(rounds_by_writes[2:]) > 0
 
 
-def test_chain_and_swapped_drafts_are_the_papers():
-    guesses = {
-        position: Guess([position, 0], [-0.1, -3.0], odds)
-        for position, odds in zip(range(4, 12), ODDS, strict=True)
+LOG_ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]
+
+
+def test_chain_and_swapped_drafts_are_those_of_the_paper():
+    predictions = {
+        position: Prediction([position, 0], [-0.1, -3.0], log_odds)
+        for position, log_odds in zip(range(4, 12), LOG_ODDS, strict=True)
     }
-    plan = Plan(range(4, 12), start=0, block_length=8, longest=8)
-    writes = drafts(guesses, plan, 5)
-    assert [position for position, _ in writes] == [
-        5,
-        7,
-        4,
-        6,
-        9,
-    ]  # the first block by confidence, then the next one
-    assert [len(state) for state in chain_states(writes)] == [0, 1, 2, 3, 4, 5]
-    within = Plan(range(4, 12), start=4, block_length=8, longest=8)
+    plan = DraftPlan(range(4, 12), start=0, block_length=8, max_writes=8)
+    writes = choose_chain_writes(predictions, plan, 5)
+    # The first block by confidence, then the next one.
+    assert [position for position, _ in writes] == [5, 7, 4, 6, 9]
+    assert [len(state) for state in make_chain_states(writes)] == [0, 1, 2, 3, 4, 5]
+    one_block = DraftPlan(range(4, 12), start=4, block_length=8, max_writes=8)
     for length in range(1, 6):
-        states = mixed_states(drafts(guesses, within, length), within)
-        assert (
-            len(states) == len(set(states)) == 2 * length
-        )  # 6, 8 and 10 for draft lengths 3, 4, 5 (table 3)
-    a, b, c, d, e = drafts(guesses, plan, 5)
-    swapped = mixed_states([a, b, c, d, e], plan)[6:]
-    assert swapped == [
-        frozenset(x) for x in ([b], [a, c], [a, b, d])
-    ]  # d and e are in different blocks
+        chain_writes = choose_chain_writes(predictions, one_block, length)
+        states = make_mixed_states(chain_writes, one_block)
+        # Table 3: 6, 8 and 10 states for draft lengths 3, 4 and 5.
+        assert len(states) == len(set(states)) == 2 * length
+    a, b, c, d, e = choose_chain_writes(predictions, plan, 5)
+    swapped = make_mixed_states([a, b, c, d, e], plan)[6:]
+    # d and e are in different blocks, and are not swapped.
+    assert swapped == [frozenset([b]), frozenset([a, c]), frozenset([a, b, d])]
     mixed = MaskedOptions(method="mixed")
-    assert pick_states({}, plan, mixed, TextHabits({})) == [
-        frozenset()
-    ]  # nothing is known yet: the text alone
+    # Without predictions, only the sequence itself is computed.
+    assert pick_states({}, plan, mixed, SequenceStatistics({})) == [frozenset()]
 
 
-ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]
-
-
-def test_a_walk_goes_on_where_two_orders_meet():
-    """Drafted "a, b"; the model takes b first, then a: the state after both is the chain's, and was
-    computed."""
+def test_steps_continue_where_two_orders_meet():
+    """The draft is "a, b", the model writes b, then a. The state after both was computed as part of
+    the chain."""
     a = (5, 50)
     b = (6, 51)
     c = (7, 52)
-    plan = Plan([5, 6, 7], start=5, block_length=4, longest=2)
+    plan = DraftPlan([5, 6, 7], start=5, block_length=4, max_writes=2)
 
-    def sure_of(write) -> dict[int, Guess]:
-        return {x: Guess([token], [0.0], 9.0 if x == write[0] else 1.0) for x, token in (a, b, c)}
+    def predict_next(write) -> dict[int, Prediction]:
+        """Return predictions by which `write` comes next."""
+        return {
+            position: Prediction([token], [0.0], 9.0 if position == write[0] else 1.0)
+            for position, token in (a, b, c)
+        }
 
-    states = mixed_states([a, b], plan)
-    found = [
-        {frozenset(): sure_of(b), frozenset([b]): sure_of(a)}.get(state, sure_of(c))
-        for state in states
-    ]
-    writes, last = follow_steps(states, found, plan)
-    assert writes == [b, a, c] and states[last] == {a, b}
+    states = make_mixed_states([a, b], plan)
+    next_writes = {frozenset(): b, frozenset([b]): a}
+    predictions = [predict_next(next_writes.get(state, c)) for state in states]
+    writes, last_state = take_steps(states, predictions, plan)
+    assert writes == [b, a, c] and states[last_state] == {a, b}
 
 
-def test_a_tree_has_the_likeliest_states():
-    """Against all orders of all states of up to three writes."""
-    guesses = {
-        position: Guess([1, 2], [math.log(share), math.log(0.9 - share)], odds)
-        for position, share, odds in [(4, 0.6, 1.0), (5, 0.85, 1.5), (6, 0.5, -0.5), (8, 0.8, 3.0)]
+def test_guided_states_are_the_likeliest():
+    """Compared with all orders of all states of up to three writes."""
+    predictions = {
+        position: Prediction([1, 2], [math.log(p), math.log(0.9 - p)], log_odds)
+        for position, p, log_odds in [(4, 0.6, 1.0), (5, 0.85, 1.5), (6, 0.5, -0.5), (8, 0.8, 3.0)]
     }
-    plan = Plan([4, 5, 6, 8], start=4, block_length=4, longest=3)  # 8 is in the next block
+    plan = DraftPlan([4, 5, 6, 8], start=4, block_length=4, max_writes=3)  # 8 is in the next block
     best: dict[frozenset, float] = {}
     for count in range(4):
-        for order in permutations(guesses, count):
+        for order in permutations(predictions, count):
             for ranks in product((0, 1), repeat=count):
                 state = frozenset()
-                worth = 0.0
+                log_prob = 0.0
                 for position, rank in zip(order, ranks, strict=True):
-                    open_ = plan.open(state)
-                    if position not in open_:
-                        worth = -math.inf
+                    open_positions = plan.open_positions(state)
+                    if position not in open_positions:
+                        log_prob = -math.inf
                         break
-                    total = sum(math.exp(guesses[other].confidence) for other in open_)
-                    worth += (
-                        guesses[position].confidence
-                        - math.log(total)
-                        + guesses[position].log_shares[rank]
-                    )
+                    prediction = predictions[position]
+                    total = sum(math.exp(predictions[other].confidence) for other in open_positions)
+                    log_prob += prediction.confidence - math.log(total) + prediction.log_probs[rank]
                     state = state | {(position, rank + 1)}
-                if worth > -math.inf:
-                    best[state] = max(worth, best.get(state, -math.inf))
-    for nodes in (1, 2, 5, 12, 100):
-        states = guided_states(guesses, plan, 3, nodes, TextHabits({}, Rate(0, 1)))
-        assert states[0] == frozenset() and len(states) == len(set(states)) == min(nodes, len(best))
-        expected = sorted(best.values(), reverse=True)[:nodes]
+                if log_prob > -math.inf:
+                    best[state] = max(log_prob, best.get(state, -math.inf))
+    for num_states in (1, 2, 5, 12, 100):
+        states = search_guided_states(
+            predictions, plan, 3, num_states, SequenceStatistics({}, HitRate(0, 1))
+        )
+        assert states[0] == frozenset()
+        assert len(states) == len(set(states)) == min(num_states, len(best))
+        expected = sorted(best.values(), reverse=True)[:num_states]
         assert [best[state] for state in states] == pytest.approx(expected)
-        for state in states[1:]:  # and a way to each of them
+        for state in states[1:]:  # a step leads to each of them
             assert any(state - {write} in states for write in state)
 
 
-def test_habits_are_what_the_text_has_shown():
-    habits = TextHabits(dict(enumerate([1, 2, 3, 9, 2, 3])))
-    assert habits.expects(6, {}) == (2, 9)  # "2 3" was followed by 9
-    assert habits.expects(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
-    assert habits.expects(8, {6: 1}) == (0, 0) and habits.expects(7, {6: 50}) == (
-        0,
-        0,
-    )  # a mask, a new token before it
-    habits.wrote([(6, 9), (7, 4), (9, 5)])  # expected; not expected (2); behind a mask
-    assert habits.last == 9
-    assert (
-        habits.right[2].value == 2 / 3
-        and habits.right[3].value == 1 / 3
-        and habits.right[1].value == 1 / 2
-    )
-    assert (
-        habits.follows_last.value == 2 / 4
-    )  # once in advance; 7 stood behind 6; 9 did not stand behind 7
-    assert habits.expects(8, {}) == (0, 0)  # nothing ever followed a 4
-    habits.wrote([(8, 7)])
-    assert habits.expects(20, {19: 4}) == (1, 7) and habits.expects(20, {19: 7}) == (1, 5)
+def test_statistics_predict_what_followed_before():
+    statistics = SequenceStatistics(dict(enumerate([1, 2, 3, 9, 2, 3])))
+    assert statistics.predict(6, {}) == (2, 9)  # "2 3" was followed by 9
+    assert statistics.predict(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
+    assert statistics.predict(8, {6: 1}) == (0, 0)  # after a mask
+    assert statistics.predict(7, {6: 50}) == (0, 0)  # after a token that is new
+    # Predicted; not the prediction, which was 2; after a mask.
+    statistics.record_writes([(6, 9), (7, 4), (9, 5)])
+    assert statistics.last_position == 9
+    assert [rate.value for rate in statistics.context_rates[1:]] == [1 / 2, 2 / 3, 1 / 3]
+    # One hit in advance; 7 is right of 6; 9 is not right of 7.
+    assert statistics.adjacent_rate.value == 2 / 4
+    assert statistics.predict(8, {}) == (0, 0)  # nothing ever followed a 4
+    statistics.record_writes([(8, 7)])
+    assert statistics.predict(20, {19: 4}) == (1, 7) and statistics.predict(20, {19: 7}) == (1, 5)
 
 
-def test_a_guided_tree_follows_them_as_far_as_they_were_right():
-    habits = TextHabits(dict(enumerate([1, 2, 3, 1, 2, 3, 1])))
-    guesses = {position: Guess([50, 51], [-0.7, -0.8], 0.0) for position in (7, 8, 9)}
-    plan = Plan([7, 8, 9], start=7, block_length=3, longest=3)
+def test_guided_states_follow_the_statistics_by_their_hit_rate():
+    statistics = SequenceStatistics(dict(enumerate([1, 2, 3, 1, 2, 3, 1])))
+    predictions = {position: Prediction([50, 51], [-0.7, -0.8], 0.0) for position in (7, 8, 9)}
+    plan = DraftPlan([7, 8, 9], start=7, block_length=3, max_writes=3)
     for written in ({}, {7: 2}):
-        shares = dict(token_shares(guesses[8], 8, written, habits))
-        assert sum(shares.values()) <= 1 and (3 in shares) == bool(written)  # 3 behind the 2 alone
-    shares = order_shares(guesses, [7, 8, 9], 7, habits)
-    assert [position for position, _ in shares] == [7, 8, 9]
-    assert sum(share for _, share in shares) == pytest.approx(1)
-    assert shares[1][1] == pytest.approx(0.5 + 0.5 / 3)
-    habits.follows_last, habits.right = Rate(99, 100), [Rate(99, 100)] * 4
-    habits.last = 6
-    followed = [frozenset(), *(frozenset([(7, 2), (8, 3), (9, 1)][:size]) for size in (1, 2, 3))]
-    assert guided_states(guesses, plan, 3, 4, habits) == followed
-    assert guided_states(guesses, plan, 3, 4, TextHabits({})) != followed
+        tokens = dict(estimate_token_probabilities(predictions[8], 8, written, statistics))
+        assert sum(tokens.values()) <= 1
+        assert (3 in tokens) == bool(written)  # 3 is predicted only after the 2
+    positions = estimate_position_probabilities(predictions, [7, 8, 9], 7, statistics)
+    assert [position for position, _ in positions] == [7, 8, 9]
+    assert sum(probability for _, probability in positions) == pytest.approx(1)
+    assert positions[1][1] == pytest.approx(0.5 + 0.5 / 3)
+
+    statistics.adjacent_rate = HitRate(99, 100)
+    statistics.context_rates = [HitRate(99, 100)] * 4
+    statistics.last_position = 6
+    writes = [(7, 2), (8, 3), (9, 1)]
+    expected = [frozenset(writes[:size]) for size in range(4)]
+    assert search_guided_states(predictions, plan, 3, 4, statistics) == expected
+    assert search_guided_states(predictions, plan, 3, 4, SequenceStatistics({})) != expected
 
 
-def test_confidences_next_to_one_stay_apart():
-    """As probabilities in float32 both are 1: which position comes first would be chance."""
+def test_confidences_close_to_one_stay_distinct():
+    """As float32 probabilities both would be 1, and the order of positions arbitrary."""
     logits = torch.tensor([[[40.0, 1.0, 2.0], [41.0, 1.0, 2.0]]])  # (1, P, V)
-    guesses = as_guesses(summarize(logits[0], 0.0, None).tolist(), [7, 8])
+    predictions = parse_predictions(summarise_logits(logits[0], 0.0, None).tolist(), [7, 8])
     assert logits[0].softmax(-1).max(-1).values.tolist() == [1.0, 1.0]
-    assert guesses[8].confidence - guesses[7].confidence == pytest.approx(1.0)
-    assert guesses[7].tokens == [0, 2]
+    assert predictions[8].confidence - predictions[7].confidence == pytest.approx(1.0)
+    assert predictions[7].tokens == [0, 2]
 
 
-def test_a_model_sees_both_sides_its_mask_and_no_padding(model, shifted):
-    ids = torch.tensor([PROMPTS[2], PROMPTS[2]])
+def test_a_model_attends_to_both_sides_and_not_to_padding(model, shifted):
+    ids = torch.tensor([MASKED_PROMPTS[2], MASKED_PROMPTS[2]])
     ids[1, -1] = 9
     logits = model.logits(ids)
-    assert (logits[..., MASK] == -torch.inf).all()
-    assert not torch.allclose(logits[0, 0, :MASK], logits[1, 0, :MASK])
+    assert (logits[..., MASK_TOKEN_ID] == -torch.inf).all()
+    assert not torch.allclose(logits[0, 0, :MASK_TOKEN_ID], logits[1, 0, :MASK_TOKEN_ID])
     padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], 1)
-    real = (torch.arange(17) < 12).expand(2, -1)
-    assert torch.allclose(model.logits(padded, real)[:, :12], logits, atol=1e-5)
-    at = torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3])
-    assert torch.allclose(model.logits(ids, at=at), logits[at], atol=1e-5)
-    twin = MaskedModel(shifted.model, None, MASK, shifted=False)
-    assert torch.allclose(shifted.logits(ids)[:, 1:], twin.logits(ids)[:, :-1], atol=1e-5)
+    is_token = (torch.arange(17) < 12).expand(2, -1)
+    assert torch.allclose(model.logits(padded, is_token)[:, :12], logits, atol=1e-5)
+    selected = (torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3]))
+    assert torch.allclose(model.logits(ids, selected=selected), logits[selected], atol=1e-5)
+    unshifted = MaskedModel(shifted.model, None, MASK_TOKEN_ID, shifted=False)
+    assert torch.allclose(shifted.logits(ids)[:, 1:], unshifted.logits(ids)[:, :-1], atol=1e-5)

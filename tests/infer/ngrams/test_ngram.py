@@ -1,5 +1,5 @@
-"""N-gram files: they count as a plain dictionary does, refuse what is not theirs, and survive
-damage."""
+"""N-gram files: they count as a dictionary does, refuse files of other kinds, and are safe to use
+when damaged."""
 
 import random
 from collections import Counter
@@ -8,28 +8,37 @@ import numpy as np
 import pytest
 
 from infer.ngrams.count import count_ngrams
-from infer.ngrams.model import HEADER, NGram, children, count_of, find, token_of
+from infer.ngrams.model import (
+    HEADER_DTYPE,
+    NGramModel,
+    find_ngram_node,
+    get_child_range,
+    get_node_count,
+    get_node_token,
+)
 
-DIGEST = "0123456789abcdef" * 4
+NGRAM_TEST_DIGEST = "0123456789abcdef" * 4
 
 
-def skewed(tokens: int, vocabulary: int, seed: int, longest: int = 60) -> list[list[int]]:
-    """Documents of 0 .. longest tokens, some of them far more frequent than others."""
+def make_skewed_documents(
+    num_tokens: int, vocabulary: int, seed: int, max_length: int = 60
+) -> list[list[int]]:
+    """Return documents of 0 .. max_length tokens, some of which are far more frequent than
+    others."""
     generator = np.random.default_rng(seed)
     weights = 1 / np.arange(1, vocabulary + 1) ** 1.3
-    ids = generator.permutation(vocabulary)[
-        generator.choice(vocabulary, tokens, p=weights / weights.sum())
-    ].tolist()
+    permutation = generator.permutation(vocabulary)
+    ids = permutation[generator.choice(vocabulary, num_tokens, p=weights / weights.sum())].tolist()
     documents = []
     while ids:
-        length = int(generator.integers(longest + 1))
+        length = int(generator.integers(max_length + 1))
         documents.append(ids[:length])
         ids = ids[length:]
     return documents
 
 
-def plain_counts(documents, order: int) -> Counter:
-    """Every n-gram of 0 .. order ids, within documents; the empty one counts the tokens."""
+def count_with_dictionary(documents, order: int) -> Counter:
+    """Count every n-gram of 0 .. order ids within documents; the empty one counts the tokens."""
     counts = Counter()
     for document in documents:
         for start in range(len(document)):
@@ -38,66 +47,67 @@ def plain_counts(documents, order: int) -> Counter:
     return counts
 
 
-def continuations(model: NGram, context) -> list[tuple[int, int]]:
-    """The tokens that were seen after a context, ascending, and how often."""
-    arrays, ids, (first, last) = model.arrays, np.asarray(context, np.int64), (0, model.vocabulary)
+def get_continuations(model: NGramModel, context) -> list[tuple[int, int]]:
+    """Return the tokens counted after a context, ascending, with their counts."""
+    trie = model.trie
+    ids = np.asarray(context, np.int64)
+    first = 0
+    end = model.vocabulary
     if len(ids):
-        first, last = children(arrays, find(arrays, ids, 0, len(ids)))
-    codes = arrays.entries[first:last] & ((1 << arrays.count_bits) - 1)
+        first, end = get_child_range(trie, find_ngram_node(trie, ids, 0, len(ids)))
+    codes = trie.entries[first:end] & ((1 << trie.count_bits) - 1)
     return [
-        (int(token_of(arrays, node)), int(count_of(arrays, node)))
+        (int(get_node_token(trie, node)), int(get_node_count(trie, node)))
         for node in first + np.flatnonzero(codes)
     ]
 
 
-def assert_equal(model: NGram, documents, contexts: int = 100) -> None:
-    """A model says what a dictionary of the documents says: all counts, levels, and lookups after
-    some contexts."""
-    assert_is(model, plain_counts(documents, model.order), contexts)
-    assert model.tokens == sum(map(len, documents))
+def assert_model_counts_documents(model: NGramModel, documents, contexts: int = 100) -> None:
+    """Compare a model with a dictionary of the documents: counts, levels, and lookups after some
+    contexts."""
+    assert_model_has_counts(model, count_with_dictionary(documents, model.order), contexts)
+    assert model.num_tokens == sum(map(len, documents))
 
 
-def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
-    """A model says what these counts say."""
+def assert_model_has_counts(model: NGramModel, counts: Counter, contexts: int) -> None:
     by_length = Counter(map(len, counts))
-    assert model.tokens == counts[()]
-    assert model.nodes == (
-        model.vocabulary,
-        *(by_length[level] for level in range(2, model.order + 1)),
-    )
-    known = {}
-    for gram, seen in counts.items():
-        if gram:
-            known.setdefault(gram[:-1], []).append((gram[-1], seen))
+    assert model.num_tokens == counts[()]
+    expected_nodes = [by_length[level] for level in range(2, model.order + 1)]
+    assert model.nodes == (model.vocabulary, *expected_nodes)
+
+    expected_continuations = {}
+    for ngram, count in counts.items():
+        if ngram:
+            expected_continuations.setdefault(ngram[:-1], []).append((ngram[-1], count))
     generator = random.Random(0)
-    shorter = [gram for gram in counts if len(gram) < model.order]
-    some = generator.sample(shorter, min(contexts, len(shorter)))
-    some += [
-        tuple(generator.randrange(model.vocabulary) for _ in range(n))
-        for n in range(model.order)
-        for _ in "1234"
-    ]
-    for context in (*some, ()):
-        assert continuations(model, context) == sorted(known.get(context, []))
+    counted_contexts = [ngram for ngram in counts if len(ngram) < model.order]
+    sampled_contexts = generator.sample(counted_contexts, min(contexts, len(counted_contexts)))
+    for length in range(model.order):
+        for _ in range(4):
+            random_context = [generator.randrange(model.vocabulary) for _ in range(length)]
+            sampled_contexts.append(tuple(random_context))
+    for context in (*sampled_contexts, ()):
+        expected = sorted(expected_continuations.get(context, []))
+        assert get_continuations(model, context) == expected
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "vocabulary, tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)]
+    "vocabulary, num_tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)]
 )
-def test_counts_are_a_dictionarys(tmp_path, order, vocabulary, tokens):
-    documents = skewed(tokens, vocabulary, seed=vocabulary + order)
-    told = []
-    out = tmp_path / "deeper" / "x.ngram"
-    assert_equal(
-        count_ngrams(iter(documents), vocabulary, order, out, DIGEST, told.append),
-        documents,
-        contexts=10,
+def test_counts_are_those_of_a_dictionary(tmp_path, order, vocabulary, num_tokens):
+    documents = make_skewed_documents(num_tokens, vocabulary, seed=vocabulary + order)
+    progress = []
+    out = tmp_path / "folder" / "x.ngram"
+    model = count_ngrams(
+        iter(documents), vocabulary, order, out, NGRAM_TEST_DIGEST, progress.append
     )
-    assert told[-1] == tokens and [path.name for path in out.parent.iterdir()] == ["x.ngram"]
+    assert_model_counts_documents(model, documents, contexts=10)
+    assert progress[-1] == num_tokens
+    assert [path.name for path in out.parent.iterdir()] == ["x.ngram"]
 
 
-def test_large_counts_overflow_into_a_table(tmp_path):
+def test_large_counts_are_stored_in_the_overflow_table(tmp_path):
     """A vocabulary of a million leaves 12 bits for a count."""
     vocabulary = 1_000_000
     documents = [
@@ -106,133 +116,142 @@ def test_large_counts_overflow_into_a_table(tmp_path):
         np.array([3] * 4095, np.uint32),
         [5] * 4094,
     ]
-    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST)
-    assert model.arrays.count_bits == 12
-    assert_equal(model, [list(map(int, document)) for document in documents], contexts=10)
-    assert continuations(model, []) == [(3, 4096), (5, 4094), (7, 7048), (999_999, 7047)]
-    assert (
-        len(model.arrays.overflow_nodes) == 3 + 2 + 2
-    )  # 3, 7, 999,999; 7 999,999, and the other way; the same with a third
+    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", NGRAM_TEST_DIGEST)
+    assert model.trie.count_bits == 12
+    lists = [list(map(int, document)) for document in documents]
+    assert_model_counts_documents(model, lists, contexts=10)
+    expected = [(3, 4096), (5, 4094), (7, 7048), (999_999, 7047)]
+    assert get_continuations(model, []) == expected
+    # Unigrams 3, 7 and 999,999; two bigrams and two trigrams of 7 and 999,999.
+    assert len(model.trie.overflow_nodes) == 3 + 2 + 2
 
 
-def test_searches_among_many_children(tmp_path, probabilities):
-    """A thousand children against few tokens and against many: both ways of gathering; more than
-    one group of nodes."""
+def test_lookups_among_many_children(tmp_path, probabilities):
+    """20,000 children, for few tokens and for many; more than one group of nodes."""
     documents = [[1, 70_000 - 3 * child] for child in range(20_000)] + [[1, 70_000]] * 5
-    model = count_ngrams(documents, 70_001, 2, tmp_path / "x", DIGEST)
-    assert len(model.arrays.base) == 2
-    counts = plain_counts(documents, 2)
+    model = count_ngrams(documents, 70_001, 2, tmp_path / "x", NGRAM_TEST_DIGEST)
+    assert len(model.trie.base) == 2
+    counts = count_with_dictionary(documents, 2)
     for tokens in ([], [70_000], [0, 10_001, 10_002, 10_003, 70_000, 70_000], range(9_000, 13_000)):
-        wanted = [
-            (counts[1, token] or counts[token,] * 20_005 / 40_010) / 20_005 for token in tokens
-        ]
-        assert probabilities(model, [1], tokens) == pytest.approx(wanted)
-    assert continuations(model, [70_000]) == continuations(model, [2]) == []
+        expected = []
+        for token in tokens:
+            count = counts[1, token] or counts[token,] * 20_005 / 40_010
+            expected.append(count / 20_005)
+        assert probabilities(model, [1], tokens) == pytest.approx(expected)
+    assert get_continuations(model, [70_000]) == []
+    assert get_continuations(model, [2]) == []
 
 
-@pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (5, 900), (60, 1200), (1000, 600)])
-def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
-    """All lookups are those of a dictionary from which what was seen too rarely is taken; the rest
-    keeps its counts."""
-    documents = skewed(tokens, vocabulary, seed=vocabulary)
+@pytest.mark.parametrize("vocabulary, num_tokens", [(1, 40), (5, 900), (60, 1200), (1000, 600)])
+def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, num_tokens):
+    """The other n-grams keep their counts."""
+    documents = make_skewed_documents(num_tokens, vocabulary, seed=vocabulary)
     for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
         out = tmp_path / "x.ngram"
-        model = count_ngrams(documents, vocabulary, order, out, DIGEST, threshold=threshold)
-        counts = plain_counts(documents, order)
-        assert_is(
-            model,
-            Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}),
-            10,
+        model = count_ngrams(
+            documents, vocabulary, order, out, NGRAM_TEST_DIGEST, threshold=threshold
         )
-        assert model.tokens == sum(map(len, documents))
+        frequent = Counter()
+        for ngram, count in count_with_dictionary(documents, order).items():
+            if count >= threshold or not ngram:
+                frequent[ngram] = count
+        assert_model_has_counts(model, frequent, contexts=10)
+        assert model.num_tokens == sum(map(len, documents))
         assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
 
 
-def test_what_cannot_be_counted_is_refused(tmp_path):
-    def refused(message, documents=([1, 2],), vocabulary=100, order=2, **options):
+def test_invalid_corpora_are_refused(tmp_path):
+    def assert_refused(message, documents=([1, 2],), vocabulary=100, order=2):
         with pytest.raises(ValueError, match=message):
-            count_ngrams(documents, vocabulary, order, tmp_path / "x", DIGEST, **options)
+            count_ngrams(documents, vocabulary, order, tmp_path / "x", NGRAM_TEST_DIGEST)
         assert not list(tmp_path.iterdir())
 
-    refused("no document has a token", documents=[])
-    refused("no document has a token", documents=[[], []])
-    refused("document 1 has token id 100, outside the vocabulary of 100", documents=[[5], [1, 100]])
-    refused("document 0 has token id -1", documents=[[-1, 3]])
-    refused("3 is the largest order possible", vocabulary=151_936, order=4)
-    refused("9 is the largest order possible", order=0)
+    assert_refused("no document has a token", documents=[])
+    assert_refused("no document has a token", documents=[[], []])
+    assert_refused(
+        "document 1 has token id 100, outside the vocabulary of 100", documents=[[5], [1, 100]]
+    )
+    assert_refused("document 0 has token id -1", documents=[[-1, 3]])
+    assert_refused("3 is the largest order possible", vocabulary=151_936, order=4)
+    assert_refused("9 is the largest order possible", order=0)
 
 
-def test_lookups_of_impossible_lengths(tmp_path, probabilities):
-    model = count_ngrams([[1, 2, 3, 1, 2]], 4, 2, tmp_path / "x", DIGEST)
-    assert continuations(model, [1, 2]) == []
+def test_contexts_longer_than_the_order_are_shortened(tmp_path, probabilities):
+    model = count_ngrams([[1, 2, 3, 1, 2]], 4, 2, tmp_path / "x", NGRAM_TEST_DIGEST)
+    assert get_continuations(model, [1, 2]) == []
     assert probabilities(model, [9, 9, 9, 1], [2, 3]).tolist() == [1.0, 0.2]
 
 
 @pytest.fixture
-def small(tmp_path):
-    """A small file of three levels."""
-    return count_ngrams(skewed(400, 12, seed=7), 12, 3, tmp_path / "small.ngram", DIGEST).path
+def small_file(tmp_path):
+    """The path of a small n-gram file of order 3."""
+    documents = make_skewed_documents(400, 12, seed=7)
+    return count_ngrams(documents, 12, 3, tmp_path / "small.ngram", NGRAM_TEST_DIGEST).path
 
 
-def test_files_that_are_none_of_ours_are_refused_by_name(small, tmp_path):
-    whole = small.read_bytes()
+def test_invalid_files_are_refused_by_name(small_file, tmp_path):
+    content = small_file.read_bytes()
 
-    def refused(content: bytes, message: str, **options):
-        small.write_bytes(content)
+    def assert_refused(new_content: bytes, message: str, **options):
+        small_file.write_bytes(new_content)
         with pytest.raises(ValueError, match=f"small.ngram: .*{message}"):
-            NGram.open(small, **options)
+            NGramModel.open(small_file, **options)
 
     with pytest.raises(FileNotFoundError, match="missing.ngram: there is no such"):
-        NGram.open(tmp_path / "missing.ngram")
-    refused(b"", "not an n-gram file")
-    refused(b"GGUF" + whole[4:], "not an n-gram file")
-    refused(whole[:8] + b"\2" + whole[9:], "version 2 of the n-gram format, this program reads 1")
-    refused(whole[:100], "not an n-gram file")
-    for size in (HEADER.itemsize, len(whole) // 2, len(whole) - 1):
-        refused(whole[:size], f"{size} bytes instead of {len(whole)}")
-    refused(whole + b"\0", f"{len(whole) + 1} bytes instead of {len(whole)}")
-    refused(whole, "counted with another tokenizer", digest="f" * 64)
-    small.write_bytes(whole)
-    assert NGram.open(str(small), DIGEST).digest == DIGEST
+        NGramModel.open(tmp_path / "missing.ngram")
+    assert_refused(b"", "not an n-gram file")
+    assert_refused(b"GGUF" + content[4:], "not an n-gram file")
+    assert_refused(
+        content[:8] + b"\2" + content[9:], "version 2 of the n-gram format, this program reads 1"
+    )
+    assert_refused(content[:100], "not an n-gram file")
+    for size in (HEADER_DTYPE.itemsize, len(content) // 2, len(content) - 1):
+        assert_refused(content[:size], f"{size} bytes instead of {len(content)}")
+    assert_refused(content + b"\0", f"{len(content) + 1} bytes instead of {len(content)}")
+    assert_refused(content, "counted with another tokenizer", digest="f" * 64)
+    small_file.write_bytes(content)
+    model = NGramModel.open(str(small_file), NGRAM_TEST_DIGEST)
+    assert model.digest == NGRAM_TEST_DIGEST
 
 
-def test_every_altered_byte_of_the_header_is_noticed(small):
-    whole = small.read_bytes()
-    for at in range(0, HEADER.itemsize, 16):
-        small.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+def test_every_altered_byte_of_the_header_is_noticed(small_file):
+    content = small_file.read_bytes()
+    for offset in range(0, HEADER_DTYPE.itemsize, 16):
+        altered_byte = bytes([content[offset] ^ (1 << offset % 8)])
+        small_file.write_bytes(content[:offset] + altered_byte + content[offset + 1 :])
         with pytest.raises(ValueError, match="small.ngram: "):
-            NGram.open(small)
+            NGramModel.open(small_file)
 
 
 @pytest.mark.robustness
-def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
-    """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there
-    is an overflow."""
-    documents = [[5, 6] * 3000, *skewed(300, 40, seed=8)]
-    path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", DIGEST).path
-    whole = bytearray(path.read_bytes())
+def test_lookups_in_damaged_files_are_safe(tmp_path, probabilities):
+    """Lookups return something for any body. A vocabulary of a million gives overflowing counts."""
+    documents = [[5, 6] * 3000, *make_skewed_documents(300, 40, seed=8)]
+    path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", NGRAM_TEST_DIGEST).path
+    content = bytearray(path.read_bytes())
     generator = np.random.default_rng(0)
-    sections = np.frombuffer(bytes(whole[: HEADER.itemsize]), HEADER)[0]["sections"].astype(int)
+    header = np.frombuffer(bytes(content[: HEADER_DTYPE.itemsize]), HEADER_DTYPE)[0]
+    sections = header["sections"].astype(int)
     tokens = [0, 5, 6, 39, (1 << 20) - 1]
     for attempt in range(4):
-        damaged = whole.copy()
-        for at, size in sections[:5]:
+        damaged = content.copy()
+        for offset, size in sections[:5]:
             if attempt < 2:
-                damaged[at : at + size] = bytes([255 * attempt]) * size
+                damaged[offset : offset + size] = bytes([255 * attempt]) * size
             else:
-                tail = min(size, 4000)  # the levels behind the first
-                damaged[at + size - tail : at + size] = generator.bytes(tail)
+                tail = min(size, 4000)  # all levels but most of the first
+                damaged[offset + size - tail : offset + size] = generator.bytes(tail)
         path.write_bytes(damaged)
-        model = NGram.open(path, DIGEST)
+        model = NGramModel.open(path, NGRAM_TEST_DIGEST)
         for context in ([], [5], [5, 6], [6, 5], [1, 2], [39, 5]):
             probabilities(model, context, tokens)
-            continuations(model, context)
+            get_continuations(model, context)
 
 
-def test_two_may_read_one_file(small):
-    one = NGram.open(small)
-    two = NGram.open(small)
-    assert not any(array.flags.writeable for array in one.arrays[:5])
-    assert all(type(array) is np.ndarray for array in one.arrays[:5])
-    small.unlink()
-    assert continuations(one, [1]) == continuations(two, [1])
+def test_several_models_can_share_a_file(small_file):
+    first = NGramModel.open(small_file)
+    second = NGramModel.open(small_file)
+    assert not any(array.flags.writeable for array in first.trie[:5])
+    assert all(type(array) is np.ndarray for array in first.trie[:5])
+    small_file.unlink()
+    assert get_continuations(first, [1]) == get_continuations(second, [1])

@@ -1,4 +1,4 @@
-"""A server does with a few layers what it does with many."""
+"""Fixtures of server tests: small targets, because the number of layers does not matter here."""
 
 from functools import partial
 
@@ -7,17 +7,17 @@ import pytest
 
 @pytest.fixture(scope="session")
 def make_tiny(make_tiny):
-    """The factory, of targets of three layers."""
+    """The factory of tiny targets, with three layers."""
     return partial(make_tiny, depth=3)
 
 
 @pytest.fixture(scope="session")
 def pair(load_program):
     """A small random target with the embedded tokenizer, and its drafter."""
-    return load_program("fuzz_http").small()
+    return load_program("fuzz_http").build_small_models()
 
 
 @pytest.fixture(autouse=True)
-def _no_rest(monkeypatch):
-    """Requests of `regenerate` are repeated at once."""
-    monkeypatch.setattr("infer.serving.clients.REST", 0.01)
+def _no_retry_delay(monkeypatch):
+    """Failed requests of `regenerate` are repeated without delay."""
+    monkeypatch.setattr("infer.serving.clients.RETRY_DELAY_SECONDS", 0.01)

@@ -1,5 +1,4 @@
-"""Tools, thoughts and the loops of agents: what OpenAI's client makes of them, and how texts are
-told apart."""
+"""Reasoning and tool calls: how answers are parsed, and what OpenAI's client receives."""
 
 import copy
 import json
@@ -10,11 +9,11 @@ from llguidance.hf import from_tokenizer
 
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
-from infer.engine.grammar import compile_grammar, grammar_tokenizer as guidance_tokenizer
-from infer.serving.calls import FORMATS, AnswerReader, Reading, reading_of
-from infer.serving.protocol import Tool
+from infer.engine.grammar import compile_grammar, get_grammar_tokenizer as guidance_tokenizer
+from infer.serving.calls import TOOL_CALL_FORMATS, AnswerFormat, AnswerParser, find_answer_format
+from infer.serving.messages import Tool
 
-WEATHER = {
+WEATHER_SCHEMA = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 6},
@@ -23,20 +22,24 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-TOOLS = [
-    Tool("weather", WEATHER),
+CALL_TOOLS = [
+    Tool("weather", WEATHER_SCHEMA),
     Tool("now", {"type": "object", "properties": {}, "additionalProperties": False}),
 ]
-TEMPLATE = (  # it opens a thought, and does not look as if the model opened any by itself
+# It opens the reasoning without containing the tag, as if the model did not reason by itself.
+TOOL_TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call>\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% if thinking %}{{ '<th' + 'ink>\n' }}{% endif %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}assistant:"
+    "{% if thinking %}{{ '<th' + 'ink>\n' }}{% endif %}{% endif %}"
 )
-CALL = '{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}'
-SAMPLES = {  # a text by its format: thought, words, calls
+WEATHER_CALL = '{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}'
+# By format: a text, and its reasoning, content and calls.
+FORMAT_SAMPLES = {
     "hermes": (
-        f"<think>\nHm, < 3.\n</think>\n\nSo: \n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n"
+        f"<think>\nHm, < 3.\n</think>\n\nSo: \n<tool_call>\n{WEATHER_CALL}\n</tool_call>\n"
+        "<tool_call>\n"
         '{"name": "now", "arguments": {}}\n</tool_call>',
         ("Hm, < 3.", "So:", [("weather", {"city": "Ulm", "days": 2}), ("now", {})]),
     ),
@@ -46,85 +49,97 @@ SAMPLES = {  # a text by its format: thought, words, calls
         (None, "One", [("weather", {"city": "Ulm", "days": 2})]),
     ),
     "llama3": (
-        f'<|python_tag|>{CALL.replace("arguments", "parameters")}; {{"name": "now", "parameters": {{}}}}',
+        f"<|python_tag|>{WEATHER_CALL.replace('arguments', 'parameters')}; "
+        '{"name": "now", "parameters": {}}',
         (None, None, [("weather", {"city": "Ulm", "days": 2}), ("now", {})]),
     ),
-    "thoughts": ("<think>a</think> b ", ("a", "b ", [])),
+    "reasoning": ("<think>a</think> b ", ("a", "b ", [])),
 }
 
 
-def parts(reading, text, step, tools=TOOLS, prefix=""):
-    """Read a text in steps of so many letters; return thought, words and calls, as joined
-    deltas."""
-    answer = AnswerReader(reading, tools, prefix)
-    thought = ""
-    words = ""
+def parse_in_steps(answer_format, text, step, tools=CALL_TOOLS, prefix=""):
+    """Parse a text in steps of some characters; return the joined reasoning, content and calls."""
+    answer = AnswerParser(answer_format, tools, prefix)
+    reasoning = ""
+    content = ""
     calls = []
     pieces = [text[i : i + step] for i in range(0, len(text), step)] or [""]
     for number, piece in enumerate(pieces):
-        delta = answer.read(piece, number == len(pieces) - 1)
-        thought += delta.get("reasoning_content", "")
-        words += delta.get("content", "")
+        delta = answer.parse(piece, number == len(pieces) - 1)
+        reasoning += delta.get("reasoning_content", "")
+        content += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
                 calls.append([call["function"]["name"], ""])
             calls[call["index"]][1] += call["function"]["arguments"]
     return (
-        thought or None,
-        words or None,
+        reasoning or None,
+        content or None,
         [(name, json.loads(arguments)) for name, arguments in calls],
     )
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_every_format_in_every_piece(embedded, name):
-    text, expected = SAMPLES[name]
-    reading = Reading(embedded.tokenizer, FORMATS[name])
-    tools = TOOLS if FORMATS[name].calls else []
+@pytest.mark.parametrize("name", FORMAT_SAMPLES)
+def test_every_format_is_parsed_in_steps_of_every_size(embedded, name):
+    text, expected = FORMAT_SAMPLES[name]
+    answer_format = AnswerFormat(embedded.tokenizer, TOOL_CALL_FORMATS[name])
+    tools = CALL_TOOLS if TOOL_CALL_FORMATS[name].call_field else []
     for step in (1, 2, 3, 7, len(text)):
-        assert parts(reading, text, step, tools) == expected, step
+        assert parse_in_steps(answer_format, text, step, tools) == expected, step
 
 
-def test_what_is_no_call_is_words(embedded):
-    hermes, llama = (Reading(embedded.tokenizer, FORMATS[name]) for name in ("hermes", "llama3"))
+def test_text_that_is_not_a_call_becomes_content(embedded):
+    hermes, llama = (
+        AnswerFormat(embedded.tokenizer, TOOL_CALL_FORMATS[name]) for name in ("hermes", "llama3")
+    )
     for step in (1, 5, 100):
-        assert parts(hermes, "a <tool_call>\nno\n</tool_call> b", step) == (None, "a\nno\n b", [])
-        assert parts(hermes, "a < b <tool", step) == (None, "a < b <tool", [])
-        assert parts(llama, '{"a": 1}', step) == (None, '{"a": 1}', [])
-        assert parts(hermes, "so</think> b", step, prefix="<think>") == ("so", "b", [])
-        call = f"<tool_call>{CALL}</tool_call>"
-        assert parts(hermes, call, step, tools=()) == (None, call, [])
+        assert parse_in_steps(hermes, "a <tool_call>\nno\n</tool_call> b", step) == (
+            None,
+            "a\nno\n b",
+            [],
+        )
+        assert parse_in_steps(hermes, "a < b <tool", step) == (None, "a < b <tool", [])
+        assert parse_in_steps(llama, '{"a": 1}', step) == (None, '{"a": 1}', [])
+        assert parse_in_steps(hermes, "so</think> b", step, prefix="<think>") == ("so", "b", [])
+        call = f"<tool_call>{WEATHER_CALL}</tool_call>"
+        assert parse_in_steps(hermes, call, step, tools=()) == (None, call, [])
 
 
 @pytest.mark.parametrize("family, name", [("qwen3", "hermes"), ("qwen3_5", "tags")])
-def test_texts_are_read_as_transformers_server_reads_them(embedded, family, name):
-    """By the templates of that server, both as the tokenizer's own and beside the row of the
-    table."""
-    from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as THEIRS
+def test_answers_are_parsed_as_by_the_server_of_transformers(embedded, family, name):
+    """With the templates of that server, as the tokenizer's own and compared with our table."""
+    from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as SERVER_TEMPLATES
 
-    own = next(template for families, template in THEIRS.items() if family in families)
-    text, _ = SAMPLES[name]
+    response_template = next(
+        template for families, template in SERVER_TEMPLATES.items() if family in families
+    )
+    text, _ = FORMAT_SAMPLES[name]
     shown = [
         {"type": "function", "function": {"name": t.name, "parameters": t.parameters}}
-        for t in TOOLS
+        for t in CALL_TOOLS
     ]
-    said = embedded.tokenizer.parse_response(text, own, prefix="", tools=shown)
+    answer = embedded.tokenizer.parse_response(text, response_template, prefix="", tools=shown)
     calls = [
-        (call["function"]["name"], call["function"]["arguments"]) for call in said["tool_calls"]
+        (call["function"]["name"], call["function"]["arguments"]) for call in answer["tool_calls"]
     ]
-    expected = said.get("reasoning_content"), said.get("content"), calls
-    assert parts(Reading(embedded.tokenizer, FORMATS[name]), text, 4) == expected
-    mine = parts(Reading(embedded.tokenizer, None, own), text, 4)
-    assert mine[:2] == expected[:2] and [name for name, _ in mine[2]] == [name for name, _ in calls]
+    expected = answer.get("reasoning_content"), answer.get("content"), calls
+    assert (
+        parse_in_steps(AnswerFormat(embedded.tokenizer, TOOL_CALL_FORMATS[name]), text, 4)
+        == expected
+    )
+    parsed = parse_in_steps(AnswerFormat(embedded.tokenizer, None, response_template), text, 4)
+    assert parsed[:2] == expected[:2] and [name for name, _ in parsed[2]] == [
+        name for name, _ in calls
+    ]
 
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, name):
-    reading = Reading(embedded.tokenizer, FORMATS[name])
-    grammar = reading.grammar(TOOLS, True, thinking)
-    text = SAMPLES[name][0].removeprefix("<|python_tag|>").partition(";")[0]
+    answer_format = AnswerFormat(embedded.tokenizer, TOOL_CALL_FORMATS[name])
+    grammar = answer_format.build_grammar(CALL_TOOLS, True, thinking)
+    text = FORMAT_SAMPLES[name][0].removeprefix("<|python_tag|>").partition(";")[0]
     text = text[max(0, text.find("<tool_call>")) :]
     if thinking:
         text = "hm < 3 </think>\n\n" + text
@@ -140,8 +155,8 @@ def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, n
         )
 
 
-def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
-    """As pydantic makes schemas, and as tokenizers whose marks are special tokens write calls."""
+def test_grammars_support_schema_references_and_special_tokens(embedded):
+    """pydantic creates schemas with references. Some tokenizers have marks as special tokens."""
     day = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -162,17 +177,17 @@ def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
         "llama3": '{"name": "plan", "parameters": {"day": {"n": 3}}}',
     }
     for name, text in texts.items():
-        reading = Reading(tokenizer, FORMATS[name])
-        grammar = reading.grammar([tool], False, False)
+        answer_format = AnswerFormat(tokenizer, TOOL_CALL_FORMATS[name])
+        grammar = answer_format.build_grammar([tool], False, False)
         for words, right in ((text, True), (text.replace("3", "true"), False)):
             matcher = compile_grammar("grammar", grammar, guidance).deep_copy()
             ids = tokenizer(words)["input_ids"]
             assert (
                 matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
             ) == right, words
-        assert reading.special
+        assert answer_format.needs_special_tokens
     with pytest.raises(ValueError, match="use auto"):
-        Reading(tokenizer, FORMATS["tags"]).grammar([tool], False, False)
+        AnswerFormat(tokenizer, TOOL_CALL_FORMATS["tags"]).build_grammar([tool], False, False)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +195,7 @@ def served(running, embedded):
     """The embedded target with a chat template that shows tools."""
     target = copy.copy(embedded)
     target.tokenizer = copy.deepcopy(embedded.tokenizer)
-    target.tokenizer.chat_template = TEMPLATE
+    target.tokenizer.chat_template = TOOL_TEMPLATE
     engine = Engine(
         target,
         load_drafter("embedded"),
@@ -198,27 +213,29 @@ def client(served):
         yield client
 
 
-SHOWN = [
-    {"type": "function", "function": {"name": t.name, "parameters": t.parameters}} for t in TOOLS
+TOOL_DEFINITIONS = [
+    {"type": "function", "function": {"name": t.name, "parameters": t.parameters}}
+    for t in CALL_TOOLS
 ]
-NAMED = {"type": "function", "function": {"name": "weather"}}
-ASKED = [{"role": "user", "content": "the weather in Ulm?"}]
+NAMED_TOOL_CHOICE = {"type": "function", "function": {"name": "weather"}}
+WEATHER_QUESTION = [{"role": "user", "content": "the weather in Ulm?"}]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_that_must_be_made(client, choice):
-    """Whole and streamed, the same; the target is small: the grammar makes its calls valid."""
+@pytest.mark.parametrize("choice", ["required", NAMED_TOOL_CHOICE])
+def test_required_calls(client, choice):
+    """Complete and streamed answers are the same. The grammar makes the calls of the small target
+    valid."""
     settings = {
         "model": "embedded",
-        "messages": ASKED,
-        "tools": SHOWN,
+        "messages": WEATHER_QUESTION,
+        "tools": TOOL_DEFINITIONS,
         "tool_choice": choice,
         "temperature": 0,
     }
     settings |= {"max_tokens": 150, "parallel_tool_calls": False}
-    whole = client.chat.completions.create(**settings).choices[0]
-    assert whole.finish_reason == "tool_calls" and whole.message.content is None
-    [call] = whole.message.tool_calls
+    complete = client.chat.completions.create(**settings).choices[0]
+    assert complete.finish_reason == "tool_calls" and complete.message.content is None
+    [call] = complete.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.id.startswith("call_")
     assert call.function.name in ("weather", "now")[: 1 + (choice == "required")]
@@ -237,42 +254,45 @@ def test_calls_that_must_be_made(client, choice):
     ]
 
 
-def test_thoughts_words_and_calls_of_the_models_own(client):
-    """An expression makes the target think, speak, and call."""
-    opened = {
+def test_reasoning_content_and_calls_of_the_model(client):
+    """A regular expression makes the target reason, answer and call a tool."""
+    reasoning_options = {
         "chat_template_kwargs": {"thinking": True},
         "guided_regex": r"[a-z]{3,9}</think>\n\n[a-z]{3,9}\.",
     }
     settings = {
         "model": "embedded",
-        "messages": ASKED,
+        "messages": WEATHER_QUESTION,
         "temperature": 0,
         "max_tokens": 80,
-        "extra_body": opened,
+        "extra_body": reasoning_options,
     }
-    whole = client.chat.completions.create(**settings).choices[0].message
+    complete = client.chat.completions.create(**settings).choices[0].message
     assert (
-        whole.reasoning_content.isalpha()
-        and whole.content[:-1].isalpha()
-        and whole.content[-1] == "."
+        complete.reasoning_content.isalpha()
+        and complete.content[:-1].isalpha()
+        and complete.content[-1] == "."
     )
     deltas = [
         chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **settings)
     ]
     assert (
         "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-        == whole.reasoning_content
+        == complete.reasoning_content
     )
-    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    assert "".join(delta.content or "" for delta in deltas) == complete.content
     text = r"Yes\.\n<tool_call>\n\{\"name\": \"now\", \"arguments\": \{\}\}\n</tool_call>"
     settings["extra_body"] = {"guided_regex": text}
-    found = client.chat.completions.create(tools=SHOWN, **settings).choices[0]
-    assert found.message.content == "Yes." and found.message.tool_calls[0].function.name == "now"
-    assert found.finish_reason == "tool_calls"
-    plain = client.chat.completions.create(**settings).choices[
+    with_tools = client.chat.completions.create(tools=TOOL_DEFINITIONS, **settings).choices[0]
+    assert (
+        with_tools.message.content == "Yes."
+        and with_tools.message.tool_calls[0].function.name == "now"
+    )
+    assert with_tools.finish_reason == "tool_calls"
+    without_tools = client.chat.completions.create(**settings).choices[
         0
-    ]  # without tools it is a text like any other
-    assert "<tool_call>" in plain.message.content and plain.finish_reason == "stop"
+    ]  # without tools, the call is content
+    assert "<tool_call>" in without_tools.message.content and without_tools.finish_reason == "stop"
 
 
 def test_a_parsed_answer(client):
@@ -283,21 +303,24 @@ def test_a_parsed_answer(client):
         size: int = Field(ge=0, le=99)
 
     done = client.chat.completions.parse(
-        model="embedded", messages=ASKED, response_format=City, temperature=0, max_tokens=80
+        model="embedded",
+        messages=WEATHER_QUESTION,
+        response_format=City,
+        temperature=0,
+        max_tokens=80,
     )
     assert isinstance(done.choices[0].message.parsed, City)
 
 
 @pytest.mark.robustness
-def test_an_agents_loop_of_six_turns(served, client):
-    """Two local functions are called in turn, their results are sent back, and the loop ends with
-    words."""
+def test_an_agent_with_six_turns(served, client):
+    """Two functions are called alternately, their results are sent back, and an answer follows."""
     local = {
         "weather": lambda city, days: f"{city[:3]} {'sun ' * (days % 3)}",
         "now": lambda: "12:00",
     }
-    messages = list(ASKED)
-    made = []
+    messages = list(WEATHER_QUESTION)
+    called_names = []
     reused = 0
     for turn in range(6):
         name = ("weather", "now")[turn % 2]
@@ -305,7 +328,7 @@ def test_an_agents_loop_of_six_turns(served, client):
         done = client.chat.completions.create(
             model="embedded",
             messages=messages,
-            tools=SHOWN,
+            tools=TOOL_DEFINITIONS,
             tool_choice=choice,
             temperature=0.7,
             seed=turn,
@@ -317,8 +340,8 @@ def test_an_agents_loop_of_six_turns(served, client):
         for call in message.tool_calls:
             result = local[call.function.name](**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-            made.append(call.function.name)
-    assert made == ["weather", "now"] * 3 and reused > 150
+            called_names.append(call.function.name)
+    assert called_names == ["weather", "now"] * 3 and reused > 150
     counts = dict(
         line.rsplit(" ", 1) for line in httpx.get(f"{served[0]}/metrics").text.splitlines()
     )
@@ -326,7 +349,7 @@ def test_an_agents_loop_of_six_turns(served, client):
     last = client.chat.completions.create(
         model="embedded",
         messages=messages,
-        tools=SHOWN,
+        tools=TOOL_DEFINITIONS,
         tool_choice="none",
         temperature=0,
         max_tokens=9,
@@ -334,28 +357,38 @@ def test_an_agents_loop_of_six_turns(served, client):
     assert last.choices[0].message.content and last.choices[0].message.tool_calls is None
 
 
-WIDE = {"type": "object", "properties": {f"{i}": {} for i in range(1001)}}
+WIDE_SCHEMA = {"type": "object", "properties": {f"{i}": {} for i in range(1001)}}
 WIDE_TOOL = {
     "type": "function",
-    "function": {"name": "a", "parameters": {"type": "array", "items": WIDE}},
+    "function": {"name": "a", "parameters": {"type": "array", "items": WIDE_SCHEMA}},
 }
 
 
 @pytest.mark.parametrize(
-    "fields, said",
+    "fields, expected_message",
     [
-        ({"tools": SHOWN[:1] * 2}, "two have one name"),
+        ({"tools": TOOL_DEFINITIONS[:1] * 2}, "two have one name"),
         ({"tool_choice": "required"}, "no such tool"),
         (
-            {"tools": SHOWN, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            {
+                "tools": TOOL_DEFINITIONS,
+                "tool_choice": {"type": "function", "function": {"name": "x"}},
+            },
             "no such tool",
         ),
         (
-            {"tools": SHOWN, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {
+                "tools": TOOL_DEFINITIONS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
             "json_schema too",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-        ({"tools": [WIDE_TOOL], "tool_choice": "required"}, "1001 properties, 1000 may be"),
+        (
+            {"tools": [WIDE_TOOL], "tool_choice": "required"},
+            "1001 properties; at most 1000 are allowed",
+        ),
         (
             {
                 "tools": [
@@ -366,23 +399,25 @@ WIDE_TOOL = {
         ),
     ],
 )
-def test_what_cannot_be_called_is_refused_in_a_sentence(served, fields, said):
-    fields = {"tool_choice": "required"} | fields if said == "grammar" else fields
-    answer = httpx.post(f"{served[0]}/v1/chat/completions", json={"messages": ASKED, **fields})
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+def test_invalid_tools_are_refused_with_a_message(served, fields, expected_message):
+    fields = {"tool_choice": "required"} | fields if expected_message == "grammar" else fields
+    answer = httpx.post(
+        f"{served[0]}/v1/chat/completions", json={"messages": WEATHER_QUESTION, **fields}
+    )
+    assert answer.status_code == 400 and expected_message in answer.json()["error"]["message"]
 
 
-def test_rows_are_found_by_the_chat_template(embedded):
+def test_formats_are_found_by_the_chat_template(embedded):
     tokenizer = copy.deepcopy(embedded.tokenizer)
     for template, name in (
-        (TEMPLATE, "hermes"),
+        (TOOL_TEMPLATE, "hermes"),
         ("<tool_call><function=", "tags"),
         ("ipython", "llama3"),
-        ("<think>", "thoughts"),
+        ("<think>", "reasoning"),
     ):
         tokenizer.chat_template = template
-        assert reading_of(tokenizer).format is FORMATS[name]
+        assert find_answer_format(tokenizer).call_format is TOOL_CALL_FORMATS[name]
     tokenizer.chat_template = "{{ messages }}"
-    assert reading_of(tokenizer) is None
+    assert find_answer_format(tokenizer) is None
     tokenizer.response_template = {"start_anchor": "x", "fields": {"content": {}}}
-    assert reading_of(tokenizer).own is not None
+    assert find_answer_format(tokenizer).response_template is not None

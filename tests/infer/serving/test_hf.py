@@ -1,5 +1,4 @@
-"""`model.generate(..., custom_generate=speculative(...))`: Hugging Face's output, with Hugging
-Face's own controls."""
+"""`model.generate(..., custom_generate=speculative(...))` gives the output of `generate`."""
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from infer.serving.hf import _settings, speculative
+from infer.serving.hf import _extract_options, speculative
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def tiny(make_tiny):
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Three prompts of different lengths, padded on the left as Hugging Face wants it."""
+    """Return three prompts of different lengths, padded on the left as Hugging Face requires."""
     ids = torch.randint(90, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :4] = mask[2, :7] = 0
@@ -31,8 +30,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 class Favour(LogitsProcessor):
-    """Needs the true prefix: raises whatever follows the last token by one, and forbids the last
-    two."""
+    """Favours the successor of the last token and forbids the last two tokens."""
 
     def __call__(self, ids, scores):
         scores = scores.scatter_add(1, (ids[:, -1:] + 1) % 90, torch.full((len(ids), 1), 3.0))
@@ -40,7 +38,7 @@ class Favour(LogitsProcessor):
 
 
 class Sum(StoppingCriteria):
-    """Ends a text whose last three tokens add up to a multiple of seven."""
+    """Ends a sequence whose last three tokens add up to a multiple of seven."""
 
     def __call__(self, ids, scores, **others):
         return ids[:, -3:].sum(1) % 7 == 0
@@ -61,22 +59,22 @@ class Sum(StoppingCriteria):
         {"max_length": 30},
     ],
 )
-def test_greedy_is_what_generate_writes(tiny, settings):
+def test_greedy_output_is_that_of_generate(tiny, settings):
     target, drafter = tiny
     expected = target.model.generate(**batch(), do_sample=False, **settings)
     for method in ("chain", "ddtree"):
-        ours = target.model.generate(
+        speculative_output = target.model.generate(
             **batch(),
             do_sample=False,
             custom_generate=speculative(target, drafter, method, 7),
             **settings,
         )
-        # one row that ends late makes all of them longer; padding after a text's end is the same
-        assert torch.equal(ours, expected), method
+        # The longest row decides the length; the padding after other rows is the same.
+        assert torch.equal(speculative_output, expected), method
 
 
 def allowed(row: int, ids: torch.Tensor) -> list[int]:
-    """A row's own third of the vocabulary, but for its last token."""
+    """Return a third of the vocabulary, different for each row, without the last token."""
     return [token for token in range(row, 90, 3) if token != int(ids[-1])]
 
 
@@ -86,7 +84,7 @@ def unprocessed(tiny):
 
 
 @pytest.mark.parametrize(
-    "first, settings",  # of the three rows: from 1 on they are padded
+    "first, settings",  # `first`: first row of the batch; rows from 1 on are padded
     [
         (1, {"repetition_penalty": 1.4}),
         (0, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}),
@@ -105,26 +103,26 @@ def unprocessed(tiny):
         (1, {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=6)]}),
     ],
 )
-def test_what_processors_know_of_each_row_of_a_padded_batch(tiny, unprocessed, first, settings):
+def test_processors_with_state_per_row_of_a_padded_batch(tiny, unprocessed, first, settings):
     target, drafter = tiny
     inputs = {name: value[first:] for name, value in batch().items()}
     settings = {"max_new_tokens": 16, "do_sample": False, **settings}
     expected = target.model.generate(**inputs, **settings)
-    assert first or not torch.equal(expected, unprocessed)  # they do something
+    assert first or not torch.equal(expected, unprocessed)  # the processors have an effect
     for method in ("plain", "ddtree"):
-        ours = target.model.generate(
+        speculative_output = target.model.generate(
             **inputs, custom_generate=speculative(target, drafter, method, 7), **settings
         )
-        assert torch.equal(ours, expected), method
+        assert torch.equal(speculative_output, expected), method
 
 
-def test_processors_are_not_called_behind_an_end_token(tiny):
+def test_processors_are_not_called_after_an_end_token(tiny):
     target, drafter = tiny
     ends = list(range(40, 60))
 
     def unended(row, ids):
         assert not torch.isin(ids[9:], torch.tensor(ends)).any(), (
-            "called behind the end of the text"
+            "called after the end of the sequence"
         )
         return list(range(90))
 
@@ -137,13 +135,13 @@ def test_processors_are_not_called_behind_an_end_token(tiny):
     for ids in torch.randint(40, (6, 1, 9), generator=torch.Generator().manual_seed(1)):
         settings["attention_mask"] = torch.ones_like(ids)
         expected = target.model.generate(ids, **settings)
-        ours = target.model.generate(
+        speculative_output = target.model.generate(
             ids, custom_generate=speculative(target, drafter, "ddtree", 64), **settings
         )
-        assert torch.equal(ours, expected)
+        assert torch.equal(speculative_output, expected)
 
 
-def test_sampling_repeats_with_torchs_seed_and_keeps_to_the_filters(tiny):
+def test_sampling_is_reproducible_and_follows_the_filters(tiny):
     target, drafter = tiny
     settings = {
         "max_new_tokens": 30,
@@ -152,10 +150,10 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_to_the_filters(tiny):
         "top_k": 3,
         "top_p": 0.95,
     }
-    written = []
+    outputs = []
     for method in ("plain", "chain", "ddtree", "ddtree"):
         torch.manual_seed(5)
-        written.append(
+        outputs.append(
             target.model.generate(
                 **batch(),
                 num_return_sequences=2,
@@ -163,9 +161,9 @@ def test_sampling_repeats_with_torchs_seed_and_keeps_to_the_filters(tiny):
                 **settings,
             )
         )
-    assert all(torch.equal(ids, written[0]) for ids in written) and written[0].shape == (6, 39)
-    assert not torch.equal(written[0][0], written[0][1])
-    ids = written[0][:1]
+    assert all(torch.equal(ids, outputs[0]) for ids in outputs) and outputs[0].shape == (6, 39)
+    assert not torch.equal(outputs[0][0], outputs[0][1])
+    ids = outputs[0][:1]
     ranks = target.model(ids).logits[0].argsort(-1, descending=True)[:, :3]
     assert all(ids[0, i + 1] in ranks[i] for i in range(8, 38))
 
@@ -196,34 +194,40 @@ def test_streamer_and_dictionary(tiny):
     assert streamer.ids == out.sequences[0].tolist() and streamer.ended
 
 
-def test_known_processors_become_options_and_others_stay():
+def test_supported_processors_become_options_and_others_stay():
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
     heat = TemperatureLogitsWarper(0.5)
     top = TopKLogitsWarper(4)
     penalty = RepetitionPenaltyLogitsProcessor(1.2)
-    assert _settings([penalty, heat, top], 0) == (
+    assert _extract_options([penalty, heat, top], 0) == (
         {"repetition_penalty": 1.2, "temperature": 0.5, "top_k": 4},
         (),
     )
     for other in ([top, heat], [heat, heat], [heat, Favour()]):
-        assert _settings(other, 0) == ({}, other)
-    behind = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
-    assert _settings([behind], 2) == ({"repetition_penalty": 1.2}, ())
-    assert _settings([behind], 0) == ({}, [behind]) and _settings([penalty], 2) == ({}, [penalty])
+        assert _extract_options(other, 0) == ({}, other)
+    penalty_after_prompt = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
+    assert _extract_options([penalty_after_prompt], 2) == ({"repetition_penalty": 1.2}, ())
+    assert _extract_options([penalty_after_prompt], 0) == (
+        {},
+        [penalty_after_prompt],
+    ) and _extract_options([penalty], 2) == (
+        {},
+        [penalty],
+    )
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "expected_message"),
     [
         ({"num_beams": 2}, "num_beams=2"),
         ({"encoder_repetition_penalty": 1.5}, "one prompt at a time"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ],
 )
-def test_what_it_cannot_do_it_says(tiny, settings, says):
+def test_unsupported_arguments_are_named(tiny, settings, expected_message):
     target, drafter = tiny
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected_message):
         target.model.generate(
             **batch(),
             max_new_tokens=4,
@@ -242,14 +246,11 @@ def test_another_model_is_refused(tiny, make_tiny):
 
 
 @pytest.mark.robustness
-def test_the_example_of_the_docs_runs_as_it_stands(
-    repo, shallow, shallow_target, tmp_path, monkeypatch, capsys
-):
-    """docs/serving.md's ten lines, word for word, where its folders hold a target and a fresh
-    drafter."""
+def test_the_example_of_the_docs_runs(repo, shallow, shallow_target, tmp_path, monkeypatch, capsys):
+    """The ten lines of docs/serving.md run unchanged, with a target and an untrained drafter."""
     from infer import save_drafter
     from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
+    from infer.drafters.build import create_drafter
 
     section = (
         (repo / "docs" / "serving.md").read_text().split("## Inside Hugging Face's generate")[1]
@@ -258,8 +259,8 @@ def test_the_example_of_the_docs_runs_as_it_stands(
     assert len([line for line in example.splitlines() if line]) <= 10
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "embedded").symlink_to(shallow)
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
-    drafter.initialize(shallow_target, torch.Generator().manual_seed(0), warm=True)
+    drafter = create_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
+    drafter.initialize(shallow_target, torch.Generator().manual_seed(0), warm_start=True)
     save_drafter(
         drafter.config,
         drafter.state_dict(),

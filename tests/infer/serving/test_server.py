@@ -1,5 +1,4 @@
-"""The server: OpenAI's client works against it, wrong requests are told so, a crowd of clients gets
-its own texts."""
+"""The server works with OpenAI's client, refuses invalid requests, and answers many clients."""
 
 import io
 import json
@@ -12,21 +11,21 @@ import torch
 from rich.console import Console
 
 from infer import Engine, generate
-from infer.cli.chat import ChatCommand, answer, run as chat
+from infer.cli.chat import ChatCommand, print_answer, run as chat
 from infer.config import DrafterConfig, EngineConfig
-from infer.drafters.base import new_drafter
-from infer.engine.sampling import derived_seed
+from infer.drafters.build import create_drafter
+from infer.engine.sampling import derive_seed
 from infer.serving.config import ServerConfig
-from infer.serving.server import Service
-from infer.utils.errors import Stopped
+from infer.serving.service import CompletionService
+from infer.utils.errors import RunAborted
 
-CAPACITY = 256
+SERVER_CAPACITY = 256
 
 
 @pytest.fixture(scope="module")
 def drafter(shallow_target):
-    """Untrained, but begun with the target's own layers: some drafts are accepted."""
-    drafter = new_drafter(DrafterConfig(layers=2, block_size=6), shallow_target)
+    """An untrained drafter with layers of the target, so that some drafts are accepted."""
+    drafter = create_drafter(DrafterConfig(layers=2, block_size=6), shallow_target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(shallow_target)
     return drafter
@@ -34,7 +33,9 @@ def drafter(shallow_target):
 
 @pytest.fixture(scope="module")
 def served(running, shallow_target, drafter):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=8), CAPACITY)
+    engine = Engine(
+        shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=8), SERVER_CAPACITY
+    )
     with running(engine, max_requests=300, max_body_bytes=20_000) as (url, service):
         yield url, service
 
@@ -45,15 +46,15 @@ def client(served):
         yield client
 
 
-def own(shallow_target, prompt, **options) -> str:
+def baseline_text(shallow_target, prompt, **options) -> str:
     return generate(shallow_target, None, prompt, method="plain", **options).text
 
 
-def test_completions_are_the_targets_own(client, shallow_target):
+def test_completions_are_those_of_the_target(client, shallow_target):
     prompts = ["import os\n\ndef", "class Reader:\n"]
     done = client.completions.create(model="embedded", prompt=prompts, max_tokens=40, temperature=0)
     assert [choice.text for choice in done.choices] == [
-        own(shallow_target, prompt, max_new_tokens=40) for prompt in prompts
+        baseline_text(shallow_target, prompt, max_new_tokens=40) for prompt in prompts
     ]
     assert [choice.index for choice in done.choices] == [0, 1]
     assert {choice.finish_reason for choice in done.choices} <= {"length", "stop"}
@@ -62,13 +63,13 @@ def test_completions_are_the_targets_own(client, shallow_target):
     )
 
 
-def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, shallow_target):
+def test_a_seed_determines_the_text_with_and_without_streaming(client, shallow_target):
     settings = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 5}
-    expected = own(
+    expected = baseline_text(
         shallow_target, "def walk(", max_new_tokens=24, temperature=0.8, top_p=0.9, seed=5
     )
-    whole = client.completions.create(model="embedded", prompt="def walk(", **settings)
-    assert whole.choices[0].text == expected
+    complete = client.completions.create(model="embedded", prompt="def walk(", **settings)
+    assert complete.choices[0].text == expected
     options = {"include_usage": True}
     chunks = list(
         client.completions.create(
@@ -76,30 +77,28 @@ def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, shallow_tar
         )
     )
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
-    assert chunks[-1].usage == whole.usage
-    assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[
+    assert chunks[-1].usage == complete.usage
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == complete.choices[
         0
     ].finish_reason
     two = client.completions.create(model="embedded", prompt="def walk(", n=2, **settings)
     assert two.choices[0].text == expected
-    second = own(
+    second = baseline_text(
         shallow_target,
         "def walk(",
         max_new_tokens=24,
         temperature=0.8,
         top_p=0.9,
-        seed=derived_seed(5, 1),
+        seed=derive_seed(5, 1),
     )
     assert two.choices[1].text == second != expected
-    three = client.completions.create(
-        model="embedded", prompt=["def walk("] * 3, **settings
-    )  # prompts have their own
+    three = client.completions.create(model="embedded", prompt=["def walk("] * 3, **settings)
     assert [choice.text for choice in three.choices][:2] == [expected, second]
     assert len({choice.text for choice in three.choices}) == 3
 
 
 def test_stop_strings_and_log_probabilities(client, shallow_target):
-    full = own(shallow_target, "import os\n", max_new_tokens=60)
+    full = baseline_text(shallow_target, "import os\n", max_new_tokens=60)
     stop = full[20:23]
     done = client.completions.create(
         model="embedded",
@@ -127,16 +126,16 @@ def test_stop_strings_and_log_probabilities(client, shallow_target):
 
 def test_chat_through_the_template(client, shallow_target):
     messages = [{"role": "user", "content": "def read(path):"}]
-    expected = own(shallow_target, messages, max_new_tokens=30)
-    parts = [
+    expected = baseline_text(shallow_target, messages, max_new_tokens=30)
+    messages_with_parts = [
         {
             "role": "user",
             "content": [{"type": "text", "text": "def read"}, {"type": "text", "text": "(path):"}],
         }
     ]
-    for said in (messages, parts):
+    for equivalent_messages in (messages, messages_with_parts):
         done = client.chat.completions.create(
-            model="embedded", messages=said, max_tokens=30, temperature=0
+            model="embedded", messages=equivalent_messages, max_tokens=30, temperature=0
         )
         assert (
             done.choices[0].message.content == expected
@@ -178,11 +177,15 @@ def test_models_health_metrics(served, client):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "expected_message"),
     [
         ({"prompt": "x", "model": "gpt-9"}, 404, "the model here is embedded, not gpt-9"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": "x", "max_tokens": CAPACITY + 1}, 400, f"there are {CAPACITY}: shorten either"),
+        (
+            {"prompt": "x", "max_tokens": SERVER_CAPACITY + 1},
+            400,
+            f"there are {SERVER_CAPACITY}: shorten either",
+        ),
         ({"prompt": "x" * 3000, "max_tokens": 1}, 400, "shorten either"),
         ({"prompt": ""}, 400, "at least one token"),
         ({"prompt": []}, 400, "at least 1 item"),
@@ -201,20 +204,20 @@ def test_models_health_metrics(served, client):
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
         ({"prompt": "x", "best_of": 4}, 400, "best_of"),
         ({"prompt": "x", "temprature": 1}, 400, "temprature"),
-        ({"prompt": ["x"] * 100, "n": 16}, 400, "1600 texts"),
+        ({"prompt": ["x"] * 100, "n": 16}, 400, "1600 sequences"),
         ({"prompt": "x" * 30_000}, 413, "20000 bytes"),
     ],
 )
-def test_wrong_requests_are_told_so(served, body, status, says):
+def test_invalid_requests_get_a_message(served, body, status, expected_message):
     content = json.dumps(body)
     response = httpx.post(
         f"{served[0]}/v1/completions", content=content, headers={"content-type": "application/json"}
     )
     assert response.status_code == status, response.text
-    assert says in response.json()["error"]["message"]
+    assert expected_message in response.json()["error"]["message"]
 
 
-def test_other_wrong_things(served, client):
+def test_malformed_http_requests_are_refused(served, client):
     url, _ = served
     json_type = {"content-type": "application/json"}
     assert httpx.post(f"{url}/v1/completions", content=b"{", headers=json_type).status_code == 400
@@ -239,15 +242,17 @@ def test_other_wrong_things(served, client):
 
 
 @pytest.mark.robustness
-def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
-    """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text
-    and nobody else's."""
-    asked = ["--requests", "160", "--clients", "40", "--margin", "1000"]
-    assert "\n0 faults" in start_command("tests/robustness/fuzz_http.py", asked).finish()
+def test_many_clients_get_correct_outputs_whatever_others_send(start_command):
+    """Some clients stream, close early, or send malformed or large requests. All others get the
+    output of the target for their own prompt."""
+    arguments = ["--requests", "160", "--clients", "40", "--margin", "1000"]
+    assert "\n0 faults" in start_command("tests/robustness/fuzz_http.py", arguments).finish()
 
 
-def test_a_full_server_says_so(running, idle, shallow_target, drafter):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
+def test_a_full_server_gives_status_429(running, idle, shallow_target, drafter):
+    engine = Engine(
+        shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), SERVER_CAPACITY
+    )
     with running(engine, max_requests=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -259,62 +264,70 @@ def test_a_full_server_says_so(running, idle, shallow_target, drafter):
             )
         assert (
             idle(service) and service.metrics.tokens._value.get() < 400
-        )  # of 500: who leaves is not written to
+        )  # of 500: generation stops when the client disconnects
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
 
 
-def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, embedded):
+def test_chat_in_the_terminal_colours_drafts(running, scripted_drafter, embedded):
     messages = [{"role": "user", "content": "import os\n"}]
-    own = generate(embedded, None, messages, method="plain", max_new_tokens=40)
+    reference = generate(embedded, None, messages, method="plain", max_new_tokens=40)
     prompt = embedded.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True
     )
-    drafter = scripted_drafter([prompt["input_ids"] + own.ids] * 2, 6, embedded.config.vocab_size)
+    drafter = scripted_drafter(
+        [prompt["input_ids"] + reference.ids] * 2, 6, embedded.config.vocab_size
+    )
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
-    with running(Engine(embedded, drafter, EngineConfig("chain", 5, max_num_seqs=1), CAPACITY)) as (
+    with running(
+        Engine(embedded, drafter, EngineConfig("chain", 5, max_num_seqs=1), SERVER_CAPACITY)
+    ) as (
         url,
         _,
     ):
         config = ChatCommand(url=url, max_tokens=40)
         with httpx.Client(base_url=config.url, timeout=60) as http:
-            said = answer(http, messages, config, console)
-            plain = Console(file=io.StringIO(), color_system=None, record=True)
-            answer(http, messages, config, plain)
-    assert said["content"] == own.text and plain.export_text().startswith(
-        own.text
-    )  # nothing refused, where colours do not tell
-    shown = console.export_text(styles=True)
-    assert "\x1b[9;31m" in shown  # struck through: refused by the target
-    assert "\x1b[1;33m" in shown and "a round" in shown
+            message = print_answer(http, messages, config, console)
+            plain_console = Console(file=io.StringIO(), color_system=None, record=True)
+            print_answer(http, messages, config, plain_console)
+    assert message["content"] == reference.text and plain_console.export_text().startswith(
+        reference.text
+    )  # no rejected drafts without colours
+    printed = console.export_text(styles=True)
+    assert "\x1b[9;31m" in printed  # struck through: rejected by the target
+    assert "\x1b[1;33m" in printed and "a round" in printed
 
 
-def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypatch):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
-    monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
+def test_chat_serves_its_target_until_it_ends(shallow_target, drafter, monkeypatch):
+    engine = Engine(
+        shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), SERVER_CAPACITY
+    )
+    monkeypatch.setattr("infer.cli.chat.open_served_engine", lambda config: (engine, ""))
     with socket.create_server(("127.0.0.1", 0)) as free:
         config = ChatCommand(max_tokens=10, server=ServerConfig(port=free.getsockname()[1]))
     console = Console(file=io.StringIO(), record=True)
-    said = iter(["import os", ""])
-    monkeypatch.setattr(console, "input", lambda _: next(said))
+    typed_lines = iter(["import os", ""])
+    monkeypatch.setattr(console, "input", lambda _: next(typed_lines))
     chat(config, console)
     assert "[10 tokens in" in console.export_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(config.server.url)
 
 
-def test_chat_says_what_ended_its_server(shallow_target, drafter, monkeypatch):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), CAPACITY)
-    monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = ChatCommand(server=ServerConfig(port=taken.getsockname()[1]))
-        with pytest.raises(Stopped, match=f"{config.server.url}: .*address already in use"):
+def test_chat_reports_why_its_server_ended(shallow_target, drafter, monkeypatch):
+    engine = Engine(
+        shallow_target, drafter, EngineConfig("ddtree", 12, max_num_seqs=1), SERVER_CAPACITY
+    )
+    monkeypatch.setattr("infer.cli.chat.open_served_engine", lambda config: (engine, ""))
+    with socket.create_server(("127.0.0.1", 0)) as other_server:
+        config = ChatCommand(server=ServerConfig(port=other_server.getsockname()[1]))
+        with pytest.raises(RunAborted, match=f"{config.server.url}: .*address already in use"):
             chat(config)
-    monkeypatch.setattr(Service, "start", lambda self: 1 / 0)
-    with pytest.raises(Stopped, match="could not be started, as it says above"):
+    monkeypatch.setattr(CompletionService, "start", lambda self: 1 / 0)
+    with pytest.raises(RunAborted, match="could not be started, see the error above"):
         chat(config)
 
 
-def test_chat_without_a_server_is_one_sentence():
+def test_chat_without_a_server_gives_one_sentence():
     with pytest.raises(
         ValueError, match="no server answers at http://127.0.0.1:9.*launch.sh serve"
     ):

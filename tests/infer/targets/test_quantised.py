@@ -40,7 +40,7 @@ def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeyp
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     model.model.layers[1].mlp.down_proj.forward = refuses
-    monkeypatch.setattr(loading, "load_model", lambda path, place, config, options: model)
+    monkeypatch.setattr(loading, "load_model", lambda path, device, config, options: model)
     file = folder / "model" / "config.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}})

@@ -1,4 +1,4 @@
-"""How a command ends, and whom it asks before it begins."""
+"""How a command ends, and the check of the hub before it starts."""
 
 import errno
 import json
@@ -10,18 +10,18 @@ from safetensors import SafetensorError
 
 from infer.cli.chat import ChatCommand
 from infer.ngrams.count import count_ngrams
-from infer.utils.files import atomic_write, save_readable
+from infer.utils.files import atomic_write, save_shared_safetensors
 from infer.utils.hydra_app import run_command
 
-INTERRUPTED = """
+INTERRUPTED_PROGRAM = """
 import os, signal, threading, time
 from infer.cli.eval import EvalCommand
-from infer.utils.errors import going_on
+from infer.utils.errors import explain_interrupt
 from infer.utils.hydra_app import run_command
 
 def run(config):
-    threading.Thread(target=time.sleep, args=(600,)).start()  # as of a request under way
-    with going_on("the same command goes on"):
+    threading.Thread(target=time.sleep, args=(600,)).start()  # like a request that is running
+    with explain_interrupt("the same command goes on"):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(600)
 
@@ -30,33 +30,32 @@ run_command("eval", EvalCommand, run, ["checkpoint=runs/mine"])
 
 
 def test_ctrl_c_is_one_sentence_and_waits_for_nothing(start_command, tmp_path):
-    (tmp_path / "program.py").write_text(INTERRUPTED)
-    said = start_command(str(tmp_path / "program.py"), []).finish(130)
-    assert said.strip() == "stopped by Ctrl-C: the same command goes on"
+    (tmp_path / "program.py").write_text(INTERRUPTED_PROGRAM)
+    output = start_command(str(tmp_path / "program.py"), []).finish(130)
+    assert output.strip() == "stopped by Ctrl-C: the same command goes on"
 
 
-def test_a_silent_hub_is_asked_once_and_only_for_names(monkeypatch, tmp_path):
-    """What is not on this machine is then said at once, instead of after half a minute of
-    retries."""
+def test_the_hub_is_checked_once_and_only_for_names_on_it(monkeypatch, tmp_path):
+    """A missing file is then reported at once, instead of after half a minute of retries."""
     from huggingface_hub import constants
 
     from infer.utils import hub
 
-    asked = []
-    monkeypatch.setattr(hub, "hub_answers", lambda: asked.append(1))
+    checks = []
+    monkeypatch.setattr(hub, "is_hub_reachable", lambda: checks.append(1))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    hub.refrain_from_silent_hub(
+    hub.go_offline_if_hub_is_unreachable(
         [("out", "runs/a"), ("target.path", "./folder"), ("checkpoint", "runs/x/checkpoints/best")]
     )
-    assert not asked and not constants.is_offline_mode()
-    hub.refrain_from_silent_hub([("target.path", "some/model")])
-    assert asked == [1] and constants.is_offline_mode()
+    assert not checks and not constants.is_offline_mode()
+    hub.go_offline_if_hub_is_unreachable([("target.path", "some/model")])
+    assert checks == [1] and constants.is_offline_mode()
 
 
-FULL = [
+FULL_DISK_ERRORS = [
     (
         OSError(errno.ENOSPC, "No space left on device", "runs/a"),
         "[Errno 28] No space left on device: 'runs/a'",
@@ -65,7 +64,7 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize(("error", "sentence"), FULL, ids=["file", "safetensors"])
+@pytest.mark.parametrize(("error", "sentence"), FULL_DISK_ERRORS, ids=["file", "safetensors"])
 def test_a_full_disk_is_a_sentence(capsys, error, sentence):
     def run(config) -> None:
         raise error
@@ -76,18 +75,19 @@ def test_a_full_disk_is_a_sentence(capsys, error, sentence):
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
-UNREAD = """
+CLOSED_PIPE_PROGRAM = """
 import io, json, os, sys
 from infer.cli.chat import ChatCommand
-from infer.utils.errors import disk
+from infer.utils.errors import abort_on_write_error
 from infer.utils.hydra_app import run_command
 
 def run_case(letters, stream, flush, ending, arguments, buffered):
-    streams = [io.TextIOWrapper(open(fd, "wb", -1 if buffered else 0), write_through=not buffered) for fd in (1, 2)]
-    sys.stdout, sys.stderr = streams
+    buffering = -1 if buffered else 0
+    sys.stdout = io.TextIOWrapper(open(1, "wb", buffering), write_through=not buffered)
+    sys.stderr = io.TextIOWrapper(open(2, "wb", buffering), write_through=not buffered)
 
     def run(config):
-        with disk("out=x"):
+        with abort_on_write_error("out=x"):
             print("x" * letters, file=getattr(sys, stream), flush=flush)
         exec(ending)
 
@@ -100,7 +100,7 @@ def run_case(letters, stream, flush, ending, arguments, buffered):
 
 for case in json.loads(sys.argv[1]):
     ends = {name: os.pipe() for name in ("stdout", "stderr")}
-    os.close(ends[case[1]][0])  # nobody reads this one
+    os.close(ends[case[1]][0])  # the reader has closed it
     if not (child := os.fork()):
         for number, name in enumerate(ends, 1):
             os.dup2(ends[name][1], number)
@@ -108,10 +108,11 @@ for case in json.loads(sys.argv[1]):
     for _, written in ends.values():
         os.close(written)
     (other,) = {*ends} - {case[1]}
-    said = open(ends[other][0]).read()
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said]))
+    other_output = open(ends[other][0]).read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), other_output]))
 """
-CASES = [  # how much is printed, where, whether it is flushed, how the command ends, its arguments
+# Characters printed, stream, whether it is flushed, how the command ends, arguments.
+CLOSED_PIPE_CASES = [
     (10, "stdout", False, "pass", []),
     (10, "stdout", True, "pass", []),
     (100_000, "stdout", False, "pass", []),
@@ -123,9 +124,9 @@ CASES = [  # how much is printed, where, whether it is flushed, how the command 
 ]
 
 
-def test_a_command_whose_output_nobody_reads_ends_without_a_word(start_command, tmp_path):
-    cases = [(*case, buffered) for case in CASES for buffered in (True, False)]
-    (tmp_path / "program.py").write_text(UNREAD)
+def test_a_command_whose_output_pipe_is_closed_ends_without_a_message(start_command, tmp_path):
+    cases = [(*case, buffered) for case in CLOSED_PIPE_CASES for buffered in (True, False)]
+    (tmp_path / "program.py").write_text(CLOSED_PIPE_PROGRAM)
     lines = start_command(str(tmp_path / "program.py"), [json.dumps(cases)]).finish().splitlines()
     ends = {str(case): json.loads(line) for case, line in zip(cases, lines, strict=True)}
     assert ends == {str(case): [141, ""] for case in cases}
@@ -140,18 +141,18 @@ def test_a_broken_pipe_that_is_not_the_output_is_a_sentence(capsys):
     assert end.value.code == 3 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
-WRITERS = {
+FILE_WRITERS = {
     "ngrams": lambda out: count_ngrams([[*range(97)] * 20], 97, 4, out, "0" * 64),
     "text": lambda out: atomic_write(out, "x" * 5000),
-    "tensors": lambda out: save_readable({"weight": torch.ones(2000)}, out),
+    "tensors": lambda out: save_shared_safetensors({"weight": torch.ones(2000)}, out),
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FILE_WRITERS)
 def test_a_file_that_does_not_fit_is_named_and_nothing_is_left_of_it(
     file_size_limit, tmp_path, name
 ):
     out = tmp_path / "file"
     with file_size_limit(1000), pytest.raises(OSError, match=re.escape(str(out))):
-        WRITERS[name](out)
+        FILE_WRITERS[name](out)
     assert not [path for path in tmp_path.iterdir() if path != out]

@@ -1,4 +1,4 @@
-"""Commands under Hydra: what is typed, what is refused, and what a checkpoint brings."""
+"""Commands under Hydra: arguments, error messages, and options from a checkpoint's run."""
 
 import io
 import json
@@ -15,10 +15,10 @@ from infer.cli.eval import EvalCommand
 from infer.cli.generate import GenerateCommand
 from infer.main import COMMANDS
 from infer.utils.hydra_app import compose_options, run_command
-from infer.utils.options import read_text_files
+from infer.utils.options import resolve_text_options
 from train.config import TrainConfig
 
-PROMPTS = [
+UNUSUAL_PROMPTS = [
     "It's {a: [1, 2]}, ${x}\n",
     "${oc.env:HOME}",
     "--help",
@@ -31,34 +31,34 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", UNUSUAL_PROMPTS)
 def test_a_prompt_is_taken_as_it_is_typed(prompt):
-    taken = []
+    received = []
     run_command(
-        "generate", GenerateCommand, taken.append, ["--prompt", prompt, "decoding.budget=7"]
+        "generate", GenerateCommand, received.append, ["--prompt", prompt, "decoding.budget=7"]
     )
-    assert (taken[0].prompt, taken[0].decoding.budget) == (prompt, 7)
+    assert (received[0].prompt, received[0].decoding.budget) == (prompt, 7)
 
 
 def test_a_prompt_is_for_commands_that_have_one(capsys):
-    taken = []
-    run_command("chat", ChatCommand, taken.append, ["--prompt", "It's {a}"])
-    assert taken[0].prompt == "It's {a}"
+    received = []
+    run_command("chat", ChatCommand, received.append, ["--prompt", "It's {a}"])
+    assert received[0].prompt == "It's {a}"
     for name, arguments in (("eval", ["--prompt", "x"]), ("generate", ["--prompt"])):
         with pytest.raises(SystemExit) as end:
-            run_command(name, COMMANDS[name].options_class(), taken.append, arguments)
+            run_command(name, COMMANDS[name].options_class(), received.append, arguments)
         assert end.value.code == 2 and "unrecognized arguments: --prompt" in capsys.readouterr().err
 
 
 def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     file = tmp_path / "a prompt (1).txt"
     file.write_text("def f():\n    '''ä'''\n", encoding="utf-8")
-    taken = []
-    run_command("generate", GenerateCommand, taken.append, ["--prompt", f"@{file}"])
+    received = []
+    run_command("generate", GenerateCommand, received.append, ["--prompt", f"@{file}"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
-    run_command("generate", GenerateCommand, taken.append, ["--prompt", "-"])
-    run_command("generate", GenerateCommand, taken.append, ["--prompt", "@@property"])
-    assert [options.prompt for options in taken] == [
+    run_command("generate", GenerateCommand, received.append, ["--prompt", "-"])
+    run_command("generate", GenerateCommand, received.append, ["--prompt", "@@property"])
+    assert [options.prompt for options in received] == [
         "def f():\n    '''ä'''\n",
         "import os\n",
         "@property",
@@ -66,7 +66,7 @@ def test_texts_come_from_files_and_standard_input(tmp_path, monkeypatch):
     options = GenerateCommand()
     options.decoding.stop = [f"@{file}", "x", "-"]
     options.decoding.regex = f"@{file}"
-    read_text_files(options)
+    resolve_text_options(options)
     assert (
         options.decoding.stop
         == [options.decoding.regex, "x", "-"]
@@ -87,7 +87,8 @@ def test_a_text_file_that_cannot_be_read_is_named(wrong, capsys):
     assert f"prompt={wrong}: could not be read" in capsys.readouterr().err
 
 
-WRONG = [  # command, arguments, what the message says: Hydra's where it refuses, else that of a check
+# Command, arguments, a part of the error message (Hydra's, or that of one of our checks).
+INVALID_ARGUMENTS = [
     ("train", ["optim.lrr=1"], "Key 'lrr' not in 'OptimConfig'"),
     ("train", ["+optim.lrr=1"], "Key 'lrr' not in 'OptimConfig'"),
     ("train", ["prompts=3"], "Key 'prompts' not in 'TrainConfig'"),
@@ -104,8 +105,8 @@ WRONG = [  # command, arguments, what the message says: Hydra's where it refuses
     ("train", ["--config-name", "nope"], "Cannot find primary config 'nope'"),
     ("train", ["--config-dir", "/nowhere"], "Additional config directory '/nowhere' not found"),
     ("train", ["evaluation.budgets=16,32"], "To use it as a list, use key=[value1,value2]"),
-    ("train", ["optim.lr=nan"], "optim.lr=nan: a finite number"),
-    ("train", ["optim.lr=-1"], "optim.lr=-1.0: above 0"),
+    ("train", ["optim.lr=nan"], "optim.lr=nan: must be a finite number"),
+    ("train", ["optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
     ("train", ["seed=" + "9" * 30], "of at most 62 bits"),
     ("train", ["optim.betas=[0.9,1.0]"], "optim.betas=[0.9, 1.0]"),
     ("train", ["name=../x"], "name=../x: a plain folder name"),
@@ -130,22 +131,22 @@ WRONG = [  # command, arguments, what the message says: Hydra's where it refuses
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "says"), WRONG)
-def test_what_is_wrong_is_said_without_a_traceback(
-    name, arguments, says, capsys, tmp_path, monkeypatch
+@pytest.mark.parametrize(("name", "arguments", "expected"), INVALID_ARGUMENTS)
+def test_invalid_arguments_give_a_message_without_a_traceback(
+    name, arguments, expected, capsys, tmp_path, monkeypatch
 ):
-    """By Hydra's message or our sentence, before anything runs; nothing is left behind."""
+    """The message is Hydra's or ours, nothing runs, and no file is left."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         run_command(name, COMMANDS[name].options_class(), None, arguments)
     message = capsys.readouterr().err
     assert end.value.code == 2
-    assert message.startswith("error: ") and says in message and "Traceback" not in message
+    assert message.startswith("error: ") and expected in message and "Traceback" not in message
     assert not list(tmp_path.rglob("*.*"))
     assert not (tmp_path / "runs" / "embedded-dflash").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(capsys):
+def test_a_folder_that_cannot_be_created_gives_one_sentence(capsys):
     with pytest.raises(SystemExit) as end:
         run_command("train", TrainConfig, None, ["runs_dir=/dev/null"])
     assert end.value.code == 3
@@ -155,39 +156,39 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(capsys):
     )
 
 
-def test_hydras_own_traceback_is_there_for_who_asks(repo):
-    """HYDRA_FULL_ERROR=1, as of every Hydra application."""
+def test_hydra_full_error_shows_the_traceback(repo):
+    """HYDRA_FULL_ERROR=1 works as in every Hydra application."""
     command = [sys.executable, "train/main.py", "optim.lrr=1"]
     environment = os.environ | {"HYDRA_FULL_ERROR": "1", "PYTHONPATH": str(repo)}
     done = subprocess.run(command, cwd=repo, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr and "Key 'lrr'" in done.stderr
 
 
-def keys_of(options_class, prefix=""):
-    """The dotted keys of a dataclass of options."""
+def option_keys(options_class, prefix=""):
+    """Yield the dotted keys of a dataclass of options."""
     for field in fields(options_class):
         if is_dataclass(field.type):
-            yield from keys_of(field.type, f"{prefix}{field.name}.")
+            yield from option_keys(field.type, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_help_explains_every_key(name, capsys):
-    """With the value that the command really has, its type, and its meaning."""
+    """The help has the option's value in this command, its type and its meaning."""
     options_class = COMMANDS[name].options_class()
     run_command(name, options_class, None, ["--help"])
     lines = capsys.readouterr().out.splitlines()
-    for key in keys_of(options_class):
-        [place] = [i for i, line in enumerate(lines) if line.startswith(f"  {key}=")]
-        assert lines[place].endswith(")") and lines[place + 1].startswith("    ")
+    for key in option_keys(options_class):
+        [index] = [i for i, line in enumerate(lines) if line.startswith(f"  {key}=")]
+        assert lines[index].endswith(")") and lines[index + 1].startswith("    ")
     assert any(line.startswith("  objective: acceptance, annealed-kl") for line in lines)
     if name == "train":
         run_command("train", options_class, None, ["+model=qwen3-4b", "--help"])
         assert "  anchors_per_sequence=1536  (int)" in capsys.readouterr().out
 
 
-INFORMATION = [
+INFORMATION_FLAGS = [
     ["--info"],
     ["--info", "defaults"],
     ["--cfg", "hydra"],
@@ -196,8 +197,8 @@ INFORMATION = [
 ]
 
 
-@pytest.mark.parametrize("arguments", INFORMATION, ids=" ".join)
-def test_what_only_prints_makes_no_folder(arguments, tmp_path, repo):
+@pytest.mark.parametrize("arguments", INFORMATION_FLAGS, ids=" ".join)
+def test_flags_that_only_print_create_no_folder(arguments, tmp_path, repo):
     command = [sys.executable, str(repo / "train" / "main.py"), *arguments]
     environment = os.environ | {"PYTHONPATH": str(repo)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -209,21 +210,20 @@ def test_what_only_prints_makes_no_folder(arguments, tmp_path, repo):
     "name", ["train", "features", "data", "regenerate", "ngram", "eval", "compare"]
 )
 def test_a_file_or_folder_is_the_data_of_every_command(name, tmp_path):
-    """By data.path= alone, and by data=, whatever the command's own default is; also within a
-    bundle of the hub's."""
+    """With data.path= and data=, whatever the command's default, also with a model preset."""
     file = tmp_path / "mine.jsonl"
     schema = COMMANDS[name].options_class()
     file.write_text('{"text": "x"}\n')
-    bundles = (
+    presets = (
         [[], ["+model=hf", "target.path=embedded", "data.length=2000"]] if name == "train" else [[]]
     )
-    for bundle in bundles:
-        for given in (f"data.path={file}", f"data={file}", f"data={tmp_path}"):
-            data = compose_options(name, schema, [*bundle, given]).data
-            assert (data.source, data.path) == ("jsonl", given.partition("=")[2])
-        for given in (f"data.path={file}l", f"data={file}l", "data=gone.jsonl"):
+    for preset in presets:
+        for argument in (f"data.path={file}", f"data={file}", f"data={tmp_path}"):
+            data = compose_options(name, schema, [*preset, argument]).data
+            assert (data.source, data.path) == ("jsonl", argument.partition("=")[2])
+        for argument in (f"data.path={file}l", f"data={file}l", "data=gone.jsonl"):
             with pytest.raises(ValueError, match=r"^data\.path=\S+: no such file or folder"):
-                compose_options(name, schema, [*bundle, given])
+                compose_options(name, schema, [*preset, argument])
 
 
 def test_a_target_may_be_given_as_a_path_or_a_name_of_the_hub(tmp_path):
@@ -236,9 +236,8 @@ def test_a_target_may_be_given_as_a_path_or_a_name_of_the_hub(tmp_path):
 
 
 @pytest.fixture
-def a_run(tmp_path):
-    """A run's folder as training leaves it: its configuration, and a checkpoint that `best` points
-    to."""
+def run_folder(tmp_path):
+    """The folder of a training run: its config.json and a checkpoint with the link `best`."""
     run = tmp_path / "runs" / "mine"
     (run / "checkpoints" / "step-00000003" / "drafter").mkdir(parents=True)
     (run / "checkpoints" / "best").symlink_to("step-00000003")
@@ -261,14 +260,16 @@ def a_run(tmp_path):
     return run
 
 
-def test_a_runs_configuration_reads_nothing_of_this_machine(a_run):
-    (a_run / "config.json").write_text(json.dumps({"target": {"path": "${oc.env:HOME}/x"}}))
-    config = compose_options("generate", GenerateCommand, [f"checkpoint={a_run}/checkpoints/best"])
+def test_a_runs_configuration_cannot_read_environment_variables(run_folder):
+    (run_folder / "config.json").write_text(json.dumps({"target": {"path": "${oc.env:HOME}/x"}}))
+    config = compose_options(
+        "generate", GenerateCommand, [f"checkpoint={run_folder}/checkpoints/best"]
+    )
     assert config.target.path == "${oc.env:HOME}/x"
 
 
-def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
-    best = f"{a_run}/checkpoints/best"
+def test_commands_take_target_and_data_from_the_checkpoints_run(run_folder):
+    best = f"{run_folder}/checkpoints/best"
     config = compose_options("eval", EvalCommand, [f"checkpoint={best}"])
     assert (config.target.path, config.target.dtype) == ("/models/it's mine", "bfloat16")
     assert (config.data.source, config.data.datasets[0].weight, config.data.length) == (
@@ -276,7 +277,7 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
         2.0,
         3072,
     )
-    # the machine's own, and leave that only the user gives
+    # The device is this machine's, and only the user allows remote code.
     assert (config.target.device, config.target.trust_remote_code) == ("auto", False)
     for name in ("generate", "serve", "export"):
         schema = COMMANDS[name].options_class()
@@ -286,10 +287,14 @@ def test_commands_take_target_and_data_from_the_checkpoints_run(a_run):
         )
     config = compose_options("compare", CompareCommand, [f"checkpoints=[{best}]"])
     assert (config.target.path, config.data.source) == ("/models/it's mine", "mixture")
-    told = compose_options(
+    overridden = compose_options(
         "eval", EvalCommand, [f"checkpoint={best}", "target.path=other", "data=stdlib"]
     )
-    assert (told.target.path, told.target.dtype, told.data.source) == ("other", "auto", "stdlib")
+    assert (overridden.target.path, overridden.target.dtype, overridden.data.source) == (
+        "other",
+        "auto",
+        "stdlib",
+    )
     assert (
         compose_options(
             "eval", EvalCommand, [f"checkpoint={best}", "target.dtype=float32"]

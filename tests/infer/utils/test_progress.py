@@ -1,4 +1,4 @@
-"""Long work says how far it is: on a terminal by one line, elsewhere every minute."""
+"""Progress lines: one line on a terminal, otherwise one every minute."""
 
 import io
 import pickle
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from infer.utils import progress as module
-from infer.utils.progress import Heartbeat, Progress, doing
+from infer.utils.progress import Heartbeat, Progress, report_activity
 
 
 class Terminal(io.StringIO):
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still: move it by clock[0] += seconds."""
+    """A clock that does not run: advance it with `clock[0] += seconds`."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 def test_without_a_terminal_a_line_every_minute(clock):
     out = io.StringIO()
-    progress = Progress("regenerating", "rows", begun=100, stream=out)
+    progress = Progress("regenerating", "rows", initial_count=100, stream=out)
     for done in range(101, 261):
         clock[0] += 1
         progress(done, 260, "2 failed" if done > 190 else "")
@@ -58,11 +58,11 @@ def test_on_a_terminal_one_line(clock, monkeypatch):
     progress(5_001)  # a moment later: not worth a change
     clock[0] += 10
     progress(20_000, 40_000)
-    progress.say("a sentence")
+    progress.print_line("a sentence")
     clock[0] += 20
     progress(40_000, 40_000)
-    shown = [part for part in out.getvalue().replace("\n", "\r\x1b[K").split("\r\x1b[K") if part]
-    assert shown[:3] == [
+    lines = [line for line in out.getvalue().replace("\n", "\r\x1b[K").split("\r\x1b[K") if line]
+    assert lines[:3] == [
         "counting: 5,000 tokens, 500.0 a second",
         "counting: 20,000 of 40,000 tokens, 1,000.0 a second, 20 s left",
         "a sentence",
@@ -82,14 +82,14 @@ def test_the_next_set_has_a_rate_of_its_own_and_quiet_is_quiet(clock):
     silent = Progress("training", quiet=True, stream=out)
     before = out.getvalue()
     silent(10, 10)
-    silent.say("x")
+    silent.print_line("x")
     assert out.getvalue() == before
     assert (
-        pickle.loads(pickle.dumps(Progress("tokenising", "texts"))).what == "tokenising"
+        pickle.loads(pickle.dumps(Progress("tokenising", "texts"))).activity == "tokenising"
     )  # to other processes
 
 
-def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
+def test_the_heartbeat_prints_the_activity_of_silent_work(clock, monkeypatch, capsys):
     heart = Heartbeat()
     monkeypatch.setattr(module, "HEARTBEAT", heart)
     monkeypatch.setattr(Heartbeat, "start", lambda self: None)
@@ -97,43 +97,42 @@ def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
     def wait(seconds: int) -> list[str]:
         for _ in range(seconds):
             clock[0] += 1
-            heart.beat()
+            heart.print_if_silent()
         return capsys.readouterr().err.splitlines()
 
     assert wait(60) == []  # no command
-    heart.begin()
+    heart.start_watching()
     assert wait(90) == ["working (25 s so far)", "working (1 min so far)"]
-    with doing("loading a model"):
+    with report_activity("loading a model"):
         assert wait(60) == ["loading a model (55 s so far)"]
     progress = Progress("evaluating", "prompts", stream=io.StringIO())
     progress(1, 3)
     assert wait(61) == ["evaluating: 1 of 3 prompts (1 min so far)"]
     clock[0] += 10
-    progress(2, 3)  # says it itself
+    progress(2, 3)  # prints its own line
     assert wait(59) == [] and wait(1) == ["evaluating: 2 of 3 prompts (2 min so far)"]
     progress(3, 3)
     assert wait(60) == ["working (6 min so far)"]
-    heart.at(None)  # it waits for its user
+    heart.set_activity(None)  # the command waits for its user
     assert wait(60) == []
 
 
 @pytest.mark.parametrize("seconds_a_step", [0.5, 8, 40, 200])
 def test_a_run_of_steps_prints_one_line_a_minute(clock, monkeypatch, capsys, seconds_a_step):
-    """The heartbeat adds none to those of training's progress, unless one step is longer than a
-    minute."""
+    """The heartbeat adds no line to those of the progress, unless a step takes over a minute."""
     heart = Heartbeat()
     monkeypatch.setattr(module, "HEARTBEAT", heart)
     monkeypatch.setattr(Heartbeat, "start", lambda self: None)
-    heart.begin()
+    heart.start_watching()
     progress = Progress("training", "steps", stream=sys.stderr)
-    began = clock[0]
+    start_time = clock[0]
     step = 0
-    while clock[0] < began + 3600:
+    while clock[0] < start_time + 3600:
         step += 1
-        heart.at(f"training: step {step}")
+        heart.set_activity(f"training: step {step}")
         for _ in range(max(1, round(seconds_a_step))):
             clock[0] += min(1, seconds_a_step)
-            heart.beat()
+            heart.print_if_silent()
         progress(step, 10_000)
     lines = capsys.readouterr().err.splitlines()
     assert 36 <= len(lines) <= 72

@@ -1,4 +1,4 @@
-"""Masked diffusion: masks and weights against a loop, the bound against its exact value, a whole
+"""Masked diffusion: masks and weights equal those of a loop, the bound its exact value; a complete
 run and its folder."""
 
 import itertools
@@ -16,183 +16,210 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data.packing import lay_out
+from data.packing import pack_segments
 from infer.masked.model import load_masked
-from infer.targets.loading import EMBEDDED
+from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.hydra_app import run_command
 from train.masked import diffusion
-from train.masked.diffusion import DiffusionConfig, begin, train
-from train.masked.objective import Dice, bound, learnable, noise, throw
+from train.masked.diffusion import DiffusionConfig, load_initial_model, train_diffusion_model
+from train.masked.objective import (
+    MaskingNoise,
+    estimate_bound,
+    mask_tokens,
+    remove_unpredictable_loss,
+    sample_noise,
+)
 
-V = 7
-MASK = 6
+TINY_VOCABULARY_SIZE = 7
+MASK_ID = 6
 
 
 @pytest.fixture
 def tiny(random_qwen3) -> Qwen3ForCausalLM:
     """A Qwen3 of seven tokens, whose weights are large enough for its predictions to differ."""
-    return random_qwen3(4, vocab_size=V, num_hidden_layers=2, initializer_range=0.3).eval()
+    return random_qwen3(
+        4, vocab_size=TINY_VOCABULARY_SIZE, num_hidden_layers=2, initializer_range=0.3
+    ).eval()
 
 
-def packed(*documents: list[tuple[int, bool]], length: int) -> dict[str, torch.Tensor]:
-    """One row (1, T) of documents, each a list of (token, whether it may be learnt)."""
-    ids, loss = ([[entry[i] for entry in document] for document in documents] for i in (0, 1))
-    return {name: torch.tensor([column]) for name, column in lay_out(ids, loss, length).items()}
+def pack_documents(*documents: list[tuple[int, bool]], length: int) -> dict[str, torch.Tensor]:
+    """Return one packed sequence (1, T) of documents, each a list of (token, has loss)."""
+    ids = [[token for token, _ in document] for document in documents]
+    loss = [[has_loss for _, has_loss in document] for document in documents]
+    return {
+        name: torch.tensor([column]) for name, column in pack_segments(ids, loss, length).items()
+    }
 
 
-def rows() -> dict[str, torch.Tensor]:
-    """Rows of 16 tokens: two documents with prompts and padding; three, one of two turns and one
-    that may not be learnt; a single one."""
-    yes = True
-    no = False
-    parts = [
-        packed(
-            [(1, no), (2, no), *[(k % 6, yes) for k in range(7)]],
+def make_batch() -> dict[str, torch.Tensor]:
+    """Return three packed sequences of 16 tokens: two documents with prompts and padding; three
+    documents, one with two turns and one without loss; a single document."""
+    sequences = [
+        pack_documents(
+            [(1, False), (2, False), *[(k % 6, True) for k in range(7)]],
             [(k % 5, k > 0) for k in range(5)],
             length=16,
         ),
-        packed(
-            [(3, yes)] * 3,
-            [(4, no)] * 4,
-            [(5, no), (1, yes), (2, yes), (3, no), (0, yes), (1, yes)],
+        pack_documents(
+            [(3, True)] * 3,
+            [(4, False)] * 4,
+            [(5, False), (1, True), (2, True), (3, False), (0, True), (1, True)],
             length=16,
         ),
-        packed([((5 * k) % 6, yes) for k in range(16)], length=16),
+        pack_documents([((5 * k) % 6, True) for k in range(16)], length=16),
     ]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
 
-def plain_noise(batch: dict, dice: Dice, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`noise`, one token after the other: covered tokens (B, T) bool, weights (B, T)."""
-    covered = torch.zeros(batch["ids"].shape, dtype=torch.bool)
+def mask_token_by_token(
+    batch: dict, noise: MaskingNoise, block_lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same as `mask_tokens` in a loop; return masked tokens (B, T) bool and weights
+    (B, T)."""
+    masked = torch.zeros(batch["ids"].shape, dtype=torch.bool)
     weights = torch.zeros(batch["ids"].shape)
-    for b, length in enumerate(lengths):
-        for document in range(int(batch["documents"][b].max()) + 1):
-            places = [
-                i for i in range(batch["ids"].shape[1]) if batch["documents"][b, i] == document
-            ]
-            learnt = [i for i in places if batch["loss"][b, i]]
-            if not learnt:
+    for row, block_length in enumerate(block_lengths):
+        documents = batch["documents"][row].tolist()
+        for document in range(max(documents) + 1):
+            positions = [i for i, number in enumerate(documents) if number == document]
+            learned = [i for i in positions if batch["loss"][row, i]]
+            if not learned:
                 continue
-            blocks = [learnt[k : k + length] for k in range(0, len(learnt), length)]
-            chosen = int(dice.blocks[b, document] * len(blocks))
-            hit = [i for i in blocks[chosen] if dice.coins[b, i] < dice.levels[b, document]]
-            for i in hit:
-                covered[b, i], weights[b, i] = (
-                    True,
-                    len(blocks) * (len(blocks[chosen]) + 1) / len(hit),
-                )
-            last = len(learnt) if chosen + 1 == len(blocks) else (chosen + 1) * length
-            for i in (
-                places
-            ):  # behind the block: as many tokens to learn before it as blocks up to here hold
-                if sum(k < i for k in learnt) >= last and i > blocks[chosen][-1]:
-                    covered[b, i] = chosen + 1 < len(blocks)
-    return covered, weights
+            starts = range(0, len(learned), block_length)
+            blocks = [learned[start : start + block_length] for start in starts]
+            number = int(noise.block_positions[row, document] * len(blocks))
+            block = blocks[number]
+            level = noise.levels[row, document]
+            predicted = [i for i in block if noise.token_thresholds[row, i] < level]
+            for i in predicted:
+                masked[row, i] = True
+                weights[row, i] = len(blocks) * (len(block) + 1) / len(predicted)
+
+            # after the block: positions with all learned tokens of this and earlier blocks before
+            is_last = number + 1 == len(blocks)
+            num_earlier = len(learned) if is_last else (number + 1) * block_length
+            for i in positions:
+                if sum(k < i for k in learned) >= num_earlier and i > block[-1]:
+                    masked[row, i] = not is_last
+    return masked, weights
 
 
 @pytest.mark.parametrize("lengths", [[16, 16, 16], [1, 1, 1], [3, 2, 4], [5, 16, 7]])
-def test_noise_covers_and_weighs_as_a_plain_loop_does(lengths):
-    batch = rows()
+def test_masks_and_weights_equal_those_of_a_loop(lengths):
+    batch = make_batch()
     for seed in range(40):
-        dice = throw(batch["documents"], torch.Generator().manual_seed(seed))
-        ids, found = noise(batch, dice, torch.tensor(lengths), MASK)
-        covered, weights = plain_noise(batch, dice, lengths)
-        assert torch.equal(ids, batch["ids"].masked_fill(covered, MASK))
-        assert torch.allclose(found, weights, rtol=1e-6)
+        noise = sample_noise(batch["documents"], torch.Generator().manual_seed(seed))
+        ids, weights = mask_tokens(batch, noise, torch.tensor(lengths), MASK_ID)
+        masked, expected_weights = mask_token_by_token(batch, noise, lengths)
+        assert torch.equal(ids, batch["ids"].masked_fill(masked, MASK_ID))
+        assert torch.allclose(weights, expected_weights, rtol=1e-6)
 
 
 def test_noise_levels_are_spread_over_the_batch():
-    levels = throw(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
+    levels = sample_noise(
+        torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)
+    ).levels
     assert levels.shape == (64, 1) and levels.min() > 0 and levels.max() <= 1
     gaps = levels[:, 0].sort().values.diff()
     assert torch.allclose(gaps, torch.full((63,), 1 / 64), atol=1e-6)
 
 
-def cross_entropies(model, document: list[int], covered: set[int]) -> dict[int, float]:
-    """-log p of every covered token of a document, from a pass over that document alone."""
-    ids = torch.tensor([[MASK if i in covered else token for i, token in enumerate(document)]])
+def cross_entropies(model, document: list[int], masked: set[int]) -> dict[int, float]:
+    """Return -log p of every masked position, from a forward pass of the document alone."""
+    ids = torch.tensor([[MASK_ID if i in masked else token for i, token in enumerate(document)]])
     mask = torch.zeros(1, 1, len(document), len(document))
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=mask).logits[0].double()
-    logits[:, MASK] = -torch.inf
-    scores = logits.log_softmax(-1)
-    return {i: -scores[i - 1, document[i]].item() for i in covered}
+    logits[:, MASK_ID] = -torch.inf
+    log_probs = logits.log_softmax(-1)
+    return {i: -log_probs[i - 1, document[i]].item() for i in masked}
 
 
-def exact_bound(model, document: list[int], block: int) -> float:
-    """The bound by enumeration: a set S of a block's n tokens is the covered one with density t^|S|
-    (1 - t)^(n - |S|), whose integral over t with the weight 1/t is (|S| - 1)! (n - |S|)! / n!."""
+def exact_bound(model, document: list[int], block_length: int) -> float:
+    """Return the bound by enumerating all sets S of masked tokens among a block's n tokens.
+
+    S has the density t^|S| (1 - t)^(n - |S|). Its integral over t with the weight 1/t is
+    (|S| - 1)! (n - |S|)! / n!.
+    """
     total = 0.0
-    for start in range(1, len(document), block):
-        members = range(start, min(start + block, len(document)))
-        after = set(range(members.stop, len(document)))
-        n = len(members)
+    for start in range(1, len(document), block_length):
+        block = range(start, min(start + block_length, len(document)))
+        later_positions = set(range(block.stop, len(document)))
+        n = len(block)
         for size in range(1, n + 1):
             weight = math.factorial(size - 1) * math.factorial(n - size) / math.factorial(n)
-            for chosen in itertools.combinations(members, size):
-                losses = cross_entropies(model, document, set(chosen) | after)
-                total += weight * sum(losses[i] for i in chosen)
+            for masked in itertools.combinations(block, size):
+                losses = cross_entropies(model, document, set(masked) | later_positions)
+                total += weight * sum(losses[i] for i in masked)
     return total
 
 
-@pytest.mark.parametrize("block", [8, 2])
-def test_the_estimate_of_the_bound_is_unbiased(tiny, block):
-    """120 independent batches of 64 maskings each (within a batch they depend on each other); the
-    mean may be five standard errors off, which chance brings about less than once in 400,000 runs
-    (Student's t, 119 degrees)."""
+@pytest.mark.parametrize("block_length", [8, 2])
+def test_the_estimate_of_the_bound_is_unbiased(tiny, block_length):
+    """The mean over 120 independent batches of 64 maskings (which depend on each other within a
+    batch) may be off by five standard errors. By chance this happens less than once in 400,000 runs
+    (Student's t, 119 degrees of freedom)."""
     document = [1, 4, 2, 0, 5]
-    batch = learnable(packed([(token, True) for token in document], length=5), MASK)
+    batch = pack_documents([(token, True) for token in document], length=5)
+    batch = remove_unpredictable_loss(batch, MASK_ID)
     batch = {name: column.repeat(64, 1) for name, column in batch.items()}
     means = []
     unweighted = []
     with torch.no_grad():
         for seed in range(120):
-            dice = throw(batch["documents"], torch.Generator().manual_seed(seed))
-            ids, weights = noise(batch, dice, torch.full((64,), block), MASK)
-            means.append(bound(tiny, batch, ids, weights, MASK).item() / 64)
+            noise = sample_noise(batch["documents"], torch.Generator().manual_seed(seed))
+            block_lengths = torch.full((64,), block_length)
+            ids, weights = mask_tokens(batch, noise, block_lengths, MASK_ID)
+            means.append(estimate_bound(tiny, batch, ids, weights, MASK_ID).item() / 64)
             if seed < 20:
-                unweighted.append(bound(tiny, batch, ids, weights.sign(), MASK).item() / 64)
+                equal_weights = weights.sign()
+                bound = estimate_bound(tiny, batch, ids, equal_weights, MASK_ID).item() / 64
+                unweighted.append(bound)
     means = torch.tensor(means, dtype=torch.float64)
     error = means.std() / len(means) ** 0.5
-    exact = exact_bound(tiny, document, block)
+    exact = exact_bound(tiny, document, block_length)
     assert error < 0.03 * exact
     assert abs(means.mean() - exact) < 5 * error
-    assert (
-        abs(sum(unweighted) / 20 - exact) > 10 * error
-    )  # the test can tell: without the weights it is another sum
+    # without the weights the estimate is biased, so the test can fail
+    assert abs(sum(unweighted) / 20 - exact) > 10 * error
 
 
 def test_every_token_sees_its_whole_document_and_no_other(tiny):
-    """Through gradients: exactly zero outside the document, something everywhere inside."""
-    batch = packed([(k % 6, True) for k in range(6)], [(k % 5, True) for k in range(7)], length=16)
-    seen = []
-    tiny.get_input_embeddings().register_forward_hook(
-        lambda _, __, output: seen.append(output) or output.retain_grad()
+    """Gradients are exactly zero outside the document and not zero anywhere inside."""
+    batch = pack_documents(
+        [(k % 6, True) for k in range(6)], [(k % 5, True) for k in range(7)], length=16
     )
-    for place in (1, 9):  # of the first, of the second document
-        only = torch.nn.functional.one_hot(torch.tensor([place]), 16).float()
-        bound(tiny, batch, batch["ids"], only, MASK).backward()
-        inside = batch["documents"][0] == batch["documents"][0, place]
-        size = seen.pop().grad[0].abs().sum(-1)
-        assert (size[inside] > 0).all()
-        assert not size[~inside].any()
+    embeddings = []
+
+    def record_embeddings(module, inputs, output) -> None:
+        output.retain_grad()
+        embeddings.append(output)
+
+    tiny.get_input_embeddings().register_forward_hook(record_embeddings)
+    for position in (1, 9):  # in the first and in the second document
+        weights = torch.nn.functional.one_hot(torch.tensor([position]), 16).float()
+        estimate_bound(tiny, batch, batch["ids"], weights, MASK_ID).backward()
+        same_document = batch["documents"][0] == batch["documents"][0, position]
+        gradient_sizes = embeddings.pop().grad[0].abs().sum(-1)
+        assert (gradient_sizes[same_document] > 0).all()
+        assert not gradient_sizes[~same_document].any()
 
 
-def test_a_mask_that_a_text_quotes_and_a_first_token_carry_no_loss():
-    batch = packed([(1, True), (MASK, True), (2, True)], [(3, True), (4, False)], length=6)
-    assert learnable(batch, MASK)["loss"][0].tolist() == [False, False, True, False, False, False]
+def test_mask_tokens_in_texts_and_first_tokens_carry_no_loss():
+    batch = pack_documents(
+        [(1, True), (MASK_ID, True), (2, True)], [(3, True), (4, False)], length=6
+    )
+    loss = remove_unpredictable_loss(batch, MASK_ID)["loss"][0].tolist()
+    assert loss == [False, False, True, False, False, False]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory, random_qwen3):
-    """A folder with a causal model of two layers and the embedded tokenizer, and a file of
-    texts."""
+def start_folder(tmp_path_factory, random_qwen3):
+    """A folder with a causal model of two layers, the embedded tokenizer, and a file of texts."""
     folder = tmp_path_factory.mktemp("start")
-    random_qwen3(vocab_size=512, num_hidden_layers=2, eos_token_id=0).save_pretrained(
-        folder / "model"
-    )
-    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder / "model")
+    model = random_qwen3(vocab_size=512, num_hidden_layers=2, eos_token_id=0)
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(EMBEDDED_TARGET_FOLDER).save_pretrained(folder / "model")
     texts = [
         {"text": f"def f{n}(x):\n    return x + {n}\n\n\ndef g{n}(y):\n    return y * {n}\n"}
         for n in range(120)
@@ -202,120 +229,129 @@ def start(tmp_path_factory, random_qwen3):
 
 
 @pytest.fixture
-def small(start, monkeypatch):
-    """(out, **options) -> the options of a run of seconds, in float32."""
-    monkeypatch.setattr(diffusion, "products", lambda model: nullcontext())
-    monkeypatch.setattr(diffusion, "SAVE_EVERY", 2)
-    monkeypatch.setattr(diffusion, "HELD_OUT_ROWS", 4)
+def small(start_folder, monkeypatch):
+    """A function (out, **options) that returns the options of a run of a few seconds, in
+    float32."""
+    monkeypatch.setattr(diffusion, "bfloat16_autocast", lambda model: nullcontext())
+    monkeypatch.setattr(diffusion, "SAVE_INTERVAL_STEPS", 2)
+    monkeypatch.setattr(diffusion, "MAX_HELD_OUT_SEQUENCES", 4)
     sizes = {"steps": 6, "block_length": 8, "length": 64, "batch_size": 4, "lr": 1e-2}
-    own = {"path": str(start / "texts.jsonl"), "init": str(start / "model")} | sizes
-    return lambda out, **options: DiffusionConfig(str(out), **(own | options))
+    paths = {"path": str(start_folder / "texts.jsonl"), "init": str(start_folder / "model")}
+    defaults = paths | sizes
+    return lambda out, **options: DiffusionConfig(str(out), **(defaults | options))
 
 
 def test_the_bound_falls_and_a_run_is_not_overwritten(small, tmp_path):
-    nats = train(small(tmp_path / "run"))
+    bound = train_diffusion_model(small(tmp_path / "run"))
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     bounds = [line["held_out_nats_per_token"] for line in lines if "loss" not in line]
-    assert len(bounds) == 4 and bounds[-1] == nats < bounds[0] - 0.1
+    assert len(bounds) == 4 and bounds[-1] == bound < bounds[0] - 0.1
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match="holds a run, and runs are not gone on with"):
-        train(small(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds a run, and this command cannot resume it"):
+        train_diffusion_model(small(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("weighting", ["elbo", "flat"])
-def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(
+def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_masked_tokens(
     small, tmp_path, weighting, monkeypatch
 ):
     config = small(tmp_path, weighting=weighting)
-    model, _ = begin(config)
-    batch = {name: column.repeat(2, 1)[:4] for name, column in rows().items()}
-    used = []
+    model, _ = load_initial_model(config)
+    batch = {name: column.repeat(2, 1)[:4] for name, column in make_batch().items()}
     batch["ids"] += 9
-    monkeypatch.setattr(
-        diffusion, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1]
-    )
-    loss = diffusion.train_step(model, batch, config, 3)
+    maskings = []
+
+    def record_masking(*arguments):
+        maskings.append(mask_tokens(*arguments))
+        return maskings[-1]
+
+    monkeypatch.setattr(diffusion, "mask_tokens", record_masking)
+    loss = diffusion.compute_gradients(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
-    ids, weights = used[0]
-    single = [
-        torch.zeros(4, 16).index_put_((b, i), torch.ones(()))
-        for b, i in (weights > 0).nonzero()[:, :, None]
-    ]
-    rest = learnable(batch, 1)
-    with torch.no_grad():
-        losses = torch.stack([bound(model, rest, ids, one, 1) for one in single])
-    exact = (losses * weights[weights > 0]).sum() / rest["loss"].sum()
-    expected = exact if weighting == "elbo" else losses.mean()
-    assert len(single) > 8 and loss == pytest.approx(expected.item(), rel=1e-4)
-    assert (
-        diffusion.train_step(model, batch, config, 3)
-        == loss
-        != diffusion.train_step(model, batch, config, 4)
-    )
+    ids, weights = maskings[0]
+    predictable = remove_unpredictable_loss(batch, 1)
+    losses = []
+    for row, position in (weights > 0).nonzero().tolist():
+        one_weight = torch.zeros(4, 16)
+        one_weight[row, position] = 1
+        with torch.no_grad():
+            losses.append(estimate_bound(model, predictable, ids, one_weight, 1))
+    losses = torch.stack(losses)
+    if weighting == "elbo":
+        expected = (losses * weights[weights > 0]).sum() / predictable["loss"].sum()
+    else:
+        expected = losses.mean()
+    assert len(losses) > 8 and loss == pytest.approx(expected.item(), rel=1e-4)
+    assert diffusion.compute_gradients(model, batch, config, 3) == loss
+    assert diffusion.compute_gradients(model, batch, config, 4) != loss
 
 
-def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_path):
-    begun = begin(small(tmp_path))[0].state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(start / "model", dtype=torch.float32).state_dict()
-    apart = [name for name in theirs if not torch.equal(begun[name], theirs[name])]
-    assert apart == ["model.embed_tokens.weight"]  # only what stands for the mask is new
-    assert (begun[apart[0]] != theirs[apart[0]]).any(1).nonzero().tolist() == [[1]]
-    train(small(tmp_path / "run", steps=1, block_length=None))
+def test_the_folder_is_an_ordinary_model(small, start_folder, tmp_path):
+    initial = load_initial_model(small(tmp_path))[0].state_dict()
+    causal_model = AutoModelForCausalLM.from_pretrained(start_folder / "model", dtype=torch.float32)
+    causal = causal_model.state_dict()
+    changed = [name for name in causal if not torch.equal(initial[name], causal[name])]
+    # only the embedding of the mask token is new
+    assert changed == ["model.embed_tokens.weight"]
+    changed_rows = (initial[changed[0]] != causal[changed[0]]).any(1).nonzero().tolist()
+    assert changed_rows == [[1]]
+    train_diffusion_model(small(tmp_path / "run", steps=1, block_length=None))
     folder = tmp_path / "run" / "model"
-    said = json.loads((folder / "config.json").read_text())
-    assert said["mask_token_id"] == 1 and said["masked_diffusion"] == {"shifted": True}
-    left = sorted(path.name for path in folder.parent.iterdir())
-    assert left == ["metrics.jsonl", "model", "options.json"]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["mask_token_id"] == 1 and config["masked_diffusion"] == {"shifted": True}
+    files = sorted(path.name for path in folder.parent.iterdir())
+    assert files == ["metrics.jsonl", "model", "options.json"]
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     masked = load_masked(str(folder), "float32")
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    hf_model = AutoModelForCausalLM.from_pretrained(folder)
     assert (masked.mask_token_id, masked.shifted) == (1, True)
-    assert type(plain) is Qwen3ForCausalLM
+    assert type(hf_model) is Qwen3ForCausalLM
     ids = torch.tensor([[20, 30, 1, 1, 40]])
     with torch.no_grad():
-        logits = plain(input_ids=ids, attention_mask=torch.zeros(1, 1, 5, 5)).logits
-        scores = masked.logits(ids)
+        logits = hf_model(input_ids=ids, attention_mask=torch.zeros(1, 1, 5, 5)).logits
+        masked_logits = masked.logits(ids)
     logits[..., 1] = -torch.inf
-    assert torch.allclose(scores[0, 2:4], logits[0, 1:3], atol=1e-5)
+    assert torch.allclose(masked_logits[0, 2:4], logits[0, 1:3], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
-        (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null"),
-        (["batch_size=3"], "batch_size=3 cannot be shared equally by 2 data sets"),
+        (["block_length=257"], "block_length=257: it must be from 1 to length=256 tokens, or null"),
+        (["batch_size=3"], "batch_size=3 cannot be divided evenly among 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
         (["length=8", "block_length=4"], "data.length=8: at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
-        (["mask_token_id=512"], "mask_token_id=512: the vocabulary has ids 0 to 511"),
+        (["mask_token_id=512"], "mask_token_id=512: it must be an id of the vocabulary, 0 to 511"),
         (["init=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
-def test_what_cannot_work_is_one_sentence(arguments, sentence, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run_command("diffusion", DiffusionConfig, train, [f"out={tmp_path / 'run'}", *arguments])
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2
-    assert sentence in said and said.startswith("error: ") and "\n" not in said
+def test_invalid_options_are_refused_with_one_sentence(arguments, message, tmp_path, capsys):
+    overrides = [f"out={tmp_path / 'run'}", *arguments]
+    with pytest.raises(SystemExit) as raised:
+        run_command("diffusion", DiffusionConfig, train_diffusion_model, overrides)
+    printed = capsys.readouterr().err.strip()
+    assert raised.value.code == 2
+    assert message in printed and printed.startswith("error: ") and "\n" not in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_vocabulary_without_a_spare_id_is_refused(small, start, tmp_path):
+def test_a_vocabulary_without_a_free_id_is_refused(small, start_folder, tmp_path):
     folder = tmp_path / "full"
-    AutoModelForCausalLM.from_pretrained(start / "model").save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    AutoModelForCausalLM.from_pretrained(start_folder / "model").save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET_FOLDER)
     tokenizer.mask_token = tokenizer.pad_token = None
     tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        ValueError, match="no token id is free for the mask: name one by mask_token_id=<id>"
+        ValueError, match="no token id is free for the mask: choose one with mask_token_id=<id>"
     ):
-        train(small(tmp_path / "run", init=str(folder)))
+        train_diffusion_model(small(tmp_path / "run", init=str(folder)))
 
 
-def test_a_model_of_another_kind_is_refused(tmp_path):
+def test_a_model_with_another_architecture_is_refused(tmp_path):
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -325,6 +361,8 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(
         tmp_path
     )
-    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="only qwen3 can become a masked"):
-        train(DiffusionConfig(out=str(tmp_path / "run"), init=str(tmp_path)))
+    AutoTokenizer.from_pretrained(EMBEDDED_TARGET_FOLDER).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="model_type llama is not supported, give a model of qwen3"
+    ):
+        train_diffusion_model(DiffusionConfig(out=str(tmp_path / "run"), init=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What happens at the end of a run: which checkpoint is taken, and what is measured of it."""
+"""The end of a run: which checkpoint is the best, and how it is evaluated."""
 
 import json
 from dataclasses import replace
@@ -7,20 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 
-import train.run.evaluation as hooks
+import train.run.evaluation as run_evaluation
 from infer.evaluation.acceptance import find_reference
 from infer.evaluation.results import (
-    Acceptance,
+    AcceptanceCounts,
+    AcceptanceReference,
     Evaluation,
     MethodResult,
     PromptResult,
-    Reference,
     write_result,
 )
 
 
-def evaluation(folder: Path, step: int, prompts: int, rounds: int) -> Evaluation:
-    took = [PromptResult(i, "any", 10, rounds, [0.1], 0) for i in range(prompts)]
+def make_evaluation(folder: Path, step: int, num_prompts: int, rounds: int) -> Evaluation:
+    """Return an evaluation whose chain needs `rounds` rounds for each prompt."""
+    prompt_results = [PromptResult(i, "any", 10, rounds, [0.1], 0) for i in range(num_prompts)]
     sums = {"tau_prompt_mean": 1.0, "tokens": 10, "seconds": 0.1, "tokens_per_second": 1.0}
     methods = [
         MethodResult(
@@ -30,56 +31,62 @@ def evaluation(folder: Path, step: int, prompts: int, rounds: int) -> Evaluation
             rounds=rounds,
             speedup=1.0,
             histogram=[9],
-            prompts=took,
+            prompts=prompt_results,
             identical=True,
             **sums,
         )
         for name, budget, tau in (("plain", 0, 1.0), ("chain", 3, 9 / rounds))
     ]
-    shared = {
+    options = {
         "target": "t",
         "device": "CPU",
         "dtype": "float32",
         "max_new_tokens": 9,
         "temperature": 0.0,
     }
-    shared |= {"samples": [], "block_size": 4, "methods": methods}
-    return Evaluation(step=step, checkpoint=str(folder), prompts=prompts, **shared)
+    options |= {"samples": [], "block_size": 4, "methods": methods}
+    return Evaluation(step=step, checkpoint=str(folder), prompts=num_prompts, **options)
 
 
-@pytest.mark.parametrize("shared, best", [(8, 15), (1, 30)])
-def test_the_best_checkpoint_is_evaluated_in_full(tmp_path, monkeypatch, capsys, shared, best):
-    """An earlier checkpoint that is better by what it shares with the last one has a reference in
-    the end, for its card and for doctor; one that shares a prompt is not chosen, and that is
-    said."""
+@pytest.mark.parametrize("num_shared, best_step", [(8, 15), (1, 30)])
+def test_the_best_checkpoint_is_evaluated_in_full(
+    tmp_path, monkeypatch, capsys, num_shared, best_step
+):
+    """An earlier checkpoint that is better on the prompts that it shares with the last one gets a
+    reference, for its model card and for `doctor`. With one shared prompt it is not chosen, and a
+    line says why."""
     folders = {step: tmp_path / "checkpoints" / f"step-{step:08d}" for step in (15, 30)}
 
-    def evaluate(run: Path, folder: Path, last: bool) -> None:
-        step = hooks.step_of(folder)
-        result = evaluation(folder, step, 32 if last else shared, rounds=3 if step == 15 else 5)
-        reference = Reference("float32", 4, Acceptance(1, [1, 0, 0]), [])
+    def evaluate(folder: Path, is_last: bool) -> None:
+        step = run_evaluation.parse_step(folder)
+        num_prompts = 32 if is_last else num_shared
+        result = make_evaluation(folder, step, num_prompts, rounds=3 if step == 15 else 5)
+        reference = AcceptanceReference("float32", 4, AcceptanceCounts(1, [1, 0, 0]), [])
         (folder / "evaluation").mkdir(parents=True, exist_ok=True)
         write_result(
             folder / "evaluation" / "evaluation.json",
-            replace(result, reference=reference if last else None),
+            replace(result, reference=reference if is_last else None),
         )
 
     for step, folder in folders.items():
         (folder / "drafter").mkdir(parents=True)
-        evaluate(tmp_path, folder, step == 30)
-    monkeypatch.setattr(hooks, "first_only", lambda action: action())
+        evaluate(folder, step == 30)
+    monkeypatch.setattr(run_evaluation, "run_on_first_process", lambda action: action())
     monkeypatch.setattr(
-        hooks,
+        run_evaluation,
         "evaluate_checkpoint",
-        lambda run, folder, log, last: evaluate(run.folder, folder, last),
+        lambda run, folder, log, is_last: evaluate(folder, is_last),
     )
-    monkeypatch.setattr(hooks, "write_report", lambda folder, *rest: folder / "report.html")
+    monkeypatch.setattr(
+        run_evaluation, "write_report", lambda folder, *rest: folder / "report.html"
+    )
     (tmp_path / "config.json").write_text(
         json.dumps({"optim": {"batch": 1}, "data": {"length": 1, "source": "stdlib", "path": None}})
     )
-    hooks.evaluate_best(SimpleNamespace(folder=tmp_path), None)
-    hooks.update_report(tmp_path)
-    assert hooks.best_checkpoint(tmp_path) == folders[best]
+    run_evaluation.evaluate_best(SimpleNamespace(folder=tmp_path), None)
+    run_evaluation.update_report(tmp_path)
+    assert run_evaluation.find_best_checkpoint(tmp_path) == folders[best_step]
     assert find_reference(tmp_path / "checkpoints" / "best") is not None
-    hooks.finish_report(tmp_path, SimpleNamespace(close=print))
-    assert (f"evaluations share {shared} of" in capsys.readouterr().out) == (best == 30)
+    run_evaluation.finish_report(tmp_path, SimpleNamespace(close=print))
+    explained = f"evaluations share {num_shared} of" in capsys.readouterr().out
+    assert explained == (best_step == 30)

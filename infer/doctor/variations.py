@@ -1,0 +1,135 @@
+"""Variations of a drafter: the same weights read with one thing changed. If a variation reproduces
+the acceptance that was measured elsewhere, the change explains it."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from infer.doctor.replay import FeatureLayer, find_next_norm
+from infer.drafters.base import Drafter
+from infer.targets.loading import load_int8_package
+from infer.targets.support import get_rope_parameters
+from infer.targets.target import Target
+
+# of Qwen2, Qwen3, Llama 3, Qwen3 with long context, and others
+COMMON_ROPE_THETAS = (10_000.0, 1_000_000.0, 500_000.0, 5_000_000.0, 10_000_000.0)
+DEFAULT_ROPE_THETA = 1e4
+
+
+@dataclass(frozen=True)
+class DrafterVariation:
+    """A drafter that is read with one thing changed."""
+
+    label: str  # what is changed, and its new value
+    drafter: Drafter
+    feature_layers: list[FeatureLayer]
+
+
+Variations = Iterator[DrafterVariation]
+
+
+def list_feature_layers(drafter: Drafter) -> list[FeatureLayer]:
+    """Return where a drafter's features are read."""
+    return [FeatureLayer(layer) for layer in drafter.layer_ids]
+
+
+def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: object) -> Drafter:
+    """Return a copy of the drafter with some keys of its config.json changed and the same weights.
+    `family_keys` are keys of the object that only the family has, such as dflash_config."""
+    config = deepcopy(drafter.config)
+    family_config = drafter.family_config | (family_keys or {})
+    config.update({drafter.family.config_key: family_config} | keys)
+    copy = type(drafter)(config)
+    if drafter.quantised:
+        copy.init_weights(torch.Generator())  # overwritten below, but codes need finite numbers
+        load_int8_package().quantise_drafter(copy)
+    copy.load_state_dict(drafter.state_dict())
+    norm: Any = drafter.norm
+    return copy.to(norm.weight.device, norm.weight.dtype).eval().requires_grad_(False)
+
+
+def count_target_layers(target: Target) -> int:
+    """Return the target's number of layers."""
+    return len(cast(torch.nn.ModuleList, target.decoder.layers))
+
+
+def vary_layers(target: Target, drafter: Drafter) -> Variations:
+    """Read features one layer earlier, and one layer later."""
+    count = count_target_layers(target)
+    for offset in (-1, 1):
+        layers = [layer + offset for layer in drafter.layer_ids]
+        if all(0 <= layer < count for layer in layers):
+            label = f"layers {', '.join(map(str, layers))}"
+            yield DrafterVariation(label, drafter, [FeatureLayer(layer) for layer in layers])
+
+
+def vary_norm(target: Target, drafter: Drafter) -> Variations:
+    """Read features after the norm that follows their layer. If the drafter reads the last layer
+    after the final norm, read it before that norm instead."""
+    count = count_target_layers(target)
+    if count in drafter.layer_ids:
+        layers = [count - 1 if layer == count else layer for layer in drafter.layer_ids]
+        feature_layers = [FeatureLayer(layer) for layer in layers]
+        yield DrafterVariation("the last layer before the last norm", drafter, feature_layers)
+    elif all(find_next_norm(target, layer) is not None for layer in drafter.layer_ids):
+        feature_layers = [FeatureLayer(layer, normed=True) for layer in drafter.layer_ids]
+        yield DrafterVariation("features after the next norm", drafter, feature_layers)
+
+
+def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
+    """Return a function that yields the drafter with the other value of a flag of its family."""
+
+    def vary_flag(target: Target, drafter: Drafter) -> Variations:
+        if key not in drafter.family.options:
+            return
+        value = drafter.family_config.get(key)
+        if key == "causal":
+            value = any(causal for causal, _ in drafter.attention_patterns)
+        variation = copy_with_config(drafter, {key: not value})
+        label = f"{key} {str(not value).lower()}"
+        yield DrafterVariation(label, variation, list_feature_layers(drafter))
+
+    return vary_flag
+
+
+def vary_rope_theta(target: Target, drafter: Drafter) -> Variations:
+    """Use the target's rotary base, and those of common models."""
+    parameters = cast(dict, drafter.config.rope_parameters)
+    target_theta = float(get_rope_parameters(target.config).get("rope_theta", DEFAULT_ROPE_THETA))
+    for theta in dict.fromkeys([target_theta, *COMMON_ROPE_THETAS]):
+        if theta != parameters["rope_theta"]:
+            new_parameters = parameters | {"rope_theta": theta}
+            variation = copy_with_config(drafter, rope_parameters=new_parameters)
+            label = f"rope_theta {theta:g}"
+            yield DrafterVariation(label, variation, list_feature_layers(drafter))
+
+
+def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
+    """Use the first layer's norm for the context keys of all layers, as vLLM's CPU kernel does (in
+    0.32 its `rms_norm` over the keys of all layers reads the first row of their weights)."""
+    if drafter.config.num_hidden_layers <= 1 or "block_size" not in drafter.family_config:
+        return
+    variation = copy_with_config(drafter)
+    layers: Any = variation.layers
+    first_norm = layers[0].self_attn.k_norm
+    for layer in layers[1:]:
+        attention = layer.self_attn
+        with_first_norm = deepcopy(attention)
+        with_first_norm.k_norm = first_norm
+
+        # Only the context's keys and values are computed with a keyword argument.
+        def compute_keys_values(
+            *states: torch.Tensor,
+            attention: Any = attention,
+            with_first_norm: Any = with_first_norm,
+            **context_options: object,
+        ) -> object:
+            module = with_first_norm if context_options else attention
+            return type(attention).project_keys_values(module, *states, **context_options)
+
+        attention.project_keys_values = compute_keys_values
+    label = "the first layer's norm for all context keys"
+    yield DrafterVariation(label, variation, list_feature_layers(drafter))

@@ -1,0 +1,309 @@
+"""Build new drafters: from options to config.json and a drafter without weights."""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+
+from infer.config import DrafterConfig
+from infer.drafters.base import Drafter, get_target_head_weight
+from infer.drafters.families import DRAFTER_FAMILIES
+from infer.drafters.heads.table import build_head_config
+from infer.targets.support import (
+    get_head_size,
+    get_mlp_size,
+    get_norm_eps,
+    get_num_key_heads,
+    get_rope_parameters,
+)
+from infer.targets.target import Target
+
+# Names of tokens that no text contains: Llama's reserved tokens, Gemma's unused ones, Nemotron's
+# numbered special tokens.
+UNUSED_TOKEN_NAME = re.compile(
+    r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE
+)
+# Kinds of rotary scaling that a new drafter takes over from its target. Llama 3's is not among
+# them: it matters only for positions that are thousands apart, and llama.cpp does not support it in
+# a drafter.
+INHERITED_ROPE_TYPES = ("linear", "yarn")
+
+
+def iterate_mask_token_candidates(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Collection[int]
+) -> Iterator[int]:
+    """Yield token ids that text is unlikely to contain, the safest first.
+
+    These are: the tokenizer's mask token; the first id after the tokenizer's last one, in a padded
+    vocabulary (Qwen3: 151669); tokens whose name marks them as mask, reserved or unused (Gemma,
+    Llama 3, Nemotron); the padding token, unless it also begins or ends sequences; other special
+    tokens that do not begin or end sequences and are not in the chat template, the last one first
+    (SmolLM2: <empty_output>).
+    """
+    if tokenizer.mask_token_id is not None:
+        yield tokenizer.mask_token_id
+    if len(tokenizer) < vocab_size:
+        yield len(tokenizer)
+
+    excluded = {*end_token_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    template = str(tokenizer.chat_template)
+    names = {
+        token_id: name
+        for name, token_id in tokenizer.get_vocab().items()
+        if token_id < vocab_size and token_id not in excluded
+    }
+    yield from sorted(
+        token_id
+        for token_id, name in names.items()
+        if UNUSED_TOKEN_NAME.fullmatch(name) and name not in template
+    )
+
+    if tokenizer.pad_token_id in names:
+        yield tokenizer.pad_token_id
+
+    added_tokens = tokenizer.added_tokens_decoder
+    special_ids = [
+        token_id
+        for token_id in names
+        if token_id in added_tokens
+        and added_tokens[token_id].special
+        and token_id != tokenizer.unk_token_id
+    ]
+    yield from sorted((i for i in special_ids if names[i] not in template), reverse=True)
+
+
+def choose_mask_token(
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    end_token_ids: Collection[int],
+    get_used_ids: Callable[[], Collection[int]] | None = None,
+) -> int:
+    """Return the token id for the drafted slots.
+
+    It is the first of `iterate_mask_token_candidates` that the training data do not contain, or
+    else the last id that they do not contain. `get_used_ids` returns the ids in the data; it is
+    called only if needed, and without it the first candidate is returned. Raises ValueError where
+    there is no such id.
+    """
+    candidates = iterate_mask_token_candidates(tokenizer, vocab_size, end_token_ids)
+    first_candidate = next(candidates, None)
+    if first_candidate is not None and (get_used_ids is None or first_candidate >= len(tokenizer)):
+        return first_candidate  # ids after the tokenizer's last one occur in no data
+
+    if get_used_ids is not None:
+        used_ids = set(get_used_ids())
+        if first_candidate is not None:
+            for candidate in chain([first_candidate], candidates):
+                if candidate not in used_ids:
+                    return candidate
+        unused_ids = {*range(vocab_size)} - used_ids - {*end_token_ids}
+        if unused_ids:
+            return max(unused_ids)
+    raise ValueError(
+        "the target has no unused token id: set drafter.mask_token_id=<id> to one that text never "
+        "contains"
+    )
+
+
+def choose_feature_layers(
+    options: DrafterConfig, target_config: PretrainedConfig
+) -> tuple[int, ...]:
+    """Return the target layers whose states a new drafter reads, from 0.
+
+    Raises ValueError for layers that the target does not have.
+    """
+    target_layers = target_config.num_hidden_layers
+    drafter_class = DRAFTER_FAMILIES[options.family].load()
+    layer_ids = options.target_layer_ids
+    if not layer_ids:
+        layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
+    if any(not 0 <= layer < target_layers for layer in layer_ids):
+        raise ValueError(
+            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to "
+            f"{target_layers - 1}"
+        )
+    return tuple(int(layer) for layer in layer_ids)
+
+
+def build_feature_layer_keys(
+    options: DrafterConfig, target_config: PretrainedConfig
+) -> dict[str, Any]:
+    """Return the keys of config.json that tell which target layers a drafter reads.
+
+    Raises ValueError as `choose_feature_layers` does, and for a `last_tap` although the last layer
+    is not read.
+    """
+    layer_ids = list(choose_feature_layers(options, target_config))
+    last_layer = target_config.num_hidden_layers - 1
+    if last_layer in layer_ids:
+        return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
+    if options.last_layer_output != "raw":
+        raise ValueError(
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the "
+            f"target's last layer, {last_layer}"
+        )
+    return {"target_layer_ids": layer_ids}
+
+
+def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the rotary parameters of a new drafter: the target's base, and its scaling if that is
+    one of INHERITED_ROPE_TYPES.
+
+    Layers that start as the target's have learned these angles.
+    """
+    target_parameters = get_rope_parameters(target_config)
+    parameters = {
+        "rope_type": "default",
+        "rope_theta": float(target_parameters.get("rope_theta", 1e4)),
+    }
+    rope_type = target_parameters.get("rope_type")
+    if rope_type not in INHERITED_ROPE_TYPES:
+        return parameters
+
+    numbers = {
+        key: value for key, value in target_parameters.items() if isinstance(value, int | float)
+    }
+    numbers.pop("partial_rotary_factor", None)
+    return numbers | parameters | {"rope_type": rope_type}
+
+
+def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of a new drafter's config.json that all families share: sizes of the target
+    and of the options."""
+    num_slots = options.block_size
+    if options.sample_from_anchor:
+        num_slots -= 1
+    layer_type = "full_attention" if options.sliding_window is None else "sliding_attention"
+    target_keys = (
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "vocab_size",
+        "bos_token_id",
+        "eos_token_id",
+    )
+    shared_keys = {
+        "block_size": num_slots,
+        "intermediate_size": get_mlp_size(target_config),
+        "num_target_layers": target_config.num_hidden_layers,
+        "num_hidden_layers": options.layers,
+        "layer_types": [layer_type] * options.layers,
+        "use_sliding_window": options.sliding_window is not None,
+        "sliding_window": options.sliding_window,
+        "num_key_value_heads": get_num_key_heads(target_config),
+        "head_dim": get_head_size(target_config),
+        "rms_norm_eps": get_norm_eps(target_config),
+        "rope_parameters": choose_rope_parameters(target_config),
+        "tie_word_embeddings": False,
+        "has_embed_tokens": False,
+        "has_lm_head": False,
+    }
+    for key in target_keys:
+        shared_keys[key] = getattr(target_config, key)
+    return shared_keys
+
+
+def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConfig) -> None:
+    """Raise ValueError where the draft vocabulary is larger than the target's vocabulary."""
+    if (options.draft_vocab_size or 0) > target_config.vocab_size:
+        raise ValueError(
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} "
+            "tokens"
+        )
+
+
+def build_drafter_config(
+    options: DrafterConfig,
+    target: Target | None,
+    target_config: PretrainedConfig | None = None,
+) -> Qwen3Config:
+    """Return the config.json of a new drafter.
+
+    It is for `target`, or without one for a target with the config `target_config`. Raises
+    ValueError for options that do not fit.
+    """
+    options.check()
+    if target is not None:
+        target_config = target.config
+    assert target_config is not None
+    family = DRAFTER_FAMILIES[options.family]
+    family_config = family.load().build_family_config(options, target_config, target)
+    family_config |= build_head_config(options.head)
+    check_draft_vocabulary(options, target_config)
+
+    keys = family.wrap_family_config(family_config)
+    if options.draft_vocab_size:
+        keys["draft_vocab_size"] = options.draft_vocab_size
+    return Qwen3Config(**keys, **build_shared_keys(options, target_config))
+
+
+def create_drafter(
+    options: DrafterConfig,
+    target: Target | None,
+    target_config: PretrainedConfig | None = None,
+) -> Drafter:
+    """Return a new drafter with uninitialised weights; arguments and exceptions as in
+    `build_drafter_config`."""
+    config = build_drafter_config(options, target, target_config)
+    return DRAFTER_FAMILIES[options.family].load()(config)
+
+
+@torch.no_grad()
+def get_target_embeddings(target: Target) -> torch.Tensor:
+    """Return the input (V, D) of the target's first layer for every token.
+
+    It differs from the embedding's weight where a target scales its embeddings.
+    """
+    ids = torch.arange(len(target.embedding.weight), device=target.device)
+    return target.embed(ids)
+
+
+def drop_target_copies(drafter: Drafter, target: Target) -> None:
+    """Remove the drafter's embedding and head where they are copies of the target's.
+
+    A copy equals the target's weight bit for bit, in the dtype of one of the two. Nothing is done
+    for families with a head of their own. Raises ValueError where the weights differ.
+    """
+    if drafter.family.includes_lm_head:
+        return
+    pairs = {
+        "embed_tokens": (drafter.embed_tokens, get_target_embeddings(target)),
+        "lm_head": (drafter.lm_head, get_target_head_weight(drafter, target)),
+    }
+    for name, (module, target_weight) in pairs.items():
+        if module is not None and not equal_in_either_dtype(module.weight, target_weight):
+            raise ValueError(f"its own {name} is not the target's")
+        setattr(drafter, name, None)
+        setattr(drafter.config, f"has_{name}", False)
+
+
+def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors are equal after a cast to the dtype and device of one of them."""
+    return torch.equal(first, second.to(first)) or torch.equal(first.to(second), second)
+
+
+def read_fixed_options(drafter: Drafter) -> dict[str, Any]:
+    """Return the fields of `infer.config.DrafterConfig` that an existing drafter's config.json
+    determines, except those of its conditional head."""
+    family_config = drafter.family_config
+    family = drafter.family
+    options = {
+        "family": family.name,
+        "layers": drafter.config.num_hidden_layers,
+        "block_size": drafter.block_size,
+        "target_layer_ids": list(family_config["target_layer_ids"]),
+        "last_layer_output": family_config.get("last_tap", "raw"),
+        "sliding_window": drafter.config.sliding_window,
+        "draft_vocab_size": 0 if drafter.d2t is None else len(drafter.d2t),
+    }
+    if "mask_token_id" in family_config:
+        options["mask_token_id"] = family_config["mask_token_id"]
+    for name in ("sample_from_anchor", "causal", "layer_fusion"):
+        if name in family.options:
+            options[name] = bool(family_config.get(name))
+    if "conv_kernel_size" in family.options:
+        options["conv_kernel_size"] = family_config.get("conv_kernel_size", 0)
+    return options

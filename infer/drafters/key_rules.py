@@ -1,0 +1,167 @@
+"""Rules for the keys of a drafter's config.json: allowed values, keys that change nothing, and keys
+that change what a drafter computes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import Qwen3Config
+
+from infer.drafters.heads.table import CONDITIONAL_HEADS
+
+
+def is_positive_number(value: Any) -> bool:
+    """Return whether a value is an int or a float above 0; booleans are not."""
+    return type(value) in (int, float) and value > 0
+
+
+def is_integer_list(value: Any) -> bool:
+    """Return whether a value is a list of integers that is not empty; booleans are no integers."""
+    return type(value) is list and {type(element) for element in value} == {int}
+
+
+def is_layer_type_list(value: Any) -> bool:
+    """Return whether a value is a list of attention types that drafters support."""
+    allowed = ("full_attention", "sliding_attention")
+    return type(value) is list and all(element in allowed for element in value)
+
+
+# By kind of value: the check, and the description of allowed values in messages.
+VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "number": (is_positive_number, "a number above 0"),
+    "flag": (lambda value: type(value) is bool, "true or false"),
+    "object": (lambda value: type(value) is dict, "an object"),
+    "list": (is_integer_list, "a list of integers"),
+    "layers": (is_layer_type_list, "a list of full_attention and sliding_attention"),
+}
+
+
+class KeyRule(NamedTuple):
+    """The allowed values of a key: integers in a range, one of `choices`, or a value of a kind of
+    `VALUE_CHECKS`."""
+
+    kind: str = "integer"
+    minimum: int = 1
+    maximum: int = 2**31 - 1
+    choices: tuple = ()
+
+    def find_problem(self, value: Any) -> str | None:
+        """Return what is wrong with a value, as the end of a sentence; None if it is allowed."""
+        if self.choices:
+            allowed = value in self.choices
+            expected = " or ".join(map(str, self.choices))
+        elif self.kind == "integer":
+            allowed = type(value) is int and value >= self.minimum
+            expected = f"an integer of at least {self.minimum}"
+            if allowed and value > self.maximum:
+                return f"exceeds the limit of {self.maximum}"
+        else:
+            check, expected = VALUE_CHECKS[self.kind]
+            allowed = check(value)
+        return None if allowed else f"is {value!r}, expected {expected}"
+
+
+REQUIRED_SIZE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+INTEGER_KEYS = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
+    *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
+    *("conv_group_size", "xpress_mlp_hidden"),
+)
+# The names of one flag: of vLLM and the DFlash authors, of vLLM, and of JetSpec.
+CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
+FLAG_KEYS = (
+    *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
+    *("shifted", "qk_norm", "norm_twice", "layer_fusion"),
+)
+KEY_RULES = {
+    **dict.fromkeys((*REQUIRED_SIZE_KEYS, *INTEGER_KEYS), KeyRule()),
+    # Without these maxima, a huge model would be built before a tensor shows that they are wrong.
+    "num_hidden_layers": KeyRule(maximum=1024),
+    **dict.fromkeys(("block_size", "draft_length"), KeyRule(maximum=4096)),
+    **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(minimum=0)),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), KeyRule("number")),
+    **dict.fromkeys((*CAUSAL_KEYS, *FLAG_KEYS), KeyRule("flag")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "chat_template_kwargs"), KeyRule("object")),
+    "target_layer_ids": KeyRule("list"),
+    "layer_types": KeyRule("layers"),
+    "last_tap": KeyRule(choices=("raw", "normed")),
+    "projector_type": KeyRule(choices=("dflash", "dspark", "domino")),
+    **{
+        key.name: KeyRule(minimum=key.minimum, choices=key.choices)
+        for spec in CONDITIONAL_HEADS.values()
+        for key in spec.config_keys
+    },
+}
+# Keys that change what a drafter computes, and the value with which it computes what the drafters
+# of this project do.
+NEUTRAL_VALUES: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+    "norm_before_residual": False,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "rope_interleave": False,
+    "rotary_pct": 1.0,
+    "use_rope": True,
+    "use_qk_norm": True,
+    "hidden_activation": "silu",
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "norm_before_fc": False,
+    "use_aux_hidden_state": True,
+    "use_swa": False,  # a sliding window in layers that are not causal
+    "fusion_type": "concat_fc",
+    "quantization_config": None,
+}
+# Rotary keys that are allowed in addition to the required ones.
+OPTIONAL_ROPE_KEYS = {
+    *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+    *("factor", "original_max_position_embeddings"),
+}
+# Rotary keys for images. Text has the same position in all sections, so they change nothing.
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+REQUIRED_ROPE_KEYS = {  # by rope_type
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# Keys that change nothing in what a drafter computes: other keys of published drafters, and those
+# that transformers writes into every config.json, or did before release 5.
+IGNORED_KEYS = {
+    *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors"),
+    *("max_anchors", "loss_decay_gamma", "torch_dtype", "confidence_head_alpha"),
+    *("selector_loss_weight", "speculators_config", "speculators_model_type"),
+    *("speculators_version", "_torchspec_version", "model_arch", "gate_temperature"),
+    *("xpress_block_size", "attn_implementation", "_attn_implementation", "use_return_dict"),
+    *("pruned_heads", "torchscript", "use_bfloat16", "is_decoder", "add_cross_attention"),
+    *("tie_encoder_decoder", "pretraining_tp", "tokenizer_class", "prefix", "sep_token_id"),
+    *("decoder_start_token_id", "cache_implementation", "max_length", "min_length", "do_sample"),
+    *("early_stopping", "num_beams", "num_beam_groups", "temperature", "top_k", "top_p"),
+    *("typical_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+    *("no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate"),
+    *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
+} | Qwen3Config().to_dict().keys()
+# Words in names of keys that record how a drafter was made, and by whom.
+BOOKKEEPING_WORDS = {
+    *("train", "training", "trained", "trainer", "loss", "lr", "epoch", "epochs", "seed"),
+    *("optimizer", "dataset", "datasets", "version", "commit", "date", "author", "authors"),
+    *("license", "url"),
+}

@@ -1,0 +1,225 @@
+"""The state of the batch on the device: KV caches and bonus tokens of the rows in use, and rows
+whose prompts are being prefilled.
+
+B batch rows, C positions, F features per position, W = maximum number of nodes on a path, D hidden
+size.
+"""
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from infer.drafters.base import Drafter
+from infer.engine.prefix_cache import PREFIX_BLOCK_TOKENS, BlockTensors
+from infer.engine.sequence import Sequence
+from infer.engine.verification import AcceptedPath
+from infer.targets.target import Features, Target, pad_token_ids
+from infer.trees.tree import DraftTree
+
+# Rounds without drafting after which the drafter's cache is brought up to date.
+MAX_PENDING_ROUNDS = 32
+
+
+@dataclass
+class PendingPositions:
+    """Committed positions that the drafter's cache does not contain yet."""
+
+    context: torch.Tensor  # (B, C, F) context features
+    tokens: torch.Tensor  # (B, C)
+    lengths_on_device: torch.Tensor  # (B,) number of positions of every row, the rest is padding
+    lengths: list[int] | None = None  # the same on the host; None until the host knows them
+
+
+class BatchState:
+    """KV caches of target and drafter, and bonus tokens. The rows in use are the first ones.
+
+    A row has `capacity` positions, and space for trees of `max_nodes` nodes after them. `drafter`
+    is None if nothing is drafted. With `keeps_prefixes` the drafter's cache keeps all positions of
+    a sequence, so that they can be copied to the prefix cache.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rows: int,
+        capacity: int,
+        max_nodes: int,
+        keeps_prefixes: bool,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.feature_layers = () if drafter is None else drafter.layer_ids
+        self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
+        # A round may commit as many positions as the tree has nodes, and all rows of the drafter's
+        # cache are written at the same width.
+        self.draft_state = (
+            None
+            if drafter is None
+            else drafter.allocate_state(rows, capacity + max_nodes, keeps_prefixes)
+        )
+        self._bonus_buffer = torch.zeros(rows, dtype=torch.long, device=target.device)
+        self.pending: list[PendingPositions] = []
+
+    @property
+    def bonus_tokens(self) -> torch.Tensor:
+        """The bonus tokens of the rows in use, (B,), a view."""
+        return self._bonus_buffer[: self.cache.padded_batch_size or len(self.cache.lengths)]
+
+    @contextmanager
+    def fix_rows(self, rows: int) -> Generator[None]:
+        """Run rounds with the shapes of `rows` batch rows inside this context, see `KVCache`."""
+        with ExitStack() as stack:
+            stack.enter_context(self.cache.pad_batch(rows))
+            if self.draft_state is not None:
+                stack.enter_context(self.draft_state.cache.pad_batch(rows))
+            yield
+
+    def set_bonus_tokens(self, rows: range, bonus: torch.Tensor) -> None:
+        """Set the bonus tokens of some rows."""
+        self._bonus_buffer[rows.start : rows.stop] = bonus
+
+    def commit(self, tree: DraftTree, features: Features, accepted: AcceptedPath) -> None:
+        """Keep the accepted nodes in the target's cache, queue their features for the drafter, and
+        set the next bonus tokens.
+
+        This runs on the device only. The caller has to call `note_lengths` next.
+        """
+        path = accepted.path
+        self.cache.commit(path, accepted.lengths)
+        if self.draft_state is not None:
+            path_index = path[..., None].expand(-1, -1, features.context.shape[-1])
+            context = features.context.gather(1, path_index)  # (B, W, F)
+            path_tokens = tree.tokens.gather(1, path)
+            self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
+        # The bonus tokens come last, since the tree's roots may be views of them.
+        self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
+
+    def note_lengths(self, lengths: list[int]) -> None:
+        """Record on the host how many positions a round has committed for every row."""
+        self.cache.update_host_lengths(lengths)
+        if self.pending:
+            self.pending[-1].lengths = lengths
+        elif self.draft_state is not None:
+            self.draft_state.cache.update_host_lengths(lengths)
+
+    def _queue_for_drafter(self, positions: PendingPositions) -> None:
+        """Queue committed positions for the drafter's cache.
+
+        Older positions are flushed first unless all are single roots of few rounds. In rounds of
+        fixed shapes nothing stays queued, since the next round may have another shape.
+        """
+        has_drafted = (
+            bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
+        )
+        if has_drafted or len(self.pending) == MAX_PENDING_ROUNDS:
+            self.flush_to_drafter()
+        self.pending.append(positions)
+        if self.cache.padded_batch_size:
+            self.flush_to_drafter()
+
+    def flush_to_drafter(self) -> None:
+        """Add the queued positions to the drafter's cache. Several rounds that committed only roots
+        are added together."""
+        pending = self.pending
+        self.pending = []
+        if len(pending) > 1:
+            pending = [concatenate_roots(pending)]
+        for positions in pending:
+            assert self.drafter is not None and self.draft_state is not None
+            self.drafter.update_context(
+                self.target,
+                positions.context,
+                positions.tokens,
+                positions.lengths,
+                self.draft_state,
+                positions.lengths_on_device,
+            )
+
+    def reorder_rows(self, order: list[int]) -> None:
+        """Move row order[i] to row i, and release all other rows."""
+        self.flush_to_drafter()
+        self.cache.keep_rows(order)
+        if self.draft_state is not None:
+            self.draft_state.keep(order)
+        rows = torch.tensor(order, dtype=torch.long, device=self._bonus_buffer.device)
+        self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
+
+    def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
+        """Return copies of a block of a row's positions in the target's and the drafter's cache."""
+        target_block = self.cache.read_positions(row, start, PREFIX_BLOCK_TOKENS)
+        if self.draft_state is None:
+            return target_block, []
+        return target_block, self.draft_state.read(row, start, PREFIX_BLOCK_TOKENS)
+
+
+def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
+    """Concatenate the positions of rounds that committed only the root of every row."""
+    context = torch.cat([positions.context for positions in pending], 1)
+    tokens = torch.cat([positions.tokens for positions in pending], 1)
+    count = len(pending)
+    lengths_on_device = torch.full_like(tokens[:, 0], count)
+    return PendingPositions(context, tokens, lengths_on_device, [count] * len(tokens))
+
+
+class PrefillBatch:
+    """Sequences whose prompts are being prefilled, in rows that are not in use yet."""
+
+    def __init__(self, state: BatchState, sequences: list[Sequence]) -> None:
+        self.allocate_state = state
+        self.sequences = sequences
+        self.rows = ExitStack()  # closing it takes the rows into use
+        self.cache = self.rows.enter_context(state.cache.add_rows(len(sequences)))
+        self.draft_state = None
+        if state.draft_state is not None:
+            self.draft_state = self.rows.enter_context(state.draft_state.add(len(sequences)))
+        # By sequence: final hidden state of its last token, (D,); None until it is computed.
+        self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
+        for row, sequence in enumerate(sequences):
+            self._restore_prefix(row, sequence)
+
+    def _restore_prefix(self, row: int, sequence: Sequence) -> None:
+        """Copy the cached prefix of a sequence into its row."""
+        blocks = sequence.prefix_blocks
+        sequence.prefix_blocks = []
+        if not blocks:
+            return
+        self.cache.restore_positions(row, [block.target for block in blocks])
+        if self.draft_state is not None:
+            prefix = sequence.token_ids[: sequence.cached_length]
+            self.draft_state.restore(row, prefix, [block.drafter for block in blocks])
+
+    def run_chunk(self, start: int, length: int) -> int:
+        """Run the next `length` positions of every prompt after `start` uncached positions through
+        target and drafter. Return the number of computed positions, padding included."""
+        state = self.allocate_state
+        first_positions = [sequence.cached_length + start for sequence in self.sequences]
+        chunks = [
+            sequence.token_ids[first : first + length]
+            for sequence, first in zip(self.sequences, first_positions, strict=True)
+        ]
+        features = state.target.extend_cache(chunks, self.cache, state.feature_layers)
+        if self.draft_state is not None:
+            assert state.drafter is not None
+            tokens = pad_token_ids(chunks, features.context.device)
+            chunk_lengths = [len(chunk) for chunk in chunks]
+            state.drafter.update_context(
+                state.target, features.context, tokens, chunk_lengths, self.draft_state
+            )
+
+        for row, (sequence, chunk) in enumerate(zip(self.sequences, chunks, strict=True)):
+            is_complete = first_positions[row] + len(chunk) == len(sequence.token_ids)
+            if chunk and is_complete:
+                self.last_hidden[row] = features.last_hidden_states[row, len(chunk) - 1]
+        return len(chunks) * max(len(chunk) for chunk in chunks)
+
+    def finish(self) -> torch.Tensor:
+        """Take the rows into use, and return the final hidden states of the last tokens, (B, 1,
+        D)."""
+        self.allocate_state.flush_to_drafter()
+        self.rows.close()
+        last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]
+        assert len(last_hidden) == len(self.sequences)
+        return torch.stack(last_hidden)[:, None]

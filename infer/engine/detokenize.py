@@ -1,0 +1,84 @@
+"""Detokenization of growing outputs. Stop strings, streams and final answers all use these
+functions, so that they agree.
+
+Adjacent byte tokens (`<0xNN>`) are decoded together: one more may turn all of them from characters
+into replacement characters, or back. Special tokens between them are removed before. An output is
+therefore split only after a token with stable text, which has text of its own and is no byte token.
+"""
+
+import re
+from typing import cast
+
+from transformers import PreTrainedTokenizerBase
+
+BYTE_TOKEN_PATTERN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Bytes of the longest UTF-8 character, and so the maximum number of byte tokens per character.
+MAX_CHARACTER_BYTES = 4
+
+
+def detokenize(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], keep_special: bool = False
+) -> str:
+    """Return the text of tokens, without special tokens unless `keep_special`.
+
+    Spaces are not cleaned up: changing "do n't" to "don't" would alter text that was streamed
+    before.
+    """
+    text = tokenizer.decode(
+        ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+    )
+    return cast(str, text)
+
+
+def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
+    """Return whether no later token can change the text of this token and of those before it.
+
+    A byte-level token that ends with part of a character counts as stable: the replacement
+    character at its end shows that it is incomplete.
+    """
+    token = cast(str, tokenizer.convert_ids_to_tokens(id) or "")
+    if BYTE_TOKEN_PATTERN.fullmatch(token):
+        return False
+    return detokenize(tokenizer, [id]) != ""
+
+
+def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int = 0) -> int:
+    """Return the number of tokens up to the last one with stable text, or `first` if that is
+    larger."""
+    length = len(ids)
+    while length > first and not has_stable_text(tokenizer, ids[length - 1]):
+        length -= 1
+    return length
+
+
+def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars: int) -> str:
+    """Return the end of an output's text: the text that its last token may have changed, and at
+    least `num_chars` characters before that (fewer if the output is shorter)."""
+    stable_end = count_stable_tokens(tokenizer, ids)
+    start = stable_end
+    text = ""
+    step = MAX_CHARACTER_BYTES * num_chars + 2 * MAX_CHARACTER_BYTES
+    while start > 0 and len(text) < num_chars + MAX_CHARACTER_BYTES:
+        start = count_stable_tokens(tokenizer, ids[: max(0, start - step)])
+        text = detokenize(tokenizer, ids[start:stable_end])
+        step = 2 * step
+    if stable_end < len(ids):
+        text = detokenize(tokenizer, ids[start:])
+    if start == 0:
+        return text
+    # The first characters may be incomplete, or lack a leading space.
+    return text[MAX_CHARACTER_BYTES:]
+
+
+def completes_stop_string(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: list[str]
+) -> bool:
+    """Return whether the last token completes a stop string: in the text, or as a special token of
+    that name, which has no text."""
+    if not stop_strings:
+        return False
+    last_id = ids[-1:]
+    if not detokenize(tokenizer, last_id) and tokenizer.decode(last_id) in stop_strings:
+        return True
+    text = detokenize_end(tokenizer, ids, max(map(len, stop_strings)))
+    return any(stop in text for stop in stop_strings)

@@ -1,0 +1,203 @@
+"""Compile grammars of untrusted users in a child process first.
+
+llguidance's limits count steps, but a single step may take seconds or gigabytes, and if memory runs
+out the process ends. A server therefore first compiles a grammar and follows it for some tokens in
+a child process with little time and memory. This file is also the program of that process, and
+imports nothing of this package.
+"""
+
+import json
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Limits of llguidance's lexer, its defaults; and limits of its parser, lower than its defaults.
+# `precompute_large_lexemes` makes `initial_lexer_fuel` apply until the first token.
+PARSER_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": True,
+    "verbose_errors": False,
+}
+# Bytes that a grammar may force at one position. They are tokenized again for every token.
+MAX_FORCED_BYTES = 2048
+COMPILER_STACK_BYTES = 512 << 20  # address space; only used pages take memory
+COMPILER_HEADROOM_BYTES = 256 << 20  # must be free in addition to the stack
+SANDBOX_CPU_SECONDS = 1.0  # for compiling and following one grammar
+SANDBOX_TOKEN_CPU_SECONDS = 0.05  # for one token
+SANDBOX_MEMORY_BYTES = 2 << 30  # address space, including the tokenizer and the stack
+SANDBOX_TOKENS = 32  # random tokens for which a grammar is followed
+MAX_CACHED_CHECKS = 64  # accepted grammars that are not checked again
+
+
+def run_with_deep_stack(function: Callable[[], Any]) -> Any:
+    """Return a function's result, computed in a thread with a deep stack.
+
+    A grammar whose rules are nested thousands of levels deep would otherwise overflow the stack,
+    which ends the process. Raises MemoryError if the stack and some headroom cannot be allocated.
+    """
+    old_size = threading.stack_size(COMPILER_STACK_BYTES)
+    try:
+        mmap.mmap(-1, COMPILER_STACK_BYTES + COMPILER_HEADROOM_BYTES).close()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function).result()
+    except (OSError, RuntimeError) as error:  # the mapping failed, or the thread did not start
+        raise MemoryError("not enough memory to compile a grammar") from error
+    finally:
+        threading.stack_size(old_size)
+
+
+def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Compile a grammar, and return llguidance's matcher at the beginning of an output. Raises
+    ValueError with the reason for an invalid or too large grammar."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    converters: dict[str, Callable[[str], str]] = {
+        "json_schema": LLMatcher.grammar_from_json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "grammar": LLMatcher.grammar_from_lark,
+    }
+    limits = LLParserLimits(**PARSER_LIMITS)
+    try:
+        matcher = run_with_deep_stack(
+            lambda: LLMatcher(tokenizer, converters[kind](source), log_level=0, limits=limits)
+        )
+    except ValueError as error:
+        raise ValueError(f"{kind}: {error}") from error
+    if matcher.is_error():
+        raise ValueError(f"{kind}: {matcher.get_error()}")
+    return matcher
+
+
+class GrammarSandbox:
+    """A child process that compiles grammars before this process does. It is started on first use,
+    and started again after a grammar has ended it."""
+
+    def __init__(self, make_tokenizer_arguments: Callable[[], dict]) -> None:
+        """`make_tokenizer_arguments` returns the arguments of llguidance's tokenizer."""
+        self.make_tokenizer_arguments = make_tokenizer_arguments
+        self.process: subprocess.Popen | None = None
+        self.lock = threading.Lock()
+        # check(kind, source); only accepted grammars are cached, since exceptions are not
+        self.check = lru_cache(MAX_CACHED_CHECKS)(self._check)
+
+    def _check(self, kind: str, source: str) -> None:
+        """Raise ValueError for a grammar that is invalid, or takes too much time or memory."""
+        with self.lock:
+            if self.process is None:
+                tokenizer_arguments = self.make_tokenizer_arguments()  # may raise
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                self._send(tokenizer_arguments)
+            self._send([kind, source])
+            answer = self._receive()
+            if not answer:
+                self.close()
+        if not answer:
+            limits = f"{SANDBOX_CPU_SECONDS:g} s or {SANDBOX_MEMORY_BYTES >> 20} MiB"
+            raise ValueError(f"{kind}: compiling it takes more than {limits}, make it smaller")
+        reason = json.loads(answer)
+        if reason is not None:
+            raise ValueError(reason)
+
+    def _send(self, message: object) -> None:
+        """Send a line of JSON to the child process."""
+        assert self.process is not None and self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has ended: its answer will be empty
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def _receive(self) -> str:
+        """Return a line of the child process; empty if the process has ended."""
+        assert self.process is not None and self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def close(self) -> None:
+        """End the child process, if there is one."""
+        process = self.process
+        self.process = None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str | None:
+    """Compile a grammar and follow it for some random tokens. Return why the grammar is refused, or
+    None if it is accepted."""
+    try:
+        matcher = build_matcher(kind, source, tokenizer)
+    except (ValueError, MemoryError) as error:
+        return str(error) or f"{kind}: compiling it takes too much memory"
+
+    generator = random.Random(0)
+    for step in range(SANDBOX_TOKENS):
+        start = time.process_time()
+        if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+            return f"{kind}: it forces more than {MAX_FORCED_BYTES} bytes at one position"
+        bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
+        if matcher.is_error():
+            # An error after the first token is no reason: the output just ends there.
+            return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
+        if time.process_time() - start > SANDBOX_TOKEN_CPU_SECONDS:
+            limit = f"{SANDBOX_TOKEN_CPU_SECONDS:g} s"
+            return f"{kind}: a token takes more than {limit}, make it smaller"
+        if matcher.is_stopped():
+            return None
+        if not matcher.consume_token(generator.choice(list_allowed_tokens(bitmask))):
+            return None
+    return None
+
+
+def list_allowed_tokens(bitmask: bytes) -> list[int]:
+    """Return the token ids whose bits are set, in ascending order; the lowest bit comes first."""
+    token_ids = []
+    for index, byte in enumerate(bitmask):
+        if byte:
+            token_ids += [8 * index + bit for bit in range(8) if byte >> bit & 1]
+    return token_ids
+
+
+def main() -> None:
+    """Read a tokenizer and then grammars, one JSON value per line. Answer each grammar with null,
+    or with the reason why it is refused."""
+    import resource  # not available on every system
+
+    from llguidance import LLTokenizer
+
+    # The server handles Ctrl-C. Without the server the input ends, and so does this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(5)
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY_BYTES, hard_limit))
+    tokenizer = LLTokenizer(**json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        kind, source = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, SANDBOX_CPU_SECONDS)  # ends the process
+        reason = find_refusal_reason(kind, source, tokenizer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reason), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The input of tree methods in a round: the draft, with the target's noise and the n-gram model;
+and the trees of sequences with a grammar.
+
+B batch rows, L drafted positions, V vocabulary size.
+"""
+
+from collections import abc
+from functools import partial
+
+import numpy as np
+
+from infer.config import EngineConfig
+from infer.drafters.heads.draft import ConditionalDraft
+from infer.engine.batch_state import BatchState
+from infer.engine.sampling import apply_sampling_to_marginals, make_score_transform
+from infer.engine.sequence import Sequence
+from infer.engine.verification import SamplingBatch
+from infer.ngrams.model import NGramModel
+from infer.trees.constrained import GrammarRule, build_constrained_trees
+from infer.trees.methods import TreeMethod
+from infer.trees.tree import DraftTree, Proposal
+
+DDTREE_NGRAM_WEIGHT = 0.8  # exponent of n-gram probabilities; the drafter's is 1
+
+
+def make_proposal(
+    state: BatchState,
+    num_nodes: int,
+    options: EngineConfig,
+    ngram_model: NGramModel | None,
+    contexts: abc.Sequence[abc.Sequence[int] | np.ndarray],
+    sampling: SamplingBatch,
+) -> Proposal:
+    """Draft a block after the bonus tokens, and return the input of the tree method for at most
+    `num_nodes` nodes.
+
+    `contexts` are the last tokens of every row's sequence, needed with an n-gram model.
+    """
+    target = state.target
+    drafter = state.drafter
+    assert drafter is not None and state.draft_state is not None
+    vocabulary = drafter.vocabulary
+    if vocabulary.tokens is None:
+        noise = sampling.noise
+    else:
+        num_positions = sampling.num_positions
+        noise = sampling.make_noise(slice(None), 0, num_positions, vocabulary.tokens)
+    seen = vocabulary.select_columns(sampling.seen)
+    if seen is not None:
+        seen = seen[:, None]
+
+    bonus = state.bonus_tokens
+    block = drafter.draft_block(target, bonus, state.draft_state)
+    conditionals = None
+    if drafter.head_spec is not None:  # the drafter has a conditional head
+        transform = make_score_transform(sampling.tensors, noise, seen)
+        conditionals = ConditionalDraft(drafter, target, bonus, block, transform)
+    return Proposal(
+        bonus=bonus,
+        marginals=apply_sampling_to_marginals(
+            block.marginals, sampling.tensors, noise, seen
+        ),  # (B, L, V)
+        budget=num_nodes,
+        ngram=ngram_model,
+        contexts=contexts,
+        weight=DDTREE_NGRAM_WEIGHT,
+        width=options.width,
+        eos_token_ids=target.eos_token_ids,
+        conditionals=conditionals,
+        vocabulary=vocabulary,
+    )
+
+
+def constrain_to_grammars(
+    sequences: abc.Sequence[Sequence], method: TreeMethod, tree: DraftTree, proposal: Proposal
+) -> DraftTree:
+    """Return the trees with those of sequences with a grammar rebuilt under it."""
+    if not tree.max_drafted:
+        return tree
+    rules = {}
+    for row, sequence in enumerate(sequences):
+        grammar = sequence.grammar
+        if grammar is not None:
+            allowed = partial(grammar.allowed_draft_tokens, sequence.ids)
+            rules[row] = GrammarRule(allowed, grammar.forced_tokens(sequence.ids))
+    branches = method.scales_with_budget
+    return build_constrained_trees(tree, proposal, rules, branches)

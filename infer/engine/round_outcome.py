@@ -1,0 +1,116 @@
+"""The outcome of a round, which reaches the host in one copy.
+
+B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from infer.engine.sequence import Sequence, TokenLogprob
+from infer.engine.verification import AcceptedPath
+from infer.targets.target import Target
+from infer.trees.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """The outcome of a round for one batch row, on the host."""
+
+    tokens: list[int]  # committed tokens, the bonus token last
+    path: list[int]  # accepted nodes without the root
+    node_log_probs: list[float]  # of all drafted nodes, if the round returns them
+    # For every committed token a row of `compute_token_logprobs`, if a sequence requests it.
+    token_logprobs: list[list[float]]
+
+
+def pack_outcomes(
+    target: Target,
+    tree: DraftTree,
+    hidden: torch.Tensor,
+    target_tokens: torch.Tensor,
+    accepted: AcceptedPath,
+    num_logprobs: int | None,
+    node_log_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the outcome as one tensor (B, n) float64, which represents token ids exactly.
+
+    The columns are: length, bonus token, the path's tokens (W) and nodes (W); the given
+    `node_log_probs` (B, nodes); and unless `num_logprobs` is None, `compute_token_logprobs` of the
+    path. `hidden` (B, M, D) and `target_tokens` (B, M) are of all nodes.
+    """
+    path_tokens = tree.tokens.gather(1, accepted.path)  # (B, W)
+    columns = [accepted.lengths[:, None], accepted.bonus[:, None], path_tokens, accepted.path]
+    if node_log_probs is not None:
+        columns.append(node_log_probs)
+    if num_logprobs is not None:
+        path_index = accepted.path[..., None].expand(-1, -1, hidden.shape[-1])
+        path_hidden = hidden.gather(1, path_index)  # (B, W, D)
+        next_tokens = target_tokens.gather(1, accepted.path)
+        logprobs = compute_token_logprobs(target, path_hidden, next_tokens, num_logprobs)
+        columns.append(logprobs.flatten(1))
+    return torch.cat([column.double() for column in columns], 1)
+
+
+def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> RowOutcome:
+    """Read a row of `pack_outcomes` with paths of W = `path_width` columns and `num_log_probs` node
+    log-probabilities."""
+    length = int(values[0])
+    bonus = int(values[1])
+    tokens_end = 2 + path_width
+    path_end = tokens_end + path_width
+    path_tokens = [int(value) for value in values[2:tokens_end]]
+    path = [int(value) for value in values[tokens_end:path_end]]
+
+    log_probs_end = path_end + num_log_probs
+    node_log_probs = values[path_end:log_probs_end]
+
+    logprobs_size = (len(values) - log_probs_end) // path_width
+    token_logprobs = []
+    if logprobs_size:
+        for index in range(length):
+            start = log_probs_end + logprobs_size * index
+            token_logprobs.append(values[start : start + logprobs_size])
+    return RowOutcome(
+        [*path_tokens[1:length], bonus], path[1:length], node_log_probs, token_logprobs
+    )
+
+
+def compute_token_logprobs(
+    target: Target, hidden: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
+) -> torch.Tensor:
+    """Return the target's log-probabilities of tokens (B, W) and of the likeliest alternatives.
+
+    `hidden` (B, W, D) are the final hidden states before the tokens. The result is (B, W, 1 + 2 k)
+    float64, k = `num_logprobs`: the token's log-probability, then the k highest log-probabilities,
+    then their token ids. Sampling options are not applied.
+    """
+    log_probs = target.compute_logits(hidden).float().log_softmax(-1)
+    top_log_probs, top_ids = log_probs.topk(num_logprobs, dim=-1)
+    token_log_probs = log_probs.gather(2, tokens[..., None])
+    return torch.cat([token_log_probs, top_log_probs, top_ids.double()], -1)
+
+
+def append_logprobs(sequence: Sequence, token_logprobs: list[list[float]]) -> None:
+    """Append rows of `compute_token_logprobs` to a sequence, if it requests log-probabilities."""
+    num_requested = sequence.options.logprobs
+    if num_requested is None:
+        return
+    for logprob, *alternatives in token_logprobs:
+        half = len(alternatives) // 2
+        top_log_probs = alternatives[:half]
+        top_ids = [int(value) for value in alternatives[half:]]
+        top = list(zip(top_ids, top_log_probs, strict=True))
+        sequence.logprobs.append(TokenLogprob(logprob, top[:num_requested]))
+
+
+def find_rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
+    """Return the tokens of the likeliest rejected path of a batch row: from the last accepted node
+    down, each node's first child (siblings are sorted by probability)."""
+    tokens = tree.tokens[row].tolist()
+    parents = tree.parents[row, : tree.drafted_counts[row] + 1].tolist()
+    rejected = []
+    while node in parents[node + 1 :]:
+        node = parents.index(node, node + 1)
+        rejected.append(tokens[node])
+    return rejected

@@ -1,0 +1,118 @@
+"""What a report shows of the outputs themselves: samples that mark the accepted and rejected
+drafts, and one round as an example.
+
+The outputs are decoded again after all timing, because recording rejected drafts takes time.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from infer.api import open_engine
+from infer.config import DecodeOptions
+from infer.drafters.base import Drafter
+from infer.engine.sequence import Sequence as DecodedSequence
+from infer.evaluation.results import ExampleNode, ExampleRound, TextSample
+from infer.targets.target import Target
+from infer.trees.tree import DraftTree
+
+MAX_SAMPLES = 3
+MAX_EXAMPLE_NODES = 8  # of the example's tree: larger drawings cannot be read
+MAX_EXAMPLE_LEAVES = 5  # of the example's tree: wider drawings do not fit on a phone
+MAX_REJECTED_TOKENS = 3  # of a rejected draft that a sample shows
+EXAMPLE_PREFIX_CHARACTERS = 120
+
+ReportSamples = tuple[list[TextSample], ExampleRound | None]
+
+
+def collect_samples(
+    target: Target,
+    drafter: Drafter,
+    sequences: Sequence[DecodedSequence],
+    options: DecodeOptions,
+) -> ReportSamples:
+    """Decode the first of `sequences` again, which were decoded with `options`, with trees that are
+    small enough to be drawn. Return samples with the rejected drafts, and an example round."""
+    if target.tokenizer is None:
+        return [], None
+    options = replace(options, max_num_seqs=1, budget=min(options.budget, MAX_EXAMPLE_NODES))
+    samples = []
+    rounds = []
+    trees = []
+    for sequence in sequences[:MAX_SAMPLES]:
+        capacity = len(sequence.prompt) + options.max_new_tokens
+        engine = open_engine(target, drafter, options, capacity)
+
+        def record_tree(proposal: object, build: Callable = engine.runner.build_tree) -> DraftTree:
+            trees.append(build(proposal))
+            return trees[-1]
+
+        engine.runner.build_tree = record_tree
+        traced = engine.submit(sequence.prompt, sequence.options)
+        traced.trace = True
+        while engine.busy:
+            engine.step()
+            if trees:
+                rounds.append(build_example_round(target, trees.pop(), traced))
+        samples.append(build_sample(target, traced))
+    return samples, max(rounds, key=rank_example_round, default=None)
+
+
+def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
+    """Cut a sequence into pieces: the prefill's token, then of each round the accepted drafts, the
+    rejected ones after them, and the target's own token. That token is a correction if a draft was
+    rejected, else a bonus."""
+    tokenizer: Any = target.tokenizer
+    decode_prompts = tokenizer.decode
+    pieces = []
+    start = 0
+    for i, count in enumerate(sequence.commits):
+        ids = sequence.ids[start : start + count]
+        rejected = []
+        if i > 0 and sequence.rejected:
+            rejected = sequence.rejected[i - 1][:MAX_REJECTED_TOKENS]
+        if ids[:-1]:
+            pieces.append([decode_prompts(ids[:-1]), "accepted"])
+        if rejected:
+            pieces.append([decode_prompts(rejected), "rejected"])
+        pieces.append([decode_prompts(ids[-1:]), "corrected" if rejected else "bonus"])
+        start += count
+    return TextSample(
+        decode_prompts(sequence.prompt), decode_prompts(sequence.ids), sequence.commits, pieces
+    )
+
+
+def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequence) -> ExampleRound:
+    """Describe the newest round of a sequence, which verified `tree`."""
+    tokens = tree.tokens[0].tolist()
+    parents = tree.parents[0].tolist()
+    log_probs = tree.log_probs[0].tolist()
+    committed = sequence.ids[-sequence.commits[-1] :]
+
+    # Follow the committed tokens down the tree.
+    node = 0
+    accepted = {0}
+    for token in committed[:-1]:
+        node = next(
+            i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token
+        )
+        accepted.add(node)
+
+    tokenizer: Any = target.tokenizer
+    decode_prompts = tokenizer.decode
+    nodes = []
+    for i, parent in enumerate(parents):
+        probability = math.exp(log_probs[i] - log_probs[parent])
+        nodes.append(ExampleNode(decode_prompts([tokens[i]]), parent, probability, i in accepted))
+    prefix = decode_prompts((sequence.prompt + sequence.ids)[: -len(committed) - 1])
+    return ExampleRound(prefix[-EXAMPLE_PREFIX_CHARACTERS:], nodes, decode_prompts(committed[-1:]))
+
+
+def rank_example_round(example: ExampleRound) -> tuple[bool, int]:
+    """Return a sort key for example rounds: whether there are few enough leaves to draw, then the
+    number of accepted nodes."""
+    nodes = example.nodes
+    parents = {node.parent for node in nodes[1:]}
+    leaves = len(nodes) - len(parents)
+    return leaves <= MAX_EXAMPLE_LEAVES, sum(node.accepted for node in nodes)

@@ -1,0 +1,25 @@
+"""Render pages, cards and drawings from the Jinja templates in this folder."""
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+def needs_escaping(template: str | None) -> bool:
+    """Return whether values are escaped in a template: in HTML and SVG, not in Markdown."""
+    return template is not None and not template.endswith(".md.j2")
+
+
+TEMPLATE_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=needs_escaping,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
+
+def render_template(template: str, **values: object) -> str:
+    """Return the text of a template with `values` inserted; they are escaped in HTML and SVG."""
+    return TEMPLATE_ENVIRONMENT.get_template(template).render(values)

@@ -1,0 +1,181 @@
+"""Transposes and matmuls of float32 matrices with a fixed summation order, built from LLVM
+intrinsics."""
+
+from itertools import chain
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from infer.kernels.launch import float_pointer, llvm_intrinsic
+from infer.utils.jit import njit
+
+# float32 values per vector register. A tile's sums fill 16 registers of AVX2 or of AVX-512.
+VECTOR_WIDTH = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
+VECTOR_BYTES = 4 * VECTOR_WIDTH
+TILE_COLUMNS = 2 * VECTOR_WIDTH
+VECTOR_TYPE = ir.VectorType(ir.FloatType(), VECTOR_WIDTH)
+
+
+def int64_constant(number: int) -> ir.Constant:
+    """Return an int64 constant of LLVM."""
+    return ir.Constant(ir.IntType(64), number)
+
+
+def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) -> ir.Value:
+    """Emit a load from an address, which need not be aligned; return the loaded value."""
+    return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=1)
+
+
+@llvm_intrinsic
+def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
+    """Add a product of a vector and a matrix to TILE_COLUMNS sums, for several vectors at once.
+
+    factors and sums are tuples of addresses. Vector i, `count` values at factors[i], is multiplied
+    by the matrix, `count` rows at distances of `row_bytes`, and added to the TILE_COLUMNS values at
+    sums[i]. The rows are added in order, by fused multiply-adds.
+    """
+
+    def generate(context, builder, signature, values):
+        count, matrix, row_bytes = values[1:4]
+        factor_addresses = cgutils.unpack_tuple(builder, values[0])
+        sum_addresses = cgutils.unpack_tuple(builder, values[4])
+        offsets = [int64_constant(offset) for offset in range(0, 4 * TILE_COLUMNS, VECTOR_BYTES)]
+        vector_addresses = []  # of the sums
+        accumulators = []
+        for sum_address in sum_addresses:
+            addresses = [builder.add(sum_address, offset) for offset in offsets]
+            vector_addresses.append(addresses)
+            loaded_sums = [load_value(builder, address, VECTOR_TYPE) for address in addresses]
+            accumulators.append(
+                [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
+            )
+        fma_type = ir.FunctionType(VECTOR_TYPE, [VECTOR_TYPE] * 3)
+        fma = cgutils.get_or_insert_function(
+            builder.module, fma_type, f"llvm.fma.v{VECTOR_WIDTH}f32"
+        )
+        broadcast_mask = ir.Constant(ir.VectorType(ir.IntType(32), VECTOR_WIDTH), None)
+        undefined_vector = ir.Constant(VECTOR_TYPE, ir.Undefined)
+
+        with cgutils.for_range(builder, count) as loop:
+            row = builder.add(matrix, builder.mul(loop.index, row_bytes))
+            row_vectors = [
+                load_value(builder, builder.add(row, offset), VECTOR_TYPE) for offset in offsets
+            ]
+            factor_offset = builder.mul(loop.index, int64_constant(4))
+            for address, row_accumulators in zip(factor_addresses, accumulators, strict=True):
+                factor_address = builder.add(address, factor_offset)
+                factor = load_value(builder, factor_address, ir.FloatType())
+                vector = builder.insert_element(undefined_vector, factor, int64_constant(0))
+                vector = builder.shuffle_vector(vector, vector, broadcast_mask)
+                for accumulator, row_vector in zip(row_accumulators, row_vectors, strict=True):
+                    total = builder.call(fma, [vector, row_vector, builder.load(accumulator)])
+                    builder.store(total, accumulator)
+
+        for address, accumulator in zip(
+            chain(*vector_addresses), chain(*accumulators), strict=True
+        ):
+            pointer = builder.inttoptr(address, VECTOR_TYPE.as_pointer())
+            builder.store(builder.load(accumulator), pointer, align=4)
+        return context.get_dummy_value()
+
+    addresses = types.UniTuple(types.intp, len(factors))
+    return types.none(addresses, types.intp, types.intp, types.intp, addresses), generate
+
+
+@llvm_intrinsic
+def transpose_tile(typing, source, source_row_bytes, destination, destination_row_bytes):
+    """Transpose a matrix of VECTOR_WIDTH rows and columns of 4-byte values to another address.
+
+    The off-diagonal blocks of half the size are swapped, then those of a quarter, and so on.
+    """
+
+    def generate(context, builder, signature, values):
+        source, source_row_bytes, destination, destination_row_bytes = values
+        indices = [int64_constant(n) for n in range(VECTOR_WIDTH)]
+        addresses = [builder.add(source, builder.mul(source_row_bytes, n)) for n in indices]
+        rows = [load_value(builder, address, VECTOR_TYPE) for address in addresses]
+        shuffle_type = ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
+        block = VECTOR_WIDTH // 2
+        while block:
+            low = [n + VECTOR_WIDTH - block if n & block else n for n in range(VECTOR_WIDTH)]
+            high = [n + VECTOR_WIDTH if n & block else n + block for n in range(VECTOR_WIDTH)]
+            for i in range(VECTOR_WIDTH):
+                if i & block:
+                    continue
+                pair = rows[i], rows[i + block]
+                rows[i] = builder.shuffle_vector(*pair, ir.Constant(shuffle_type, low))
+                rows[i + block] = builder.shuffle_vector(*pair, ir.Constant(shuffle_type, high))
+            block //= 2
+        for row, n in zip(rows, indices, strict=True):
+            address = builder.add(destination, builder.mul(destination_row_bytes, n))
+            builder.store(row, builder.inttoptr(address, VECTOR_TYPE.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp, types.intp, types.intp), generate
+
+
+@njit
+def transpose(
+    source: int,
+    source_row_bytes: int,
+    rows: int,
+    columns: int,
+    destination: int,
+    destination_row_bytes: int,
+) -> None:
+    """Transpose a matrix (rows, columns) of 4-byte values to another address."""
+    for row in range(0, rows, VECTOR_WIDTH):
+        is_full = row + VECTOR_WIDTH <= rows
+        tiled_columns = columns // VECTOR_WIDTH * VECTOR_WIDTH if is_full else 0
+        for column in range(0, tiled_columns, VECTOR_WIDTH):
+            transpose_tile(
+                source + row * source_row_bytes + 4 * column,
+                source_row_bytes,
+                destination + column * destination_row_bytes + 4 * row,
+                destination_row_bytes,
+            )
+        for r in range(row, min(row + VECTOR_WIDTH, rows)):
+            for column in range(tiled_columns, columns):
+                source_row = float_pointer(source + r * source_row_bytes)
+                destination_row = float_pointer(destination + column * destination_row_bytes)
+                destination_row[r] = source_row[column]
+
+
+@njit
+def add_matmul(
+    left: int,
+    left_row_bytes: int,
+    rows: int,
+    count: int,
+    right: int,
+    right_row_bytes: int,
+    columns: int,
+    out: int,
+    out_row_bytes: int,
+) -> None:
+    """Add the product of matrices left (rows, count) and right (count, columns) to out.
+
+    Matrices are given by address and distance between rows. Sums run from the first value to the
+    last. Columns are processed in tiles of TILE_COLUMNS, which may write padding columns; rows in
+    fours, where the last row is computed several times if fewer are left.
+    """
+    for r in range(0, rows, 4):
+        r1 = min(r + 1, rows - 1)
+        r2 = min(r + 2, rows - 1)
+        r3 = min(r + 3, rows - 1)
+        left_rows = (
+            left + r * left_row_bytes,
+            left + r1 * left_row_bytes,
+            left + r2 * left_row_bytes,
+            left + r3 * left_row_bytes,
+        )
+        for column_offset in range(0, 4 * columns, 4 * TILE_COLUMNS):
+            sums = (
+                out + column_offset + r * out_row_bytes,
+                out + column_offset + r1 * out_row_bytes,
+                out + column_offset + r2 * out_row_bytes,
+                out + column_offset + r3 * out_row_bytes,
+            )
+            accumulate_rows(left_rows, count, right + column_offset, right_row_bytes, sums)

@@ -1,0 +1,235 @@
+"""Quantising activations to int8 codes, and dequantising the int32 accumulators of their matmuls.
+
+N positions, D inputs, O outputs of a linear layer, C = 1 or 2 codes per activation. With two codes,
+the second is the code of the first one's rounding error. The rows of all second codes follow the
+rows of all first codes.
+"""
+
+import numpy as np
+import torch
+from numba import carray, types
+
+from infer.int8_cpu.weights import Int8Weights
+from infer.kernels.cpu import (
+    ROUNDING_SHIFT,
+    bits_to_float,
+    float_to_bits,
+    order_preserving_bits,
+)
+from infer.kernels.launch import (
+    ADDRESS_FIELD,
+    INTEGER_FIELD,
+    KernelArguments,
+    allocate_tensor,
+    claim_work_item,
+    float_pointer,
+    int64_pointer,
+    launch_kernel,
+    make_argument_reader,
+    make_pointer_cast,
+)
+from infer.utils.jit import njit
+
+RESIDUAL_SCALE = 254  # the second code of an activation is that much finer than the first
+ARGMAX_TILE_OUTPUTS = 1024  # float32 outputs per tile; fits in the L1 cache
+int8_pointer = make_pointer_cast(types.int8)
+int32_pointer = make_pointer_cast(types.int32)
+
+
+class QuantiseArguments(KernelArguments):
+    """Arguments of `quantise_kernel`."""
+
+    _fields_ = [
+        ("states", ADDRESS_FIELD),  # (N, D)
+        ("smoothing", ADDRESS_FIELD),  # (D,) factors of the states
+        ("codes", ADDRESS_FIELD),  # (C N, D) int8, output
+        # (N,), output: a state is scale * (first code + second code / RESIDUAL_SCALE)
+        ("scales", ADDRESS_FIELD),
+        ("num_rows", INTEGER_FIELD),  # N
+        ("row_size", INTEGER_FIELD),  # D
+        ("codes_per_activation", INTEGER_FIELD),  # C
+    ]
+
+
+read_quantise_arguments = make_argument_reader(QuantiseArguments)
+
+
+@njit
+def quantise_kernel(address: int) -> None:
+    """Quantise each row to codes from -127 to 127 and a scale. A work item is a row."""
+    args = read_quantise_arguments(address)
+    row_size = args.row_size
+    row = np.empty(row_size, np.float32)
+    smoothing = carray(float_pointer(args.smoothing), row_size)
+    scales = float_pointer(args.scales)
+    n = claim_work_item(address)
+    while n < args.num_rows:
+        states = carray(float_pointer(args.states + 4 * n * row_size), row_size)
+        max_magnitude = np.int32(0)
+        for d in range(row_size):
+            row[d] = states[d] * smoothing[d]
+            # Without the sign bit, the bits of floats are integers in the same order.
+            magnitude = np.int32(float_to_bits(row[d]) & np.int32(0x7FFFFFFF))
+            max_magnitude = magnitude if magnitude > max_magnitude else max_magnitude
+        max_value = max(bits_to_float(max_magnitude), np.float32(1e-30))
+        factor = np.float32(127) / max_value
+        codes = carray(int8_pointer(args.codes + n * row_size), row_size)
+        for d in range(row_size):
+            row[d] *= factor
+            codes[d] = np.int8(float_to_bits(row[d] + ROUNDING_SHIFT))
+        if args.codes_per_activation == 2:
+            second_codes = carray(
+                int8_pointer(args.codes + (args.num_rows + n) * row_size), row_size
+            )
+            for d in range(row_size):
+                rounded = (row[d] + ROUNDING_SHIFT) - ROUNDING_SHIFT
+                residual = (row[d] - rounded) * np.float32(RESIDUAL_SCALE)
+                second_codes[d] = np.int8(float_to_bits(residual + ROUNDING_SHIFT))
+        scales[n] = max_value / np.float32(127)
+        n = claim_work_item(address)
+
+
+class DequantiseArguments(KernelArguments):
+    """Arguments of `dequantise_kernel` and `argmax_kernel`."""
+
+    _fields_ = [
+        ("accumulators", ADDRESS_FIELD),  # (C N, O) int32
+        ("activation_scales", ADDRESS_FIELD),  # (N,)
+        ("weight_scales", ADDRESS_FIELD),  # (O,)
+        ("bias", ADDRESS_FIELD),  # (O,); 0: no bias
+        ("out", ADDRESS_FIELD),  # (N, O) float32, or for argmax (N,) int64
+        ("num_rows", INTEGER_FIELD),  # N
+        ("row_size", INTEGER_FIELD),  # O
+        ("codes_per_activation", INTEGER_FIELD),  # C
+    ]
+
+
+read_dequantise_arguments = make_argument_reader(DequantiseArguments)
+
+
+@njit
+def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarray) -> None:
+    """Write the outputs of row n from output `start` on to out (T,)."""
+    size = len(out)
+    offset = n * args.row_size + start
+    accumulators = carray(int32_pointer(args.accumulators + 4 * offset), size)
+    weight_scales = carray(float_pointer(args.weight_scales + 4 * start), size)
+    activation_scale = float_pointer(args.activation_scales)[n]
+    if args.codes_per_activation == 2:
+        second_offset = args.num_rows * args.row_size + offset
+        second_accumulators = carray(int32_pointer(args.accumulators + 4 * second_offset), size)
+        for o in range(size):
+            residual = np.float32(second_accumulators[o]) / np.float32(RESIDUAL_SCALE)
+            total = np.float32(accumulators[o]) + residual
+            out[o] = total * (activation_scale * weight_scales[o])
+    else:
+        for o in range(size):
+            out[o] = np.float32(accumulators[o]) * (activation_scale * weight_scales[o])
+    if args.bias != 0:
+        bias = carray(float_pointer(args.bias + 4 * start), size)
+        for o in range(size):
+            out[o] += bias[o]
+
+
+@njit
+def dequantise_kernel(address: int) -> None:
+    """Write the outputs as float32. A work item is a row."""
+    args = read_dequantise_arguments(address)
+    n = claim_work_item(address)
+    while n < args.num_rows:
+        dequantise_row(
+            args, n, 0, carray(float_pointer(args.out + 4 * n * args.row_size), args.row_size)
+        )
+        n = claim_work_item(address)
+
+
+@njit
+def argmax_kernel(address: int) -> None:
+    """Write the index of the largest output of each row, the first one of equal outputs, computed
+    ARGMAX_TILE_OUTPUTS outputs at a time. A work item is a row."""
+    args = read_dequantise_arguments(address)
+    tile = np.empty(ARGMAX_TILE_OUTPUTS, np.float32)
+    n = claim_work_item(address)
+    while n < args.num_rows:
+        best_index = np.int64(0)
+        highest = np.int32(-(2**31))
+        for start in range(0, args.row_size, ARGMAX_TILE_OUTPUTS):
+            outputs = tile[: min(ARGMAX_TILE_OUTPUTS, args.row_size - start)]
+            dequantise_row(args, n, start, outputs)
+            previous_highest = highest
+            for o in range(len(outputs)):
+                value = order_preserving_bits(float_to_bits(outputs[o]))
+                highest = value if value > highest else highest
+            if highest > previous_highest:
+                o = 0
+                while order_preserving_bits(float_to_bits(outputs[o])) != highest:
+                    o += 1
+                best_index = start + o
+        int64_pointer(args.out)[n] = best_index
+        n = claim_work_item(address)
+
+
+def quantise_activations(
+    states: torch.Tensor, smoothing: torch.Tensor, codes_per_activation: int, padded_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes (padded_rows, D) int8 and scales (N,) of states (N, D) times smoothing (D,).
+
+    padded_rows is at least codes_per_activation * N; the rows after these are not initialised.
+    """
+    states = states.contiguous()
+    num_rows, row_size = states.shape
+    codes = allocate_tensor((padded_rows, row_size), torch.int8, scratch="codes")
+    scales = allocate_tensor((num_rows,), scratch="activation scales")
+    arguments = QuantiseArguments(
+        states=states,
+        smoothing=smoothing,
+        codes=codes,
+        scales=scales,
+        num_rows=num_rows,
+        row_size=row_size,
+        codes_per_activation=codes_per_activation,
+    )
+    launch_kernel(quantise_kernel, arguments, num_rows, num_rows * row_size)
+    return codes, scales
+
+
+def make_dequantise_arguments(
+    accumulators: torch.Tensor,
+    activation_scales: torch.Tensor,
+    weights: Int8Weights,
+    out: torch.Tensor,
+) -> DequantiseArguments:
+    """Return the arguments of `dequantise_kernel` and `argmax_kernel`."""
+    return DequantiseArguments(
+        accumulators=accumulators,
+        activation_scales=activation_scales,
+        weight_scales=weights.scales,
+        bias=weights.bias,
+        out=out,
+        num_rows=len(activation_scales),
+        row_size=accumulators.shape[1],
+        codes_per_activation=weights.codes_per_activation,
+    )
+
+
+def dequantise_outputs(
+    accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
+) -> torch.Tensor:
+    """Return the outputs (N, O) float32 for int32 accumulators (C N, O) and activation scales
+    (N,)."""
+    num_rows = len(activation_scales)
+    out = allocate_tensor((num_rows, accumulators.shape[1]))
+    arguments = make_dequantise_arguments(accumulators, activation_scales, weights, out)
+    launch_kernel(dequantise_kernel, arguments, num_rows, accumulators.numel())
+    return out
+
+
+def argmax_outputs(
+    accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
+) -> torch.Tensor:
+    """Return the index of the largest output, (N,) int64, without writing the outputs to memory."""
+    num_rows = len(activation_scales)
+    out = allocate_tensor((num_rows,), torch.int64)
+    arguments = make_dequantise_arguments(accumulators, activation_scales, weights, out)
+    launch_kernel(argmax_kernel, arguments, num_rows, accumulators.numel())
+    return out

@@ -1,0 +1,260 @@
+"""Responses of OpenAI's HTTP API."""
+
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi.responses import JSONResponse
+
+from infer.api import REPLACEMENT_CHARACTER
+from infer.engine.sequence import TokenLogprob
+from infer.serving.protocol import CompletionRequest
+from infer.targets.target import Target
+
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class SequenceDelta:
+    """What one round added to a sequence, and how the sequence finished, if it did.
+
+    finish_reason: "stop", "length", "cancelled" or "error"; None: the sequence goes on
+    drafted: draft nodes that the round verified
+    rejected_ids: the likeliest draft path that the target did not take, if requested
+    error: HTTP status and message of a sequence that failed
+    """
+
+    text: str
+    ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    drafted: int = 0
+    rejected_ids: list[int] | None = None
+    error: tuple[int, str] | None = None
+
+
+def make_failure_delta(status: int, message: str) -> SequenceDelta:
+    """Return the last delta of a sequence that failed, with the HTTP status and message."""
+    return SequenceDelta("", [], [], "error", error=(status, message))
+
+
+class DeltaParser(Protocol):
+    """Separates reasoning, content and tool calls of one answer.
+
+    Implemented by the optional module `infer.serving.calls`.
+    """
+
+    call_count: int  # tool calls so far
+
+    def parse(self, text: str, is_final: bool) -> dict:
+        """Return the message delta, in OpenAI's form, that new text adds.
+
+        `is_final`: the answer ends after this text.
+        """
+        ...
+
+
+def format_server_sent_event(payload: dict) -> str:
+    """Return a payload as a server-sent event with JSON data."""
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+
+
+def make_error_response(status: int, message: str) -> JSONResponse:
+    """Return an error in the form that OpenAI's clients expect."""
+    # The message may quote half of a surrogate pair from the request.
+    message = message.encode(errors="replace").decode()
+    error_type = ERROR_TYPES.get(status, "invalid_request_error")
+    if status >= 500:
+        error_type = "server_error"
+    error = {"message": message, "type": error_type, "param": None, "code": None}
+    return JSONResponse({"error": error}, status)
+
+
+class ResponseBuilder:
+    """Builds the response to one request.
+
+    prompts: token ids of every prompt
+    parsers: one for each of the request's answers; empty if answers are only text
+    """
+
+    id_prefix: str
+    object_type: str
+    chunk_object_type: str
+
+    def __init__(
+        self,
+        target: Target,
+        model_name: str,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        parsers: list[DeltaParser],
+    ) -> None:
+        self.tokenizer: Any = target.tokenizer
+        self.model_name = model_name
+        self.has_logprobs = request.logprob_alternatives is not None
+        self.prompt_tokens = sum(map(len, prompts))
+        self.includes_token_ids = request.return_token_ids
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.parsers = parsers
+
+    def build_response(self, answers: list[SequenceDelta], cached_tokens: int) -> dict:
+        """Return the complete response. Each answer is one delta with everything.
+
+        cached_tokens: prompt tokens that were found in the prefix cache
+        """
+        choices = []
+        for index, answer in enumerate(answers):
+            choices.append(self.build_choice(index, answer, is_chunk=False))
+        completion_tokens = sum(len(answer.ids) for answer in answers)
+        usage = self.build_usage(completion_tokens, cached_tokens)
+        return self.build_envelope(self.object_type, choices) | {"usage": usage}
+
+    def build_first_chunk(self, index: int) -> dict | None:
+        """Return the chunk that is sent before the first delta of an answer, if there is one."""
+        return None
+
+    def build_chunk(self, index: int, delta: SequenceDelta) -> dict:
+        """Return the streamed chunk of one delta.
+
+        The key "round" is an extension, for requests with `trace`.
+        """
+        choice = self.build_choice(index, delta, is_chunk=True)
+        chunk = self.build_envelope(self.chunk_object_type, [choice])
+        if delta.rejected_ids is not None and delta.ids:
+            chunk["round"] = {
+                "drafted": delta.drafted,
+                "committed": len(delta.ids),
+                "bonus": self.tokenizer.decode(delta.ids[-1:]),
+                "rejected": self.tokenizer.decode(delta.rejected_ids),
+            }
+        return chunk
+
+    def build_usage_chunk(self, completion_tokens: int, cached_tokens: int) -> dict:
+        """Return the last chunk of a stream, which has the token counts and no choices."""
+        usage = self.build_usage(completion_tokens, cached_tokens)
+        return self.build_envelope(self.chunk_object_type, []) | {"usage": usage}
+
+    def build_usage(self, completion_tokens: int, cached_tokens: int) -> dict:
+        """Return the token counts. A prompt with several answers is counted once."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def build_envelope(self, object_type: str, choices: list[dict]) -> dict:
+        """Return the fields that every response and every chunk has."""
+        return {
+            "id": self.id,
+            "object": object_type,
+            "created": self.created,
+            "model": self.model_name,
+            "choices": choices,
+        }
+
+    def build_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+        """Return the choice of an answer, with token ids if they were requested."""
+        choice = self.build_text_choice(index, delta, is_chunk)
+        if self.includes_token_ids:
+            choice["token_ids"] = delta.ids
+        return choice
+
+    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+        """Return the choice of an answer in the form of the API."""
+        raise NotImplementedError
+
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token."""
+        return self.tokenizer.decode([token_id])
+
+
+class CompletionBuilder(ResponseBuilder):
+    """Builds responses of /v1/completions."""
+
+    id_prefix = "cmpl"
+    object_type = "text_completion"
+    chunk_object_type = "text_completion"
+
+    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+        return {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self.build_logprobs(delta) if self.has_logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def build_logprobs(self, delta: SequenceDelta) -> dict:
+        """Return the log-probabilities of the tokens and of their alternatives."""
+        top_logprobs = []
+        for entry in delta.logprobs:
+            top_logprobs.append({self.decode_token(token): value for token, value in entry.top})
+        return {
+            "tokens": [self.decode_token(token) for token in delta.ids],
+            "token_logprobs": [entry.logprob for entry in delta.logprobs],
+            "top_logprobs": top_logprobs,
+            "text_offset": None,
+        }
+
+
+class ChatBuilder(ResponseBuilder):
+    """Builds responses of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    object_type = "chat.completion"
+    chunk_object_type = "chat.completion.chunk"
+
+    def build_first_chunk(self, index: int) -> dict:
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self.build_envelope(self.chunk_object_type, [choice])
+
+    def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
+        message: dict[str, Any] = {"content": delta.text}
+        finish_reason = delta.finish_reason
+        if self.parsers:
+            parser = self.parsers[index]
+            message = parser.parse(delta.text, is_final=delta.finish_reason is not None)
+            if parser.call_count and finish_reason == "stop":
+                finish_reason = "tool_calls"
+        choice = {"index": index}
+        if is_chunk:
+            choice["delta"] = message
+        else:
+            choice["message"] = self.complete_message(message)
+        logprobs = self.build_logprobs(delta) if self.has_logprobs else None
+        return choice | {"logprobs": logprobs, "finish_reason": finish_reason}
+
+    def complete_message(self, delta: dict) -> dict:
+        """Return the message that consists of one delta with everything."""
+        delta = dict(delta)
+        calls = []
+        for call in delta.pop("tool_calls", ()):
+            calls.append({key: value for key, value in call.items() if key != "index"})
+        message = {"role": "assistant", "content": None if calls else ""} | delta
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def build_logprobs(self, delta: SequenceDelta) -> dict:
+        """Return the log-probabilities of the tokens and of their alternatives."""
+        tokens = []
+        for token_id, entry in zip(delta.ids, delta.logprobs, strict=True):
+            token = self.build_logprob(token_id, entry.logprob)
+            token["top_logprobs"] = [self.build_logprob(*alternative) for alternative in entry.top]
+            tokens.append(token)
+        return {"content": tokens}
+
+    def build_logprob(self, token_id: int, logprob: float) -> dict:
+        """Return the log-probability of one token, with its text and its UTF-8 bytes."""
+        text = self.decode_token(token_id)
+        is_incomplete = REPLACEMENT_CHARACTER in text
+        text_bytes = None if is_incomplete else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": text_bytes}

@@ -1,0 +1,55 @@
+"""A tokenizer's chat template: a check for syntax errors, and default values of its options."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from infer.targets.checks import DOWNLOAD_AGAIN_HINT
+
+
+def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for a chat template with a syntax error. Other exceptions are ignored, since
+    a template may refuse some messages."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        reason = f"line {error.lineno}, {error.message}"
+        raise ValueError(
+            f"target.path={path}: the chat template is damaged ({reason}): {DOWNLOAD_AGAIN_HINT}"
+        ) from error
+    except Exception:  # a template may raise anything
+        return
+
+
+def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
+    """Set default values of chat template options, such as {"enable_thinking": False}.
+
+    They are written into the tokenizer's template in place, so that every later use has them.
+    Raises ValueError for a name that the template does not contain.
+    """
+    if not options:
+        return
+    template: Any = tokenizer.chat_template
+    words = set(re.findall(r"\w+", str(template or "")))
+    for name in options:
+        if name not in words:
+            raise ValueError(
+                f"target.chat_template_kwargs.{name}: this model's chat template has no such option"
+            )
+    statements = []
+    for name, value in options.items():
+        literal = "none" if value is None else json.dumps(value)
+        statements.append(
+            f"{{%- if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif -%}}"
+        )
+    defaults = "".join(statements)
+    if type(template) is dict:  # several named templates
+        tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
+    else:
+        tokenizer.chat_template = defaults + template

@@ -1,0 +1,121 @@
+"""The tokens that end an output: all that a model's configs, tokenizer and chat template name.
+
+Fine-tuned models often name the token that ends a turn in only one of these places. Without that
+token, generation would continue with the user's next turn. A token that the model never generates
+does no harm.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
+ANSWER_PLACEHOLDER = "ANSWERGOESHERE"
+
+
+def find_eos_token_ids(
+    configs: "Iterable[GenerationConfig | PretrainedConfig | None]",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    vocab_size: int,
+) -> frozenset[int]:
+    """Return the ids of the tokens that end an output.
+
+    configs: the model's generation config, its config and its text config, None for those it has
+        not.
+    tokenizer: gives its end-of-text token, and by its chat template the end of a turn.
+    vocab_size: ids outside it are left out, as the model cannot generate them.
+    """
+    ids: set[Any] = set()
+    for config in configs:
+        ids.update(find_config_eos_ids(config, tokenizer))
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+        ids.add(find_turn_end_id(tokenizer, str(tokenizer.chat_template)))
+    return frozenset(id for id in ids if type(id) is int and 0 <= id < vocab_size)
+
+
+def find_config_eos_ids(
+    config: "GenerationConfig | PretrainedConfig | None",
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> list[Any]:
+    """Return the values of a config's eos_token_id, as a list.
+
+    A config class may have a default, such as 2 for Llama, which the text config of an image model
+    falls back to. It does not count if the tokenizer has ordinary text under that id.
+    """
+    value = getattr(config, "eos_token_id", None)
+    if value is None:
+        return []
+    ids = list(value) if isinstance(value, list | tuple) else [value]
+    is_class_default = value == getattr(type(config), "eos_token_id", None)
+    if is_class_default and tokenizer is not None:
+        added_ids = get_added_tokens(tokenizer).values()
+        ids = [id for id in ids if id in added_ids]
+    return ids
+
+
+def get_added_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """Return a tokenizer's added tokens, which ordinary text never contains, special tokens
+    included: text to id. Tokens of whitespace alone are left out."""
+    added_tokens = cast(Any, tokenizer).added_tokens_decoder  # the base class does not declare it
+    ids = {token.content: id for id, token in added_tokens.items()}
+    return {text: id for text, id in ids.items() if text.strip()}
+
+
+@lru_cache(maxsize=16)
+def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int | None:
+    """Return the token that ends an assistant's turn in a tokenizer's chat template; None if the
+    template does not show one.
+
+    An answer is rendered as the last message and before another question. Added tokens that follow
+    it in both cases, before any other text, belong to the turn, and the last of them ends it. A
+    token that follows in only one case begins the next turn (GLM), or ends a message after which
+    the same turn may continue (`<|end|>` of gpt-oss).
+
+    template: the text of the chat template, as a part of the cache's key.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    question = {"role": "user", "content": QUESTION_PLACEHOLDER}
+    chat = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+
+    def render_after_answer(messages: list[dict[str, str]], **options: Any) -> str:
+        return str(render(messages, **options)).partition(ANSWER_PLACEHOLDER)[2]
+
+    try:
+        prompt = str(render([question]))
+        after_inner_answer = render_after_answer([*chat, question])
+        after_last_answer = render_after_answer(chat)
+        if not after_last_answer.strip():
+            # some templates close the last turn only before a new one
+            after_last_answer = render_after_answer(chat, add_generation_prompt=True)
+    except Exception:  # noqa: BLE001  a template is a program, and may raise anything
+        return None
+
+    ids = get_added_tokens(tokenizer)
+    prompt_tokens = find_leading_tokens(prompt, ids)
+    last_tokens = find_leading_tokens(after_last_answer, ids)
+    inner_tokens = find_leading_tokens(after_inner_answer, ids)
+    turn_end_id = None
+    for last, inner in zip(last_tokens, inner_tokens, strict=False):
+        if last != inner or last in prompt_tokens:
+            break
+        turn_end_id = ids[last]
+    return turn_end_id
+
+
+def find_leading_tokens(text: str, tokens: Collection[str]) -> list[str]:
+    """Return which of `tokens` the text begins with, in order, up to the first other text.
+    Whitespace between them is skipped."""
+    if not tokens:
+        return []
+    choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    leading = re.match(rf"(\s*({choices}))+", text)
+    if leading is None:
+        return []
+    return re.findall(choices, leading[0])

@@ -1,0 +1,128 @@
+"""The predecessor of each new position of a pass, in draft trees, chains and packed rows, as
+recurrent layers need it (`infer.targets.recurrent`).
+
+B batch rows, Q new positions, n of them in a segment, M tree nodes, T packed length, W kernel size
+of a convolution.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+POSITIONS_PER_SEGMENT = 64  # positions of a chain that are solved together
+# Values of `Predecessors.previous` for positions that no other new position precedes.
+FOLLOWS_STATE = -1  # the committed state comes before it
+FOLLOWS_NOTHING = -2  # it is the first token of a document
+
+
+@dataclass(frozen=True)
+class RecurrenceSegment:
+    """New positions that are computed together. Every predecessor comes before its successors."""
+
+    positions: slice
+    # (B, 1, n, n) bool: [t, j] is true if j is t or precedes t on its path
+    ancestors: torch.Tensor
+    # (B, 1, n, 1) bool: whether a position continues the state before the segment; None: all do
+    continues_state: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Predecessors:
+    """The predecessor of each of Q new positions in every row."""
+
+    # (B, Q) int64: index of the previous new position, FOLLOWS_STATE or FOLLOWS_NOTHING
+    previous: torch.Tensor
+    ancestors: torch.Tensor | None = None  # (B, Q, Q) bool, for trees, parents before children
+    documents: torch.Tensor | None = None  # (B, Q) int64 document numbers, for packed rows
+    # (B,) int64, for chains: number of positions without the padding on the right
+    counts: torch.Tensor | None = None
+    _conv_input_indices: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by W
+
+    @classmethod
+    def of_trees(cls, parents: torch.Tensor, ancestors: torch.Tensor) -> "Predecessors":
+        """Return the predecessors in trees whose roots follow the committed states.
+
+        parents: (B, M) int64. ancestors: (B, M, M) bool.
+        """
+        is_root = torch.zeros_like(parents)
+        is_root[:, 0] = 1
+        return cls(torch.where(is_root.bool(), FOLLOWS_STATE, parents), ancestors)
+
+    @classmethod
+    def of_chains(cls, counts: list[int], width: int, device: torch.device) -> "Predecessors":
+        """Return the predecessors in chains that follow the committed states: counts[b] tokens in
+        row b, padded on the right to `width`."""
+        previous = torch.arange(-1, width - 1, device=device)
+        previous_rows = previous.expand(len(counts), -1)
+        return cls(previous_rows, counts=torch.tensor(counts, device=device))
+
+    @classmethod
+    def of_packed_rows(cls, documents: torch.Tensor) -> "Predecessors":
+        """Return the predecessors in packed rows, where nothing precedes the first token of a
+        document. documents: (B, T) int64 document numbers."""
+        previous = torch.arange(-1, documents.shape[1] - 1, device=documents.device)
+        previous = previous.expand_as(documents)
+        is_first = torch.ones_like(documents, dtype=torch.bool)
+        is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        return cls(torch.where(is_first, FOLLOWS_NOTHING, previous), documents=documents)
+
+    @cached_property
+    def segments(self) -> list[RecurrenceSegment]:
+        """Return the segments in order. A tree is one segment."""
+        if self.ancestors is not None:
+            return [RecurrenceSegment(slice(None), self.ancestors[:, None], None)]
+        rows, width = self.previous.shape
+        device = self.previous.device
+        segments = []
+        for start in range(0, width, POSITIONS_PER_SEGMENT):
+            size = min(POSITIONS_PER_SEGMENT, width - start)
+            ancestors = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+            ancestors = ancestors.expand(rows, 1, -1, -1)
+            continues_state = None
+            if self.documents is not None:
+                documents = self.documents[:, start : start + size]
+                same_document = documents[:, None, :, None] == documents[:, None, None, :]
+                ancestors = ancestors & same_document
+                if start:
+                    continues = self.documents[:, start - 1 : start] == documents
+                else:
+                    continues = torch.zeros_like(documents, dtype=torch.bool)
+                continues_state = continues[:, None, :, None]
+            segments.append(
+                RecurrenceSegment(slice(start, start + size), ancestors, continues_state)
+            )
+        return segments
+
+    @cached_property
+    def valid_mask(self) -> torch.Tensor | None:
+        """Return which positions are not padding, (B, Q) bool; None: all."""
+        if self.counts is None:
+            return None
+        positions = torch.arange(self.previous.shape[1], device=self.counts.device)
+        return positions < self.counts[:, None]
+
+    def conv_input_indices(self, kernel_size: int) -> list[torch.Tensor]:
+        """Return the inputs that a causal convolution of W = `kernel_size` reads.
+
+        One tensor (B, 1, Q) for each entry of the kernel, last entry first: for the position
+        itself, its predecessor, and so on. They index the line [zero | W - 1 inputs of the state |
+        Q new inputs].
+        """
+        if kernel_size in self._conv_input_indices:
+            return self._conv_input_indices[kernel_size]
+        rows, width = self.previous.shape
+        device = self.previous.device
+        previous_new = torch.where(
+            self.previous >= 0,
+            self.previous + kernel_size,
+            self.previous.eq(FOLLOWS_STATE) * (kernel_size - 1),
+        )
+        previous_old = torch.arange(-1, kernel_size - 1, device=device).clamp(min=0)
+        previous = torch.cat([previous_old.expand(rows, -1), previous_new], 1)  # (B, W + Q)
+        current = torch.arange(kernel_size, kernel_size + width, device=device)
+        indices = [current.expand(rows, -1)]
+        for _ in range(kernel_size - 1):
+            indices.append(previous.gather(1, indices[-1]))
+        self._conv_input_indices[kernel_size] = [index[:, None] for index in indices]
+        return self._conv_input_indices[kernel_size]

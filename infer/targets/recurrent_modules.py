@@ -1,0 +1,101 @@
+"""Replacement of the functions that Hugging Face's recurrent layers call by methods of
+`infer.targets.recurrent.RecurrentStates`."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from types import FunctionType
+from typing import cast
+
+import torch
+from torch import nn
+
+from infer.attention.kv_cache import CacheView
+from infer.targets.recurrent import PackedCacheView, RecurrentStates
+
+# function that transformers' layers call -> method of `RecurrentStates` that replaces it
+REPLACED_FUNCTIONS: dict[str, Callable] = {
+    "causal_conv1d_fn": RecurrentStates.convolve,
+    "torch_chunk_gated_delta_rule": RecurrentStates.gated_delta_rule,
+    "chunk_kimi_delta_attention": RecurrentStates.gated_delta_rule,
+    "mamba2_chunk_scan": RecurrentStates.mamba2_scan,
+}
+
+
+def find_recurrent_modules(decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules of a decoder that read a state from a cache."""
+    return [
+        module
+        for module in decoder.modules()
+        if "get_conv_state" in get_names_in_forward(type(module))
+    ]
+
+
+@cache
+def get_names_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
+    """Return the global and attribute names that a module's forward method uses."""
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
+    return frozenset(code.co_names if code else ())
+
+
+def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
+    """Return the class name of the first module with a state whose computation cannot be replaced
+    here; None if there is none."""
+    for module in find_recurrent_modules(decoder):
+        names = get_names_in_forward(type(module))
+        has_state = "update_recurrent_state" in names
+        replaces_recurrence = len(names & REPLACED_FUNCTIONS.keys()) >= 2
+        if "causal_conv1d_fn" not in names or (has_state and not replaces_recurrence):
+            return type(module).__name__
+    return None
+
+
+def patch_recurrent_modules(decoder: nn.Module) -> bool:
+    """Make the recurrent layers of a decoder compute through `RecurrentStates` when they are called
+    with one of our caches; with any other cache they are unchanged. Returns whether there are such
+    layers."""
+    modules = find_recurrent_modules(decoder)
+    for module in modules:
+        module.__class__ = make_patched_class(type(module))
+    return bool(modules)
+
+
+class PatchedModule:
+    """Marks the classes that `make_patched_class` returns."""
+
+
+@cache
+def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose forward method calls `RecurrentStates` in place of the functions in
+    REPLACED_FUNCTIONS, if one of its arguments is one of our caches."""
+    if issubclass(module_class, PatchedModule):
+        return module_class
+    original = cast(FunctionType, inspect.unwrap(module_class.forward))
+    names = REPLACED_FUNCTIONS.keys() & get_names_in_forward(module_class)
+
+    @wraps(module_class.forward)  # so that `get_names_in_forward` finds the original code
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        views = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, CacheView | PackedCacheView)
+        ]
+        if not views or views[0].recurrent_states is None:
+            return module_class.forward(self, *args, **kwargs)
+        states = views[0].recurrent_states
+        replacements = {
+            name: partial(REPLACED_FUNCTIONS[name], states, self.layer_idx) for name in names
+        }
+        # the same code, which finds the replacements among its global variables
+        function = FunctionType(
+            original.__code__,
+            original.__globals__ | replacements,
+            original.__name__,
+            original.__defaults__,
+            original.__closure__,
+        )
+        function.__kwdefaults__ = original.__kwdefaults__
+        return function(self, *args, **kwargs)
+
+    namespace = {"forward": forward, "__module__": module_class.__module__}
+    return type(module_class.__name__, (PatchedModule, module_class), namespace)

@@ -1,0 +1,180 @@
+"""The comparison of one chunk of rows: divergences between target and drafter, and their gradients.
+
+Shapes: V vocabulary. A teacher row is a context position of the target; several rows can share
+one. p is the target's distribution, q the drafter's.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChunk
+
+# On a CPU, so many logits are processed together, because they fit into its caches.
+CPU_SLICE_LOGITS = 1 << 18
+# Logit of a token outside a head's candidates: its probability is 0, its logarithm is finite.
+MASKED_LOGIT = -1e4
+
+
+class TeacherChunk(NamedTuple):
+    """The target's distributions of one chunk, one for each distinct teacher row."""
+
+    # (teacher rows, V) probabilities; logits for a divergence without `value_and_gradient`
+    scores: torch.Tensor
+    negative_entropy: torch.Tensor | None  # (teacher rows,) sum_v p log p
+    likeliest_tokens: torch.Tensor  # (teacher rows,)
+
+
+def prepare_teacher(
+    logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
+) -> TeacherChunk:
+    """Return the target's distributions from its logits (teacher rows, V), which are
+    overwritten."""
+    likeliest_tokens = logits.argmax(-1)
+    reads_probabilities = needs_overlap or not divergence.labels_only
+    if divergence.value_and_gradient is None or not reads_probabilities:
+        return TeacherChunk(logits, None, likeliest_tokens)
+    slices = logits.split(_count_slice_rows(logits))
+    negative_entropy = torch.cat([_softmax_in_place(rows) for rows in slices])
+    return TeacherChunk(logits, negative_entropy, likeliest_tokens)
+
+
+def _softmax_in_place(logits: torch.Tensor) -> torch.Tensor:
+    """Replace logits (rows, V) by probabilities; return sum_v p log p, (rows,)."""
+    logits -= logits.amax(-1, keepdim=True)
+    p = logits.softmax(-1)
+    # the largest logit is 0, so log p = logit + log(largest p)
+    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
+    logits.copy_(p)
+    return negative_entropy
+
+
+def _count_slice_rows(logits: torch.Tensor) -> int:
+    """Return how many rows of logits (rows, V) to process together. On a CPU they fit into its
+    caches, so that main memory is read and written once."""
+    if logits.device.type == "cpu":
+        return max(1, CPU_SLICE_LOGITS // logits.shape[1])
+    return max(1, len(logits))
+
+
+class ComparedRows(NamedTuple):
+    """Rows of the drafter compared with the target, (rows,) each."""
+
+    divergences: torch.Tensor
+    agrees: torch.Tensor  # bool: both have the same likeliest token
+    label_log_probs: torch.Tensor  # the drafter's log-probability of the label
+    overlap: torch.Tensor | None
+
+
+def compare_rows(
+    divergence: Divergence,
+    teacher: TeacherChunk,
+    teacher_indices: torch.Tensor,
+    student: torch.Tensor,
+    labels: torch.Tensor,
+    excluded: torch.Tensor | None,
+    needs_overlap: bool,
+) -> ComparedRows:
+    """Compare the drafter's logits with the target's distributions.
+
+    teacher_indices: (rows,) index into `teacher` for each row. student: (rows, V) the drafter's
+    logits; overwritten by the gradients of the divergences with respect to them. excluded: (rows,
+    V) tokens whose probability is 0 on both sides.
+    """
+    slice_rows = _count_slice_rows(student)
+    comparisons = []
+    for start in range(0, len(student), slice_rows):
+        rows = slice(start, start + slice_rows)
+        comparison = _compare_slice(
+            divergence,
+            teacher,
+            teacher_indices[rows],
+            student[rows],
+            labels[rows],
+            None if excluded is None else excluded[rows],
+            needs_overlap,
+        )
+        comparisons.append(comparison)
+    fields = zip(*comparisons, strict=True)
+    return ComparedRows._make(None if field[0] is None else torch.cat(field) for field in fields)
+
+
+def _compare_slice(
+    divergence: Divergence,
+    teacher: TeacherChunk,
+    teacher_indices: torch.Tensor,
+    student: torch.Tensor,
+    labels: torch.Tensor,
+    excluded: torch.Tensor | None,
+    needs_overlap: bool,
+) -> ComparedRows:
+    """Compare one slice of rows. Arguments are those of `compare_rows`."""
+    if excluded is not None:
+        student.masked_fill_(excluded, MASKED_LOGIT)
+    max_logits = student.amax(-1, keepdim=True)
+    target_tokens = teacher.likeliest_tokens[teacher_indices, None]
+    agrees = student.gather(1, target_tokens) == max_logits
+    if divergence.value_and_gradient is None:
+        teacher_logits = teacher.scores.index_select(0, teacher_indices)
+        return _compare_by_autograd(
+            divergence, teacher_logits, student, labels, excluded, needs_overlap, agrees[:, 0]
+        )
+
+    p = negative_entropy = None
+    if teacher.negative_entropy is not None:
+        p = teacher.scores.index_select(0, teacher_indices)
+        negative_entropy = teacher.negative_entropy[teacher_indices]
+        if excluded is not None:
+            p.masked_fill_(excluded, 0)
+            p /= p.sum(-1, keepdim=True).clamp_(min=SMALLEST_NORMAL_FLOAT32)
+            negative_entropy = torch.special.xlogy(p, p).sum(-1)
+
+    student -= max_logits
+    expected_logit = None
+    if divergence.needs_expected_log_q:
+        assert p is not None
+        expected_logit = torch.linalg.vecdot(p, student)
+    label_logits = student.gather(1, labels[:, None])[:, 0]
+    q = torch.softmax(student, -1, out=student)
+    # the largest logit is 0, so log q = logit + log(largest q)
+    log_max_q = q.amax(-1).log()
+    label_log_probs = label_logits + log_max_q
+    expected_log_q = None if expected_logit is None else expected_logit + log_max_q
+    overlap = None
+    if needs_overlap:
+        assert p is not None
+        overlap = p.minimum(q).sum(-1)
+
+    chunk = DivergenceChunk(p, q, negative_entropy, expected_log_q, label_log_probs, labels)
+    divergences, delta = divergence.value_and_gradient(chunk)
+    if delta.data_ptr() != student.data_ptr():
+        student.copy_(delta)
+    return ComparedRows(divergences, agrees[:, 0], label_log_probs, overlap)
+
+
+def _compare_by_autograd(
+    divergence: Divergence,
+    teacher_logits: torch.Tensor,
+    student: torch.Tensor,
+    labels: torch.Tensor,
+    excluded: torch.Tensor | None,
+    needs_overlap: bool,
+    agrees: torch.Tensor,
+) -> ComparedRows:
+    """Compare rows by the divergence's formula and differentiate it by autograd. teacher_logits:
+    (rows, V), overwritten."""
+    if excluded is not None:
+        teacher_logits.masked_fill_(excluded, MASKED_LOGIT)
+    log_p = teacher_logits.log_softmax(-1)
+    trained_logits = student.detach().clone()
+    with torch.enable_grad():
+        log_q = trained_logits.requires_grad_().log_softmax(-1)
+        divergences = divergence.formula(log_p, log_q, labels)
+        (delta,) = torch.autograd.grad(divergences.sum(), trained_logits)
+    student.copy_(delta)
+    log_q = log_q.detach()
+    overlap = None
+    if needs_overlap:
+        overlap = log_p.exp().minimum(log_q.exp()).sum(-1)
+    label_log_probs = log_q.gather(1, labels[:, None])[:, 0]
+    return ComparedRows(divergences.detach(), agrees, label_log_probs, overlap)

@@ -1,0 +1,251 @@
+"""The memory of a training step, estimated by formulas from the target's config.json and the
+configuration of the run.
+
+Shapes: B packed sequences of a micro-batch, T tokens each, N anchors, K block size, L = K - 1
+drafted positions, W queries of a block, Q = B * N * W block positions, D hidden size, A = heads *
+head size, A' = key-value heads * head size, I intermediate size, V tokens that the drafter can
+draft.
+"""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from infer.attention.masks import QUERIES_PER_CHUNK
+from infer.drafters.build import create_drafter
+from infer.drafters.heads.base import get_draft_vocab_size
+from infer.targets.support import get_head_size, get_mlp_size, get_num_key_heads
+from train.config import TrainConfig
+from train.engine import uses_torch_compile
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# gradients that ZeRO gathers before it reduces them, DeepSpeed's default
+ZERO_BUCKET_GRADIENTS = 500_000_000
+MAX_MEMORY_SHARE = 0.9  # fraction of a device's memory that a step may be planned to need
+FLOAT32_BYTES = 4
+
+
+class StepShape:
+    """The sizes that determine the memory of a training step.
+
+    hf_config: the target's config.json. batch_size: packed sequences of a micro-batch; None: of the
+    whole step.
+    """
+
+    def __init__(
+        self, config: TrainConfig, hf_config: "PretrainedConfig", batch_size: int | None = None
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        text_config = hf_config.get_text_config()
+        batch_size = batch_size or config.optim.batch_size
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+            drafter = create_drafter(config.drafter, None, text_config)
+
+        num_blocks = batch_size * config.anchors_per_sequence
+        self.length = config.data.length  # T
+        self.block_size = config.drafter.block_size  # K
+        window = min(config.drafter.sliding_window or self.length, self.length)
+        # context positions that a query sees, on average
+        self.mean_visible_context = window - window**2 / (2 * self.length)
+        self.context_tokens = batch_size * self.length  # B * T
+        self.queries = num_blocks * drafter.num_queries  # Q
+        self.drafted_positions = num_blocks * (self.block_size - 1)  # B * N * L
+        self.chunk_rows = min(config.objective.chunk_rows, self.drafted_positions)
+
+        self.drafter_layers = config.drafter.layers
+        self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+        self.draft_vocabulary = get_draft_vocab_size(drafter.config)  # V
+        self.feature_layers = len(drafter.layer_ids)  # of the target
+        # input size of the drafter's query, key and value projections
+        self.projection_inputs = next(
+            weight.shape[1]
+            for name, weight in drafter.named_parameters()
+            if name.endswith("q_proj.weight")
+        )
+
+        self.hidden_size = text_config.hidden_size  # D
+        self.vocabulary = text_config.vocab_size
+        self.intermediate_size = get_mlp_size(text_config)  # I
+        self.query_size = text_config.num_attention_heads * get_head_size(text_config)  # A
+        self.key_value_size = get_num_key_heads(text_config) * get_head_size(text_config)  # A'
+        self.target_layers = text_config.num_hidden_layers
+        self.target_parameters = sum(parameter.numel() for parameter in model.parameters())
+        # of these, parameters of embedding and head, which can be the same tensor
+        table_parameters = {}
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for parameter in table.parameters():
+                table_parameters[id(parameter)] = parameter.numel()
+        self.target_table_parameters = sum(table_parameters.values())
+
+
+def estimate_step_memory(
+    shape: StepShape,
+    config: TrainConfig,
+    world_size: int,
+    target_itemsize: int,
+    drafter_itemsize: int,
+    cuda: bool,
+) -> dict[str, float]:
+    """Return the peak bytes of a step on one device, by what needs them.
+
+    target_itemsize: bytes of a target weight. drafter_itemsize: bytes of a value in the drafter's
+    matrix products, 2 under autocast.
+    """
+    stage = config.deepspeed.stage
+    parameters = shape.drafter_parameters
+    # two moments, and a copy of the weights with stages 1 and 2
+    moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
+    optimiser = moments / (world_size if stage >= 1 else 1)
+    drafter = FLOAT32_BYTES * parameters / (world_size if stage == 3 else 1)
+    if drafter_itemsize == 2:
+        drafter += 2 * parameters  # autocast's copy
+
+    features = target_itemsize * shape.context_tokens * shape.hidden_size
+    features *= shape.feature_layers + 1
+    if target_itemsize != FLOAT32_BYTES:  # a float32 copy for the drafter
+        features += FLOAT32_BYTES * shape.context_tokens * shape.feature_layers * shape.hidden_size
+
+    activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
+    gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)
+    is_single_pass = config.optim.batch_size * shape.length <= shape.context_tokens * world_size
+    if is_single_pass:  # gradients are allocated while activations are freed
+        gradients = max(0, gradients - activations["saved"])
+    if stage:
+        gradients += FLOAT32_BYTES * min(parameters, ZERO_BUCKET_GRADIENTS)
+
+    # the target's pass ends before the drafter's activations exist
+    target_pass = target_itemsize * shape.context_tokens
+    target_pass *= 3 * shape.intermediate_size + 4 * shape.hidden_size + shape.query_size
+    # teacher rows per drafted row
+    distinct_share = min(1, shape.context_tokens / shape.drafted_positions)
+    chunk_tensors = 4 if cuda else 1 + distinct_share
+    chunk = FLOAT32_BYTES * chunk_tensors * shape.chunk_rows * shape.draft_vocabulary
+    return {
+        "target": _estimate_target(shape, config, world_size, target_itemsize),
+        "drafter": drafter,
+        "gradients": gradients,
+        "optimiser": 0 if config.deepspeed.offload else optimiser,
+        "features": features,
+        "activations": activations["saved"],
+        "at once": max(target_pass - activations["saved"], chunk, activations["backward"]),
+    }
+
+
+def _estimate_target(
+    shape: StepShape, config: TrainConfig, world_size: int, itemsize: int
+) -> float:
+    """Return the bytes of the target's weights on one device."""
+    layer_parameters = shape.target_parameters - shape.target_table_parameters
+    if config.features:
+        return itemsize * shape.target_table_parameters
+    if config.target.shard:
+        shard = layer_parameters / world_size
+        gathered_layers = 2 * layer_parameters / shape.target_layers
+        return itemsize * (shape.target_table_parameters + shard + gathered_layers)
+    return itemsize * shape.target_parameters
+
+
+def _estimate_activations(
+    shape: StepShape, config: TrainConfig, itemsize: int, cuda: bool
+) -> dict[str, float]:
+    """Return the bytes of the drafter's activations: "saved" for the backward pass, and needed
+    temporarily in the "backward" pass."""
+    hidden = shape.hidden_size
+    # a compiled pass saves norms and SiLU outputs once less, because it recomputes them
+    recomputed = int(uses_torch_compile(config, cuda))
+    per_query = (
+        (5 - recomputed) * hidden
+        + (4 - recomputed) * (shape.query_size + shape.intermediate_size)
+        + 4 * shape.key_value_size
+    )
+    # embeddings beside the features, before and after their norm
+    per_context_token = 4 * shape.key_value_size + 8 * (shape.projection_inputs - hidden)
+    layer = itemsize * (shape.queries * per_query + shape.context_tokens * per_context_token)
+
+    mask = 0
+    if not cuda:  # each group of queries sees so many keys
+        mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_CHUNK)
+    # before the first layer and after the last one
+    outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.queries) * hidden
+    saved_per_layer = layer
+    backward = 3 * itemsize * shape.queries * shape.intermediate_size
+    if config.gradient_checkpointing:
+        saved_per_layer = FLOAT32_BYTES * shape.queries * hidden
+        backward += layer
+    return {
+        "saved": outside_layers + mask + shape.drafter_layers * saved_per_layer,
+        "backward": backward - recomputed * outside_layers,
+    }
+
+
+def available_device_memory(device: torch.device, local_world_size: int) -> float:
+    """Return the bytes that one process may use: on a GPU free memory and what the process has
+    reserved, on a CPU an equal share of the machine's memory."""
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return free_bytes + torch.cuda.memory_reserved(device)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / local_world_size
+
+
+def choose_recompute(
+    config: TrainConfig,
+    shape: StepShape,
+    world_size: int,
+    target_itemsize: int,
+    drafter_itemsize: int,
+    cuda: bool,
+    device_bytes: float | None,
+) -> tuple[TrainConfig, str]:
+    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of a step.
+
+    If it is None, it becomes true only if a step would not fit otherwise. device_bytes:
+    memory of the device, None if it is not on this machine. Other arguments are those of
+    `estimate_step_memory`.
+    """
+    configs = {}
+    step_bytes = {}
+    for gradient_checkpointing in (False, True):
+        configs[gradient_checkpointing] = replace(
+            config, gradient_checkpointing=gradient_checkpointing
+        )
+        memory = estimate_step_memory(
+            shape,
+            configs[gradient_checkpointing],
+            world_size,
+            target_itemsize,
+            drafter_itemsize,
+            cuda,
+        )
+        step_bytes[gradient_checkpointing] = sum(memory.values())
+
+    gradient_checkpointing = config.gradient_checkpointing
+    if gradient_checkpointing is None:
+        gradient_checkpointing = False
+        if device_bytes is not None:
+            gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
+    line = f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at a step's peak"
+    if device_bytes is not None:
+        line += f", of {format_bytes(device_bytes)}"
+    line += f"; {format_bytes(step_bytes[not gradient_checkpointing])} with gradient_checkpointing={str(not gradient_checkpointing).lower()}"
+    if (
+        device_bytes is not None
+        and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
+    ):
+        line += (
+            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored "
+            "features need less"
+        )
+    return configs[gradient_checkpointing], line
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes in MB or GB."""
+    if size >= 1e9:
+        return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e6:,.1f} MB"
