@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.chat import NO_ANSWER_REASON
 from data.counts import ExampleCounts, ExcludedExample, get_error_reason
@@ -476,9 +476,7 @@ def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tenso
     return torch.randperm(dataset_size, generator=generator)
 
 
-def read_batch(
-    dataset: "Dataset", first_draw: int, count: int, seed: int
-) -> "dict[str, torch.Tensor]":
+def read_batch(dataset: Any, first_draw: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
     """Return draws `first_draw` to `first_draw + count - 1` of a run: columns of (count, T)."""
     indices = [
         get_shuffled_index(draw, len(dataset), seed)

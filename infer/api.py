@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
@@ -28,7 +29,7 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 
 
 class NonCausalTarget(Protocol):
-    """A model that is not a causal language model (`infer.targets.kinds`).
+    """A model that is not a causal language model (`infer.targets.masked_models`).
 
     An optional package has its engine and its options, given as "module:class".
     """
@@ -48,7 +49,7 @@ class NonCausalTarget(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def end_ids(self) -> frozenset[int]: ...
+    def eos_token_ids(self) -> frozenset[int]: ...
 
 
 AnyTarget = Target | NonCausalTarget
@@ -261,7 +262,7 @@ class IncrementalDetokenizer:
 
     def _decode_new_tokens(self) -> None:
         """Append the text of new tokens to `withheld_text`, if later tokens cannot change it."""
-        tokenizer = self.target.tokenizer
+        tokenizer = require_tokenizer(self.target)
         ids = self.sequence.ids
         end = count_stable_tokens(tokenizer, ids, self.decoded_tokens)
         text = detokenize(tokenizer, ids[self.context_start : end], self.keep_special_tokens)
@@ -378,6 +379,12 @@ def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -
             )
 
 
+def require_tokenizer(target: AnyTarget) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; it must have one."""
+    assert target.tokenizer is not None
+    return target.tokenizer
+
+
 def decode_output(
     target: AnyTarget, ids: list[int], options: TextOptions, keep_special_tokens: bool = False
 ) -> str:
@@ -387,7 +394,7 @@ def decode_output(
     """
     if ids and ids[-1] in target.eos_token_ids:
         ids = ids[:-1]
-    text = detokenize(target.tokenizer, ids, keep_special_tokens)
+    text = detokenize(require_tokenizer(target), ids, keep_special_tokens)
     positions = [text.find(stop_string) for stop_string in options.stop]
     positions = [position for position in positions if position >= 0]
     return text[: min(positions)] if positions else text

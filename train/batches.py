@@ -53,12 +53,13 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
     from pyarrow import ArrowException
 
     digest = target.tokenizer_digest
-    assert digest is not None
+    assert digest is not None and target.tokenizer is not None
+    tokenizer = target.tokenizer
     progress = Progress("tokenising", "texts", quiet=dist.get_rank() > 0)
 
     def prepare() -> CountedDataset:
         try:
-            prepared = prepare_packed_dataset(config.data, target.tokenizer, digest, progress)
+            prepared = prepare_packed_dataset(config.data, tokenizer, digest, progress)
         except (OSError, ArrowException) as error:
             raise ValueError(
                 f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): "

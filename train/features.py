@@ -350,7 +350,7 @@ def store_features(config: FeaturesConfig) -> None:
     target = load_configured_target(config.target)
     layers = choose_feature_layers(config.drafter, target.config)
     digest = target.tokenizer_digest
-    assert digest is not None
+    assert digest is not None and target.tokenizer is not None
     progress = Progress("tokenising", "texts")
     prepared = prepare_packed_dataset(config.data, target.tokenizer, digest, progress)
     refuse_empty_dataset(prepared.counts)

@@ -13,7 +13,7 @@ from train.config import OptimConfig
 
 # endings of the names of weights with one vector per token or layer, which Muon does not treat as
 # matrices
-TOKEN_TABLE_NAMES = (
+ADAMW_TOKEN_TABLE_NAMES = (
     "embed_tokens.weight",
     "lm_head.weight",
     "layer_fusion_weights",
@@ -130,7 +130,7 @@ def make_optimizer(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim == 2 and not name.endswith(TOKEN_TABLE_NAMES):
+        if parameter.ndim == 2 and not name.endswith(ADAMW_TOKEN_TABLE_NAMES):
             matrices.append(parameter)
         else:
             others.append(parameter)

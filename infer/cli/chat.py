@@ -25,7 +25,7 @@ from infer.utils.progress import HEARTBEAT
 ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
-MAX_ERROR_CHARACTERS = 400  # of a server's response in an error message
+MAX_RESPONSE_ERROR_CHARACTERS = 400  # of a server's response in an error message
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
 
@@ -106,7 +106,7 @@ def stream_chunks(
             response.read()
             raise ValueError(
                 f"the server refused the request ({response.status_code}): "
-                f"{response.text[:MAX_ERROR_CHARACTERS]}"
+                f"{response.text[:MAX_RESPONSE_ERROR_CHARACTERS]}"
             )
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from infer.doctor.comparison import EngineMeasurement
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, ReferenceAnswer
 
-CONNECT_TIMEOUT_SECONDS = 10
-READ_TIMEOUT_SECONDS = 600
+ENGINE_CONNECT_TIMEOUT_SECONDS = 10
+ENGINE_READ_TIMEOUT_SECONDS = 600
 MAX_EXTRA_POSITIONS = 64  # counters of an engine that drafts more tokens than a block has
 MAX_SHOWN_ERROR_CHARACTERS = 200
 SENDS_PER_PROMPT = 2  # the second one finds the prompt in the engine's prefix cache
@@ -57,7 +57,7 @@ def open_client(url: str) -> httpx.Client:
     return httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"),
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS),
+        timeout=httpx.Timeout(ENGINE_CONNECT_TIMEOUT_SECONDS, read=ENGINE_READ_TIMEOUT_SECONDS),
     )
 
 

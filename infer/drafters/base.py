@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer.attention.kv_cache import KVCache
@@ -455,7 +455,7 @@ def get_target_head(drafter: Drafter, target: Target) -> nn.Module:
     It is a copy of some rows for a drafter with a draft vocabulary, and has int8 weights for a
     quantised drafter. The copy is kept until the head or the draft vocabulary changes.
     """
-    head = cast(PreTrainedModel, target.model).get_output_embeddings()
+    head = target.model.get_output_embeddings()
     to_int8 = drafter.quantised and type(head) is nn.Linear
     if drafter.d2t is None and not to_int8:
         return head

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
@@ -257,7 +257,8 @@ def get_target_embeddings(target: Target) -> torch.Tensor:
 
     It differs from the embedding's weight where a target scales its embeddings.
     """
-    ids = torch.arange(len(target.embedding.weight), device=target.device)
+    weight = cast(torch.Tensor, target.embedding.weight)
+    ids = torch.arange(len(weight), device=target.device)
     return target.embed(ids)
 
 

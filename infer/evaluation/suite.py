@@ -40,17 +40,28 @@ MIN_SECONDS_PER_TOKEN = 1e-9
 class LoadedQuestionSet(Protocol):
     """A question set that is ready to be answered, see data/suites.py."""
 
-    name: str
-    title: str
-    chats: Sequence[Sequence[list[dict[str, str]]]]  # for each chat and turn, the new messages
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def chats(self) -> Sequence[Sequence[list[dict[str, str]]]]:
+        """The new messages of every turn of every chat."""
+        ...
 
 
 class SuiteOptions(Protocol):
     """The options of a suite, as data/suites.py has them."""
 
     name: str | None
-    temperatures: Sequence[float]
     thinking: bool
+
+    @property
+    def temperatures(self) -> Sequence[float]:
+        """The temperatures at which every set is decoded."""
+        ...
 
 
 def evaluate_suite(

@@ -12,7 +12,7 @@ from infer.targets.loading import resolve_path
 
 CONVERTER_FILE_NAME = "convert_hf_to_gguf.py"
 GGUF_FILE_NAME = "drafter.gguf"
-MAX_ERROR_CHARACTERS = 400
+MAX_CONVERTER_ERROR_CHARACTERS = 400
 
 
 def find_converter(converter: str | None) -> Path:
@@ -55,5 +55,7 @@ def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
     if process.returncode or not out.is_file():
         lines = (process.stderr.strip() or process.stdout.strip()).splitlines()
         reason = lines[-1] if lines else "it printed nothing"
-        raise ValueError(f"format=gguf: {converter.name} failed: {reason[:MAX_ERROR_CHARACTERS]}")
+        raise ValueError(
+            f"format=gguf: {converter.name} failed: {reason[:MAX_CONVERTER_ERROR_CHARACTERS]}"
+        )
     return out

@@ -38,7 +38,7 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
             return refuse_config(f"this is {description}, which is not read here")
 
     for family in DRAFTER_FAMILIES.values():
-        reader = family.load().read_config  # ty: ignore[missing-attribute]
+        reader = family.load().read_config
         reading = reader(family, raw, folder.tensors, target_layers)
         if reading is not None:
             return reading

@@ -142,7 +142,7 @@ def load_int8_target(
 
     def load_float_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         target = load_target(path, "float32", "cpu", trust_remote_code)
-        model = cast(PreTrainedModel, target.model)
+        model = target.model
         return model, cast(PreTrainedTokenizerBase, target.tokenizer)
 
     folder = make_int8_folder(download_model_folder(path), load_float_model)

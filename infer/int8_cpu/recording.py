@@ -6,7 +6,7 @@ with their own cache, masks and rotary angles.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -130,7 +130,7 @@ class Recording:
         self.layer = 0
 
     @contextmanager
-    def activate(self) -> Iterator[None]:
+    def activate(self) -> Generator[None]:
         """Record all calls of this thread within the block."""
         ACTIVE_RECORDER.recorder = self
         try:
@@ -243,6 +243,7 @@ class RecordedDecoder(KernelDecoder):
         # Packed layers are an iterator and cannot be recorded.
         if not isinstance(layer_views, list) or positions > MAX_RECORDED_POSITIONS:
             return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
+        layer_views = cast(list[LayerCacheView], layer_views)
         first = layer_views[0]
         if len(first.slot_mapping) != positions:
             return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)

@@ -30,8 +30,11 @@ class CandidateTables(Protocol):
 
     recurrent: bool
     tokens: torch.Tensor  # (B, L, M)
-    # log q of the first position, (B, M), and of the others, (B, L - 1, R, M)
-    table: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log q of the first position, (B, M), and of the others, (B, L - 1, R, M)."""
+        ...
 
 
 class RecurrentCandidates(CandidateTables, Protocol):

@@ -5,9 +5,11 @@ Every number is measured by decoding. Step-by-step decoding, the first method, i
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
+from infer.api import AnyTarget
 from infer.config import EvaluationConfig, TextOptions
 from infer.evaluation.evaluate import summarise_prompt_set
 from infer.evaluation.measurement import (
@@ -40,17 +42,19 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
     """Return the measured ways of decoding, step-by-step decoding first."""
-    variants = [DecodingVariant("step by step", 1, replace(options, method="steps"))]
+    # The fields of a variant are typed for causal targets, whose options have other fields.
+    make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
+    variants = [make_variant("step by step", 1, replace(options, method="steps"))]
     for length in EVALUATED_DRAFT_LENGTHS:
         states = length + 1
         for method in ("greedy", "mixed", "guided"):
             method_options = replace(options, method=method, draft_length=length, budget=states)
-            variants.append(DecodingVariant(f"{method} {length}", states, method_options))
+            variants.append(make_variant(f"{method} {length}", states, method_options))
 
     length = max(EVALUATED_DRAFT_LENGTHS)
     states = MAX_EVALUATED_STATES
     guided_options = replace(options, method="guided", draft_length=length, budget=states)
-    variants.append(DecodingVariant(f"guided {length}, {states} states", states, guided_options))
+    variants.append(make_variant(f"guided {length}, {states} states", states, guided_options))
     return variants
 
 
@@ -65,13 +69,15 @@ def evaluate_masked(
     as there is time for."""
     options = make_evaluation_options(evaluation, masked)
     deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
+    target = cast(AnyTarget, model)
     measured = measure_variants(
-        model, None, make_variants(options), prompts, progress, deadline=deadline
+        target, None, make_variants(options), prompts, progress, deadline=deadline
     )
     cut = describe_time_limit(evaluation.max_minutes, len(measured[0].sequences), len(prompts))
-    result = summarise_prompt_set(model, None, PromptSet(None, [], [], options, cut), measured)
+    prompt_set = PromptSet(None, [], [], cast(EvaluationConfig, options), cut)
+    result = summarise_prompt_set(target, None, prompt_set, measured)
     methods = [
-        recompute_tau(method, variant.stats)
+        recompute_tau(method, cast(list[MaskedDecodeStats], variant.stats))
         for method, variant in zip(result.methods, measured, strict=True)
     ]
     return replace(result, methods=methods)

@@ -19,7 +19,14 @@ from typing import ClassVar, cast
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel, __version__
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    __version__,
+)
 from transformers.utils import logging
 
 from infer.attention.kv_cache import allocate_zeros
@@ -59,7 +66,7 @@ class MaskedModel:
     options_class: ClassVar = "infer.masked.config:MaskedOptions"
     engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: PreTrainedModel
-    tokenizer: object | None
+    tokenizer: PreTrainedTokenizerBase | None
     mask_token_id: int
     shifted: bool
     name: str = "masked model"
@@ -109,7 +116,7 @@ class MaskedModel:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an output (`infer.targets.ends`)."""
+        """The tokens that end an output (`infer.targets.end_tokens`)."""
         configs = (getattr(self.model, "generation_config", None), self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 

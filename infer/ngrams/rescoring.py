@@ -34,7 +34,9 @@ from infer.ngrams.model import (
 )
 from infer.utils.jit import njit
 
-PROBABILITY_EPSILON = 1e-5  # added to n-gram probabilities, so that unseen tokens have a score
+NGRAM_PROBABILITY_EPSILON = (
+    1e-5  # added to n-gram probabilities, so that unseen tokens have a score
+)
 MAX_ADDED_CANDIDATES = 16  # per node: tokens that n-grams add to those of the drafter
 MAX_NODE_CHILDREN = 64  # a trie node with more children says little and adds no candidates
 MAX_MATCHED_TOKENS = 8  # the longest end of a path that is searched for earlier in the sequence
@@ -207,7 +209,7 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
     drafter_total = 0.0
     for i in range(len(log_q)):
         drafter_total += np.exp(log_q[i])
-        log_q[i] += max(weight * np.log(probabilities[i] + PROBABILITY_EPSILON), MIN_LOG_PROB)
+        log_q[i] += max(weight * np.log(probabilities[i] + NGRAM_PROBABILITY_EPSILON), MIN_LOG_PROB)
         highest = max(highest, log_q[i])
     for i in range(len(log_q)):
         rescored_total += np.exp(log_q[i] - highest)

@@ -26,8 +26,8 @@ LOGIT_DECAY = 0.9  # per position
 DART_NGRAM_WEIGHT = 0.5
 LEVEL_EXPONENT = -0.7
 
-PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
-LOG_UNSEEN_PROBABILITY = np.log(PROBABILITY_EPSILON)
+DART_PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
+LOG_UNSEEN_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
 # Larger than any score, so that prefixes that end with an end token are extended last.
 END_TOKEN_PENALTY = 1e6
 
@@ -50,7 +50,7 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
     rows, length, num_candidates = tokens.shape
 
     decay = LOGIT_DECAY ** np.arange(length)[:, None]
-    drafter_scores = decay * np.log(log_q.softmax(-1).numpy() + PROBABILITY_EPSILON)
+    drafter_scores = decay * np.log(log_q.softmax(-1).numpy() + DART_PROBABILITY_EPSILON)
     is_end = np.isin(tokens.numpy(), list(proposal.eos_token_ids))
 
     num_visited = count_visited_prefixes(length, num_candidates)
@@ -127,7 +127,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                 step = drafter_scores[level, i]
                 if level > 0:
                     step += DART_NGRAM_WEIGHT * (
-                        np.log(probabilities[i] + PROBABILITY_EPSILON)
+                        np.log(probabilities[i] + DART_PROBABILITY_EPSILON)
                         if probabilities[i]
                         else LOG_UNSEEN_PROBABILITY
                     )

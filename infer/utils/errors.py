@@ -5,7 +5,7 @@ import select
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -47,7 +47,7 @@ def is_output_pipe_closed() -> bool:
 
 
 @contextmanager
-def exit_quietly_on_broken_pipe() -> Iterator[None]:
+def exit_quietly_on_broken_pipe() -> Generator[None]:
     """End the process without a message if the reader of its output has closed the pipe."""
     try:
         try:
@@ -63,7 +63,7 @@ def exit_quietly_on_broken_pipe() -> Iterator[None]:
 
 
 @contextmanager
-def report_errors_and_exit() -> Iterator[None]:
+def report_errors_and_exit() -> Generator[None]:
     """End the process if the block raises an error.
 
     | error | output | exit code |

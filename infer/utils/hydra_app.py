@@ -9,7 +9,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ def print_command_help(config_name: str, options_class: type, overrides: list[st
 
 
 @contextmanager
-def translate_hydra_errors() -> Iterator[None]:
+def translate_hydra_errors() -> Generator[None]:
     """Raise Hydra's errors within the block as ValueError with Hydra's message.
 
     Without this, Hydra prints them and ends the process. If the environment has

@@ -82,6 +82,7 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
     mask_token_id = config.mask_token_id
     vocab_size = start.config.vocab_size
     if mask_token_id is None:
+        assert start.tokenizer is not None
         try:
             mask_token_id = choose_mask_token(start.tokenizer, vocab_size, start.eos_token_ids)
         except ValueError:

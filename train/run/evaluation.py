@@ -131,6 +131,7 @@ def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
     # the embedded texts and the standard library have thousands
     if not num_prompts or config.data.source in ("embedded", "stdlib"):
         return None
+    assert target.tokenizer is not None
     prompts = select_evaluation_prompts(
         config.data, target.tokenizer, num_prompts, config.evaluation.max_prompt_tokens
     )
@@ -142,6 +143,7 @@ def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> li
     checkpoint, a quarter of the first set for others."""
     options = config.evaluation
     outside = options.external_prompts if is_last else 0
+    assert target.tokenizer is not None
     prompts = select_evaluation_prompts(
         config.data, target.tokenizer, options.prompts, options.max_prompt_tokens, outside
     )

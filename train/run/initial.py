@@ -30,7 +30,7 @@ COLD_START_WARNING = (
     "normalises queries and keys, and Llama does not): drafter.warm_start=false turns this warning "
     "off"
 )
-MAX_ERROR_CHARACTERS = 300  # of an error that a message quotes
+MAX_QUOTED_ERROR_CHARACTERS = 300  # of an error that a message quotes
 
 
 def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
@@ -86,7 +86,7 @@ def load_drafter_weights(
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:MAX_ERROR_CHARACTERS]
+        reason = " ".join(str(error).split())[:MAX_QUOTED_ERROR_CHARACTERS]
         raise ValueError(
             f"{checkpoint} holds the weights of another drafter: choose another name= ({reason})"
         ) from error

@@ -259,6 +259,7 @@ def set_mask_token(
     needs_mask_token = DRAFTER_FAMILIES[options.family].uses_mask_token and options.init is None
     if not needs_mask_token or options.mask_token_id is not None:
         return options
+    assert target.tokenizer is not None
     mask_token_id = choose_mask_token(
         target.tokenizer,
         target.config.vocab_size,

@@ -9,10 +9,9 @@ V vocabulary, D hidden size.
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter
 from infer.drafters.config_keys import build_public_config
@@ -250,7 +249,7 @@ def write_speculators(
         in_draft_vocabulary = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)
         weights["t2d"] = in_draft_vocabulary.index_fill_(0, draft_tokens.cpu(), True)
 
-    target_config = cast(PretrainedConfig, target.model.config)
+    target_config = target.model.config
     architectures = target_config.architectures
     if not architectures:
         architectures = [type(target.model).__name__]
