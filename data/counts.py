@@ -6,7 +6,7 @@ The commands `data` and `plan` and training print these counts.
 from collections import Counter
 from dataclasses import dataclass, field
 
-MAX_REASON_LINES = 20  # per category; the remaining reasons are summed in one more line
+MAX_LISTED_REASONS = 20  # per category; the remaining reasons are summed in one more line
 MAX_SUMMARY_REASONS = 5
 
 
@@ -124,9 +124,9 @@ class ExampleCounts:
 def _format_reasons(label: str, reasons: dict[str, int]) -> list[str]:
     """Return a line for each reason with its number of examples, the most frequent first."""
     ordered = Counter(reasons).most_common()
-    lines = [f"{label:<11}{count:,}: {reason}" for reason, count in ordered[:MAX_REASON_LINES]]
+    lines = [f"{label:<11}{count:,}: {reason}" for reason, count in ordered[:MAX_LISTED_REASONS]]
 
-    remaining = ordered[MAX_REASON_LINES:]
+    remaining = ordered[MAX_LISTED_REASONS:]
     if remaining:
         remaining_count = sum(count for _, count in remaining)
         lines.append(f"{label:<11}{remaining_count:,}: {len(remaining)} other reasons")

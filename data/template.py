@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 INLINE_REASONING = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 # Keys under which chat templates read reasoning; the first one that a template mentions is used.
-TEMPLATE_REASONING_KEYS = (REASONING_KEY, "reasoning", "thinking")
+MESSAGE_REASONING_KEYS = (REASONING_KEY, "reasoning", "thinking")
 
 # Keys of a message that chat templates must not see.
 TRAINING_ONLY_KEYS = ("finish", "weight", "token_ids")
@@ -147,7 +147,7 @@ def _detect_template_markers(
     _, _, answer_suffix = answered.partition(SECTION_PLACEHOLDERS["content"])
 
     reasoning_field = None
-    for name in TEMPLATE_REASONING_KEYS:
+    for name in MESSAGE_REASONING_KEYS:
         if re.search(rf"\.{name}\b|['\"]{name}['\"]", template):
             reasoning_field = name
             break
@@ -244,7 +244,7 @@ def split_answer(answer: dict) -> dict[str, str]:
     The text of "tool_call" is the name of the first called function.
     """
     sections = {"reasoning": ""}
-    for name in TEMPLATE_REASONING_KEYS:
+    for name in MESSAGE_REASONING_KEYS:
         if answer.get(name):
             sections["reasoning"] = answer[name]
             break
@@ -265,7 +265,7 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
     """Return answer number `index` with placeholders instead of its sections."""
     placeholders = {section: f"{word}{index}Z" for section, word in SECTION_PLACEHOLDERS.items()}
     result = dict(answer)
-    for name in TEMPLATE_REASONING_KEYS:
+    for name in MESSAGE_REASONING_KEYS:
         if answer.get(name):
             result[name] = placeholders["reasoning"]
 

@@ -11,7 +11,7 @@ from infer.targets.masked_models import (
     MASKED_DIFFUSION,
     NoOptions,
     is_masked_diffusion,
-    masked_options_class,
+    masked_diffusion_options_class,
 )
 from infer.utils.checks import check_nested_options
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Stands for the options of an optional package, which no other module may import.
     MaskedConfig = NoOptions
 else:
-    MaskedConfig = masked_options_class()
+    MaskedConfig = masked_diffusion_options_class()
 
 NEUTRAL_DRAFTER_OPTIONS = (None, "none", "auto")
 

@@ -112,7 +112,7 @@ def request_answers(
     for reference_answer in reference.answers:
         # A new salt keeps the prompt out of what the prefix cache holds already.
         salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
-        max_tokens = count_requested_tokens(reference_answer, reference)
+        max_tokens = choose_num_tokens_to_request(reference_answer, reference)
         for _ in range(SENDS_PER_PROMPT):
             answers.append(request_answer(client, model, reference_answer, max_tokens, salt))
             snapshots.append(read_counters(client))
@@ -156,7 +156,7 @@ def read_acceptance(
     return AcceptanceCounts(round(values.get(counters.rounds, 0)), accepted)
 
 
-def count_requested_tokens(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
+def choose_num_tokens_to_request(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
     """Return how many tokens to request: rounds that begin in the last block_size - 1 tokens of a
     reference answer do not count."""
     return max(1, len(answer.answer_ids) - reference.block_size + 1)

@@ -29,10 +29,10 @@ from infer.engine.round_cost import NODE_COUNTS, Calibration, RoundCostTable, ge
 from infer.targets.target import Target, supports_ragged
 from infer.trees.tree import DraftTree
 
-MAX_PASS_POSITIONS = 4096  # positions of all rows in one target pass, roots included
+MAX_VERIFIED_POSITIONS = 4096  # positions of all rows in one target pass, roots included
 
 WARMUP_ROUNDS = 8  # rounds that draft before speeds are compared
-WARMUP_NODES = 15  # maximum number of nodes of such a round
+MAX_INITIAL_ROUND_NODES = 15  # maximum number of nodes of such a round
 WARMUP_COST_RATIO = 2  # maximum calibrated cost of such a round, relative to a baseline round
 
 # Share of throughput that exploring the slower of drafting and baseline decoding may cost.
@@ -157,7 +157,7 @@ class AutoNodeBudget(NodeBudget):
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
         self.num_rounds += 1
-        pass_nodes = MAX_PASS_POSITIONS // rows - 1
+        pass_nodes = MAX_VERIFIED_POSITIONS // rows - 1
         last = self.index_of(max(1, min(max_nodes, pass_nodes)))
         self.max_round_nodes = self.node_counts[last]
         if self.num_rounds <= WARMUP_ROUNDS or not self.gain_rows.any():
@@ -188,7 +188,7 @@ class AutoNodeBudget(NodeBudget):
     def _warmup_index(self, rows: int) -> int:
         """Return the index of the node count of warm-up rounds."""
         costs = self.costs.calibrated_costs(rows)
-        index = self.index_of(WARMUP_NODES)
+        index = self.index_of(MAX_INITIAL_ROUND_NODES)
         while index > 1 and costs[index] > WARMUP_COST_RATIO * costs[0]:
             index -= 1
         return index
@@ -221,7 +221,7 @@ class AutoNodeBudget(NodeBudget):
             return 0
         min_nodes = 2 * num_nodes
         if self.ragged and rows > 1:
-            min_nodes = max(min_nodes, WARMUP_NODES)
+            min_nodes = max(min_nodes, MAX_INITIAL_ROUND_NODES)
         index = min(bisect_left(self.node_counts, min_nodes), len(self.node_counts) - 1)
         return self.node_counts[index]
 

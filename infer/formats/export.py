@@ -200,7 +200,7 @@ def drop_embedding_and_head(
     return drafter.state_dict()
 
 
-def check_base_model(name: str, drafter: Drafter) -> str | None:
+def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
     """Check that the model which the card names as the target has the sizes of the drafter's
     target.
 

@@ -85,7 +85,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 @njit
-def fill_visible_counts(
+def fill_visible_lengths(
     mask: np.ndarray, sees_all: bool, positions: int, visible_counts: np.ndarray
 ) -> int:
     """Fill visible_counts (Q,) for the first `positions` queries under an additive mask (Q, S):
@@ -286,7 +286,7 @@ def attention_kernel(address: int) -> None:
         first, row_width = find_row_range(row_ends, row, width)
         positions = max(0, min(tile_queries, row_width - start))
         count = positions * groups
-        max_visible = fill_visible_counts(mask[row, start:], sees_all, positions, visible_counts)
+        max_visible = fill_visible_lengths(mask[row, start:], sees_all, positions, visible_counts)
         gather_queries(args.queries, first + start, positions, key_heads, key_head, groups, queries)
         weights[:count] = 0
         weighted_values[:count] = 0

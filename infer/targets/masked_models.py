@@ -48,7 +48,7 @@ class NoOptions:
         """Accept the options."""
 
 
-def masked_options_class() -> type:
+def masked_diffusion_options_class() -> type:
     """Return the options class of masked diffusion models; `NoOptions` if their package is not
     installed."""
     if is_installed(MASKED_DIFFUSION.options_class):

@@ -24,7 +24,7 @@ from infer.utils.jit import njit
 BEAM_WIDTH = 20  # prefixes kept per depth
 LOGIT_DECAY = 0.9  # per position
 DART_NGRAM_WEIGHT = 0.5
-LEVEL_EXPONENT = -0.7
+DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
 DART_PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
 LOG_UNSEEN_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
@@ -116,7 +116,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     size = 0
     find_suffix_nodes(arrays, context, suffixes[0])
     for level in range(length):
-        level_weight = (level + 1.0) ** LEVEL_EXPONENT
+        level_weight = (level + 1.0) ** DART_DEPTH_WEIGHT_EXPONENT
         level_start = size
         for b in range(num_active):
             extend_path(

@@ -17,7 +17,7 @@ from infer.api import decode_prompts
 from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import DecodeOptions, EngineConfig, HeadConfig
 from infer.doctor.comparison import EngineMeasurement, count_difference, is_significantly_lower
-from infer.doctor.engines import count_requested_tokens, measure_engine, open_client
+from infer.doctor.engines import choose_num_tokens_to_request, measure_engine, open_client
 from infer.doctor.examine import diagnose_drafter, format_diagnosis
 from infer.doctor.replay import (
     FeatureLayer,
@@ -288,7 +288,7 @@ def test_an_engines_bug_is_named(embedded, drafter, reference, cause):
     engine_target, engine_drafter = ENGINE_BUGS[cause](embedded, drafter)
     sequences = []
     for answer in reference.answers:
-        max_new_tokens = count_requested_tokens(answer, reference)
+        max_new_tokens = choose_num_tokens_to_request(answer, reference)
         options = DecodeOptions(max_new_tokens, method="chain", budget=7, max_num_seqs=1)
         sequences += decode_prompts(engine_target, engine_drafter, [answer.prompt_ids], options)
     acceptance = []
