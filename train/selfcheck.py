@@ -48,7 +48,7 @@ MAX_FLOAT32_ERROR = 1e-4
 MAX_MEAN_ROUNDED_ERROR = 0.05
 
 
-class SelfCheck:
+class TrainingLossCheck:
     """Compute the divergences of a few blocks slowly, for comparison with the training step.
 
     It must be created before the engine, which can shard the drafter. `batch` and `blocks` are the
@@ -240,8 +240,10 @@ class _PlainComputation:
         excluded because they are not among the head's candidates, (V,) bool."""
         head = self.drafter.conditional_head
         assert head is not None
-        assert head.output_matrix is not None
-        logits = uncorrected + F.linear(correction, head.output_matrix.to(correction.dtype)).float()
+        assert head.correction_matrix is not None
+        logits = (
+            uncorrected + F.linear(correction, head.correction_matrix.to(correction.dtype)).float()
+        )
         excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
         if head.top_k:
             candidates = uncorrected.topk(head.top_k).indices

@@ -223,8 +223,8 @@ def build_correction(
     """Return the conditional head's correction of the logits of all rows; None if it has none."""
     if conditioned.correction is None:
         return None
-    assert head.output_matrix is not None
-    return LogitCorrection(conditioned.correction.flatten(0, 1).to(dtype), head.output_matrix)
+    assert head.correction_matrix is not None
+    return LogitCorrection(conditioned.correction.flatten(0, 1).to(dtype), head.correction_matrix)
 
 
 def run_conditional_head(

@@ -52,7 +52,7 @@ def run(config: ExportCommand) -> None:
     from infer.evaluation.acceptance import REFERENCE_FILE_NAME as REFERENCE_FILE
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_engines, describe_export
-    from infer.formats.export import require_base_model_sizes, check_export, export_drafter
+    from infer.formats.export import check_export, export_drafter, require_base_model_sizes
     from infer.formats.gguf import convert_to_gguf, find_converter
     from infer.targets.loading import resolve_path
     from infer.utils.files import atomic_create_folder

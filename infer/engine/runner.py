@@ -42,7 +42,7 @@ from infer.engine.verification import (
 from infer.ngrams.model import NGramModel
 from infer.targets.target import Target
 from infer.targets.weight_watcher import WeightWatcher
-from infer.trees.tree import DraftTree, Proposal, build_baseline_trees, make_root_trees
+from infer.trees.tree import DraftTree, Proposal, build_undrafted_trees, make_root_trees
 
 # The last tokens of a sequence whose n-grams trees with n-grams use.
 MAX_NGRAM_CONTEXT_TOKENS = 8192
@@ -339,7 +339,7 @@ class Runner:
             return RoundPlan(
                 make_sampling,
                 lambda sampling: Proposal(self.batch_state.bonus_tokens, None),
-                build_baseline_trees,
+                build_undrafted_trees,
                 sequences=sequences,
             )
         contexts: list[np.ndarray] = []

@@ -141,9 +141,9 @@ def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResu
             if method.name != TRANSFORMERS_BASELINE.name
         )
         same = f"{identical_outputs}/{result.answers}"
-        rows.append([result.title, str(result.answers), *format_numbers(numbers), same])
+        rows.append([result.title, str(result.answers), *format_suite_row_numbers(numbers), same])
 
-    mean_row = ["**mean**", "", *format_numbers(compute_column_means(number_rows)), ""]
+    mean_row = ["**mean**", "", *format_suite_row_numbers(compute_column_means(number_rows)), ""]
     mean_row[SUITE_COLUMNS.index("DDTree nodes")] = ""
     rows.append(mean_row)
 
@@ -163,7 +163,7 @@ def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodRes
     return max(candidates, key=lambda method: method.decoding_speedup or 0.0)
 
 
-def format_numbers(numbers: Sequence[float | None]) -> list[str]:
+def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
     """Return the numbers of a row of `format_best_budgets` as text."""
     return [
         MISSING_CELL if number is None else number_format.format(number)

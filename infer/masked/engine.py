@@ -123,7 +123,7 @@ class MaskedRunner:
         for sequence in sequences:
             plan = passes.make_plan(sequence)
             states = pick_states(sequence.predictions, plan, self.options, sequence.statistics)
-            positions = passes.list_positions(sequence, plan, states)
+            positions = passes.list_positions_to_predict(sequence, plan, states)
             task = SequenceTask(sequence, plan, states, positions)
             groups.setdefault(passes.get_pass_group(sequence), []).append(task)
 

@@ -66,7 +66,7 @@ class FullRowPasses:
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions(
+    def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
         """Return for every state the positions that this round or the next one may write."""
@@ -122,14 +122,14 @@ class DualCacheView:
         """Add the new positions (B, H, Q, E) of one layer. Return all keys and values of the pass,
         (B, H, S, E) each."""
         if self.is_full:
-            self._write(2 * layer, keys)
-            self._write(2 * layer + 1, values)
+            self._write_full_plane(2 * layer, keys)
+            self._write_full_plane(2 * layer + 1, values)
             return keys, values
         cached_keys = self._read(2 * layer)
         cached_values = self._read(2 * layer + 1)
         return torch.cat([cached_keys, keys], 2), torch.cat([cached_values, values], 2)
 
-    def _write(self, plane: int, new: torch.Tensor) -> None:
+    def _write_full_plane(self, plane: int, new: torch.Tensor) -> None:
         """Write the first T positions of keys or values (B, H, Q, E)."""
         new = new[:, :, : self.length].transpose(1, 2)
         self.buffer[plane, self.cache_rows, : self.length] = new
@@ -167,7 +167,7 @@ class DualCachePasses:
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, num_open - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions(
+    def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
         """Return for every state the masks of the current block. A full step also predicts those of

@@ -69,7 +69,7 @@ def converted_folder_path(file: Path) -> Path:
     return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
-def convert_once(file: Path) -> Path:
+def convert_gguf_once(file: Path) -> Path:
     """Return the folder with the model of a GGUF file. The first process that needs it converts the
     file, and others wait. Raises ValueError for a file that cannot be read, and OSError as
     `create_cached_folder`."""

@@ -41,7 +41,7 @@ from infer.targets.checks import (
     read_json_object,
     read_tensor_shapes,
 )
-from infer.targets.gguf import PACKAGED_MODELS, convert_once, find_packaged_file
+from infer.targets.gguf import PACKAGED_MODELS, convert_gguf_once, find_packaged_file
 from infer.targets.layer_weights import load_layer_weights
 from infer.targets.support import (
     get_decoder_layers,
@@ -121,7 +121,7 @@ def resolve_path(path: str) -> str:
         return str(EMBEDDED_TARGET_FOLDER)
     file = find_packaged_file(path) if path in PACKAGED_MODELS else Path(path)
     if file.suffix.lower() == ".gguf" and file.is_file():
-        return str(convert_once(file))
+        return str(convert_gguf_once(file))
     return path
 
 

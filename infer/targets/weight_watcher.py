@@ -86,12 +86,12 @@ def sample_values(weights: list[nn.Parameter]) -> list[torch.Tensor]:
     for weight in weights:
         if type(weight) is nn.Parameter and not weight.is_meta:
             samples_by_type[weight.device, weight.dtype].append(
-                sample_middle_values(weight.detach())
+                first_values_of_middle_row(weight.detach())
             )
     return [torch.cat(samples) for samples in samples_by_type.values()]
 
 
-def sample_middle_values(weight: torch.Tensor) -> torch.Tensor:
+def first_values_of_middle_row(weight: torch.Tensor) -> torch.Tensor:
     """Return a view of the first values of the middle row of a matrix, or of all values of a
     vector."""
     if weight.ndim < 2:

@@ -47,7 +47,7 @@ _TREE_METHOD_ROWS = (
     TreeMethod(
         "plain",
         "plain",
-        "infer.trees.tree:build_baseline_trees",
+        "infer.trees.tree:build_undrafted_trees",
         needs_drafter=False,
         max_nodes_for_block=lambda block_size: 0,
     ),

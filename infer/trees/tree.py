@@ -155,7 +155,7 @@ def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
     )
 
 
-def build_baseline_trees(proposal: Proposal) -> DraftTree:
+def build_undrafted_trees(proposal: Proposal) -> DraftTree:
     """Return trees with only a root: baseline decoding."""
     return make_root_trees(proposal.bonus)
 

@@ -25,7 +25,7 @@ from train.objective import BlockLoss
 from train.processes import start_process_group
 from train.run.log import read_step_metrics
 from train.run.state import resolve_precision
-from train.selfcheck import SelfCheck
+from train.selfcheck import TrainingLossCheck
 
 
 def break_steps(failures: dict[int, str], states: list):
@@ -145,7 +145,7 @@ def run_self_check(make_tiny, family: dict, dtype=torch.float32, **objective) ->
     config.optim.batch_size = 2
     config.optim.precision = "float32"
     config.objective.chunk_rows = 5
-    check = SelfCheck(drafter, target, RandomDataset(6, 30), config)
+    check = TrainingLossCheck(drafter, target, RandomDataset(6, 30), config)
     assert check.expected.count_nonzero() > 3
     blocks = draw_blocks(check.batch, config, 0)
     result = training_step.compute_block_loss(drafter, target, check.batch, blocks, config)

@@ -33,7 +33,7 @@ from train.run.state import (
     load_frozen_target,
     resume_schedule,
 )
-from train.selfcheck import SelfCheck
+from train.selfcheck import TrainingLossCheck
 from train.step import compute_block_loss
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def build_checked_engine(
     HEARTBEAT.set_activity("checking a step against a plain computation")
     check = None
     if config.self_check:
-        check = SelfCheck(drafter.to(device), target, dataset, config)
+        check = TrainingLossCheck(drafter.to(device), target, dataset, config)
     engine = build_engine(drafter, config, device)
     if check is None:
         return engine, None

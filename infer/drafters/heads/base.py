@@ -5,12 +5,12 @@ B batch rows, L drafted positions, W slots of a block, G blocks, D hidden size, 
 draft vocabulary, r rank, S entries of a recurrent state; `...` any shape. The token before a slot
 is a token id of the target. It may be any, since it may come from a prompt or from an n-gram. So
 tables that are indexed by the previous token have all V rows, as in DSpark's layout, and
-`output_matrix` has R rows.
+`correction_matrix` has R rows.
 
 Every head scores token v at slot k after token x as
-`logits = lm_head @ head_input + output_matrix @ correction`. `head_input` (D,) and `correction`
+`logits = lm_head @ head_input + correction_matrix @ correction`. `head_input` (D,) and `correction`
 (r,) are functions of the slot's state h_k and of x, or of all tokens before the slot where the head
-is recurrent. `output_matrix` (R, r) belongs to the head; heads without one add no correction. So
+is recurrent. `correction_matrix` (R, r) belongs to the head; heads without one add no correction. So
 training computes the gradients of every head in one function, chunk by chunk
 (`train/objective.py`), and decoding scores every head in one function
 (`infer/drafters/heads/draft.py`).
@@ -36,7 +36,7 @@ class HeadOutput(NamedTuple):
     """What a conditional head computes for slots, each after a given previous token."""
 
     head_input: torch.Tensor  # (..., D) input of the language model head
-    correction: torch.Tensor | None = None  # (..., r), to be multiplied by `output_matrix`
+    correction: torch.Tensor | None = None  # (..., r), to be multiplied by `correction_matrix`
     # (..., S) of recurrent heads: the state after the previous token, input of the next slot
     recurrent_state: torch.Tensor | None = None
     # (..., r) the head's embedding of the previous token, read by a confidence head
@@ -54,10 +54,12 @@ class Head(nn.Module):
     recurrent = False  # the output depends on all tokens before the slot, through a recurrent state
     reads_raw_states = False  # it reads the drafter's states before the final norm
     top_k = 0  # it chooses among the top_k likeliest tokens of a slot; 0: among all
-    output_name: str | None = None  # the parameter `output_matrix`; None: there are no corrections
+    output_name: str | None = (
+        None  # the parameter `correction_matrix`; None: there are no corrections
+    )
 
     @property
-    def output_matrix(self) -> torch.Tensor | None:
+    def correction_matrix(self) -> torch.Tensor | None:
         """The matrix (R, r) that turns corrections into logits, None without corrections."""
         if self.output_name is None:
             return None

@@ -122,7 +122,7 @@ class ConditionalDraft:
         """Return the scores (..., R) after the head, from those without it, which are broadcast."""
         if output.correction is None:
             return self.drafter.compute_logits(self.target, output.head_input)
-        matrix = self.head.output_matrix
+        matrix = self.head.correction_matrix
         assert matrix is not None
         return F.linear(output.correction.to(matrix.dtype), matrix).float().add_(base_scores)
 
@@ -185,7 +185,7 @@ class ConditionalDraft:
         if self.choice_columns is not None and self.transform is None:
             # The candidates are the first choices: scores of the whole vocabulary are not needed.
             choices = self.choice_columns[:, slots]  # (B, s, k)
-            matrix = self.head.output_matrix
+            matrix = self.head.correction_matrix
             assert matrix is not None and output.correction is not None
             correction = output.correction.to(matrix.dtype) @ matrix[choices].transpose(2, 3)
             scores = self.base_scores[:, slots].gather(2, choices)[:, :, None] + correction

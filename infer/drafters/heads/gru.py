@@ -34,8 +34,8 @@ class GRUHead(Head):
         self.embed_proj = nn.Sequential(input_projection, nn.SiLU(), output_projection)
 
     def initial_state(self, bonus_tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        assert self.output_matrix is not None
-        return self.output_matrix.new_zeros(len(bonus_tokens), 1, self.prefix_gru.hidden_size)
+        assert self.correction_matrix is not None
+        return self.correction_matrix.new_zeros(len(bonus_tokens), 1, self.prefix_gru.hidden_size)
 
     def condition(
         self,
@@ -58,8 +58,8 @@ class GRUHead(Head):
     ) -> HeadOutput:
         """Compute `Head.teacher_force` in one pass over the tokens."""
         length = previous_tokens.shape[1]
-        assert self.output_matrix is not None
-        embedded = embed_and_norm.embed(previous_tokens).to(self.output_matrix.dtype)
+        assert self.correction_matrix is not None
+        embedded = embed_and_norm.embed(previous_tokens).to(self.correction_matrix.dtype)
         recurrent_states, _ = self.prefix_gru(embedded)  # (G, L, S)
         states = states[:, -length:]
         slots = torch.arange(length, device=previous_tokens.device)
@@ -78,5 +78,5 @@ class GRUHead(Head):
         """Draw initial weights with which all corrections are 0."""
         for weight in (*self.prefix_gru.parameters(), self.get_parameter("embed_proj.0.weight")):
             nn.init.normal_(weight, std=0.02, generator=generator)
-        assert self.output_matrix is not None
-        nn.init.zeros_(self.output_matrix)
+        assert self.correction_matrix is not None
+        nn.init.zeros_(self.correction_matrix)

@@ -147,7 +147,7 @@ def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(
     folders = []
     threads = [
         threading.Thread(
-            target=lambda: folders.append(gguf_targets.convert_once(gguf_file_and_model[0]))
+            target=lambda: folders.append(gguf_targets.convert_gguf_once(gguf_file_and_model[0]))
         )
         for _ in range(2)
     ]
