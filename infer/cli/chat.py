@@ -7,7 +7,7 @@ rejected. Yellow: the bonus token, one in each round.
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class ChatCommand(ServeCommand):
 
 
 @contextmanager
-def serve_in_background(config: ChatCommand) -> Iterator[str]:
+def serve_in_background(config: ChatCommand) -> Generator[str]:
     """Serve the target within the block, and yield the server's address.
 
     Raises RunAborted if the server cannot listen there.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from infer.api import AnyTarget
 from infer.config import EvaluationConfig, TextOptions
 from infer.evaluation.evaluate import summarise_prompt_set
 from infer.evaluation.measurement import (
@@ -23,6 +22,7 @@ from infer.evaluation.results import Evaluation, MethodResult
 from infer.masked.config import MaskedConfig, MaskedOptions, merge_masked_options
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedDecodeStats
+from infer.targets.target import Target
 
 EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)  # each with as many states as a chain has
 # States of a guided round with the longest drafts: the last method.
@@ -69,7 +69,7 @@ def evaluate_masked(
     as there is time for."""
     options = make_evaluation_options(evaluation, masked)
     deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
-    target = cast(AnyTarget, model)
+    target = cast(Target, model)
     measured = measure_variants(
         target, None, make_variants(options), prompts, progress, deadline=deadline
     )

@@ -6,7 +6,7 @@ thread, guard.py limits requests.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     created = int(time.time())
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         service.start()
         yield
         service.stop()

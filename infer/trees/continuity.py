@@ -93,6 +93,15 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
 
 
 @njit
+def ngram_log_prob(probability: float) -> float:
+    """Return the log-probability of a token after a suffix, a constant for tokens never seen
+    there."""
+    if probability:
+        return np.log(probability + DART_PROBABILITY_EPSILON)
+    return LOG_UNSEEN_PROBABILITY
+
+
+@njit
 def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
     """Run the beam search for one row.
 
@@ -126,11 +135,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
             for i in range(num_candidates):
                 step = drafter_scores[level, i]
                 if level > 0:
-                    step += DART_NGRAM_WEIGHT * (
-                        np.log(probabilities[i] + DART_PROBABILITY_EPSILON)
-                        if probabilities[i]
-                        else LOG_UNSEEN_PROBABILITY
-                    )
+                    step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score

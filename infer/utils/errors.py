@@ -5,7 +5,7 @@ import select
 import shlex
 import sys
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -93,7 +93,7 @@ def report_errors_and_exit() -> Generator[None]:
 
 
 @contextmanager
-def explain_interrupt(explanation: str) -> Iterator[None]:
+def explain_interrupt(explanation: str) -> Generator[None]:
     """Attach an explanation to Ctrl-C within the block: what was saved and how to continue."""
     try:
         yield
@@ -109,7 +109,7 @@ def file_error_types() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def abort_on_write_error(output_name: str) -> Iterator[None]:
+def abort_on_write_error(output_name: str) -> Generator[None]:
     """Raise RunAborted if the block cannot write its files (full, read-only or missing disk).
 
     `output_name` says in the message what was being written. BrokenPipeError passes through

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ SHARED_FILE_MODE = 0o644
 
 
 @contextmanager
-def atomic_replace_file(path: Path) -> Iterator[Path]:
+def atomic_replace_file(path: Path) -> Generator[Path]:
     """Yield a hidden temporary path next to `path`; move it to `path` if the block succeeds.
 
     The file is synced to disk before it is moved. If the block fails, the temporary file is
@@ -45,7 +45,7 @@ def atomic_replace_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_create_folder(path: Path) -> Iterator[Path]:
+def atomic_create_folder(path: Path) -> Generator[Path]:
     """Yield a temporary folder to fill; move it to `path` if the block succeeds.
 
     `path` must not exist or must be empty. If the block fails, nothing is left.
@@ -108,7 +108,7 @@ def read_limited_text(path: Path, max_bytes: int) -> str:
 
 
 @contextmanager
-def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Iterator[None]:
+def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[None]:
     """Hold a lock within the block, so that only one process writes an output.
 
     lock_path: the lock file; it is removed after the block

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
@@ -83,7 +83,7 @@ HEARTBEAT = Heartbeat()
 
 
 @contextmanager
-def report_activity(activity: str) -> Iterator[None]:
+def report_activity(activity: str) -> Generator[None]:
     """Set the heartbeat's activity within the block."""
     previous_activity = HEARTBEAT.activity
     previous_since = HEARTBEAT.since
