@@ -72,8 +72,8 @@ def patch_null_gpu() -> None:
     from infer.targets import layers, target
 
     layers.equals_up_to_rounding = target.equals_up_to_rounding = lambda *compared: True
-    validation.OPERATION_CHECKS = dict.fromkeys(
-        validation.OPERATION_CHECKS, lambda operation, device: ""
+    validation.KERNEL_CHECKS_BY_OPERATION = dict.fromkeys(
+        validation.KERNEL_CHECKS_BY_OPERATION, lambda operation, device: ""
     )
     real_unique_consecutive = torch.Tensor.unique_consecutive
     real_nonzero = torch.Tensor.nonzero

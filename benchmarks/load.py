@@ -45,7 +45,7 @@ from inputs import add_prompt_options, add_target_options, load_cli_prompts
 from infer import Engine
 from infer.cli import models
 from infer.config import EngineConfig, TargetConfig, TextOptions
-from infer.evaluation.metrics import MIN_INTERVAL_PROMPTS, bootstrap_interval
+from infer.evaluation.metrics import MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL, bootstrap_interval
 
 FIXED_TREE_BUDGETS = (2, 4, 8, 16, 64)
 # (decoding.method, budget) by name.
@@ -245,7 +245,7 @@ def main() -> None:
         [MethodTurn(engine, MAX_ENGINE_ROWS, warm_up_requests) for engine in engines.values()]
     )
     loads = [ClientLoad(clients, [*engines]) for clients in args.clients]
-    for turn in range(SELECTING_TURNS + MIN_INTERVAL_PROMPTS):
+    for turn in range(SELECTING_TURNS + MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL):
         for load in loads:
             run_turn(load, engines, requests)
         print(

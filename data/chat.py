@@ -11,7 +11,9 @@ from data.counts import ExcludedExample, InvalidExample
 
 Value = TypeVar("Value")
 
-REASONING_KEY = "reasoning_content"  # OpenAI-compatible servers call it that, or "reasoning"
+CANONICAL_MESSAGE_REASONING_KEY = (
+    "reasoning_content"  # OpenAI-compatible servers call it that, or "reasoning"
+)
 
 # Names in other layouts, and the names in this code.
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -23,16 +25,16 @@ COLUMN_ALIASES = {
 MESSAGE_KEY_ALIASES = {
     "from": "role",
     "value": "content",
-    "reasoning": REASONING_KEY,
+    "reasoning": CANONICAL_MESSAGE_REASONING_KEY,
     "finish_reason": "finish",
 }
 
 # Finish reasons of a complete answer. Any other reason means that it was cut off.
-COMPLETE_ANSWER_REASONS = (None, "stop", "tool_calls", "function_call")
+FINISH_REASONS_OF_COMPLETE_ANSWERS = (None, "stop", "tool_calls", "function_call")
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_QUOTED_CHARS = 80  # of an invalid value in an error message
-NO_ANSWER_REASON = "no answer of the assistant"
+MAX_QUOTED_INVALID_VALUE_CHARACTERS = 80  # of an invalid value in an error message
+NO_ANSWER_EXCLUSION_REASON = "no answer of the assistant"
 
 
 def require_type(
@@ -74,7 +76,9 @@ def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise InvalidExample(f"{name} are not valid JSON", value[:MAX_QUOTED_CHARS]) from error
+            raise InvalidExample(
+                f"{name} are not valid JSON", value[:MAX_QUOTED_INVALID_VALUE_CHARACTERS]
+            ) from error
     return require_type(value, expected_type, f"{name} are not a JSON {expected_type.__name__}")
 
 
@@ -118,10 +122,10 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     for value in (text, prompt):
         require_type(value, str, "text, prompt and response must be strings")
     if with_answer and prompt and not text.strip():
-        raise ExcludedExample(NO_ANSWER_REASON)
+        raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not text.strip() and not prompt:
         raise ExcludedExample("an empty text")
-    is_cut = fields.get("finish") not in COMPLETE_ANSWER_REASONS
+    is_cut = fields.get("finish") not in FINISH_REASONS_OF_COMPLETE_ANSWERS
     return {"prompt": prompt, "text": text, "cut": is_cut, "chat": None}
 
 
@@ -154,7 +158,7 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
 
     answers = [message for message in messages if message["role"] == "assistant"]
     if with_answer and not any(_has_answer_content(answer) for answer in answers):
-        raise ExcludedExample(NO_ANSWER_REASON)
+        raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not messages:
         raise ExcludedExample("no question of the user")
 
@@ -168,7 +172,9 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
 
 def _has_answer_content(answer: dict) -> bool:
     """Return whether an assistant's message has text, tool calls or reasoning."""
-    return bool(answer["content"].strip() or answer.keys() & {"tool_calls", REASONING_KEY})
+    return bool(
+        answer["content"].strip() or answer.keys() & {"tool_calls", CANONICAL_MESSAGE_REASONING_KEY}
+    )
 
 
 def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
@@ -178,13 +184,18 @@ def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
     Raises ExcludedExample if no answer is left.
     """
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("finish") in COMPLETE_ANSWER_REASONS:
+        if (
+            message["role"] != "assistant"
+            or message.get("finish") in FINISH_REASONS_OF_COMPLETE_ANSWERS
+        ):
             continue
 
         content = message["content"]
         has_open_tag = "<think>" in content and "</think>" not in content
         has_only_reasoning = (
-            REASONING_KEY in message and not content.strip() and "tool_calls" not in message
+            CANONICAL_MESSAGE_REASONING_KEY in message
+            and not content.strip()
+            and "tool_calls" not in message
         )
         if not has_open_tag and not has_only_reasoning:
             return messages[: index + 1]
@@ -207,7 +218,7 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
     if fields.get("function_call"):
         raise InvalidExample("function_call is the old form of tool_calls; use tool_calls")
     tool_calls = fields.get("tool_calls")
-    reasoning = fields.get(REASONING_KEY)
+    reasoning = fields.get(CANONICAL_MESSAGE_REASONING_KEY)
     role = fields.get("role")
     content = fields.get("content", "" if tool_calls or reasoning else None)
     if isinstance(content, list):
@@ -224,7 +235,7 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
         return message
 
     if isinstance(reasoning, str) and reasoning.strip():
-        message[REASONING_KEY] = reasoning
+        message[CANONICAL_MESSAGE_REASONING_KEY] = reasoning
     if tool_calls:
         message["tool_calls"] = [_normalise_tool_call(call) for call in tool_calls]
     if fields.get("token_ids"):

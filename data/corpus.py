@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-HELD_OUT_FILE_SHARE = 1 / 20  # of the library's files; used for validation and prompts only
+HELD_OUT_SHARE_OF_STDLIB_FILES = (
+    1 / 20
+)  # of the library's files; used for validation and prompts only
 
 # Installed packages, generated tables (character maps, help texts), and tests, which many Linux
 # distributions do not install.
-_SKIPPED_DIRECTORIES = {
+_SKIPPED_STDLIB_DIRECTORIES = {
     "site-packages",
     "dist-packages",
     "test",
@@ -42,7 +44,7 @@ def is_held_out_file(name: str) -> bool:
         machine and in every Python version.
     """
     digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_FILE_SHARE * 2**64
+    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE_OF_STDLIB_FILES * 2**64
 
 
 def read_stdlib_documents(split: Literal["train", "held_out"]) -> Iterator[Document]:
@@ -51,7 +53,9 @@ def read_stdlib_documents(split: Literal["train", "held_out"]) -> Iterator[Docum
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         # _sysconfigdata*.py holds paths of this machine.
-        if _SKIPPED_DIRECTORIES & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
+        if _SKIPPED_STDLIB_DIRECTORIES & set(relative.parts) or relative.name.startswith(
+            "_sysconfigdata"
+        ):
             continue
         if is_held_out_file(relative.as_posix()) == (split == "held_out"):
             text = path.read_text(encoding="utf-8", errors="replace")

@@ -6,8 +6,8 @@ The commands `data` and `plan` and training print these counts.
 from collections import Counter
 from dataclasses import dataclass, field
 
-MAX_LISTED_REASONS = 20  # per category; the remaining reasons are summed in one more line
-MAX_SUMMARY_REASONS = 5
+MAX_LISTED_EXCLUSION_REASONS = 20  # per category; the remaining reasons are summed in one more line
+MAX_EXCLUSION_REASONS_IN_SUMMARY = 5
 
 
 class ExampleError(ValueError):
@@ -99,7 +99,8 @@ class ExampleCounts:
         """Return the most frequent reasons for unused examples as a clause for an error message."""
         reasons = Counter(self.excluded) + Counter(self.invalid)
         clauses = [
-            f"{count:,}: {reason}" for reason, count in reasons.most_common(MAX_SUMMARY_REASONS)
+            f"{count:,}: {reason}"
+            for reason, count in reasons.most_common(MAX_EXCLUSION_REASONS_IN_SUMMARY)
         ]
         if self.held_out:
             clauses.append(f"{self.held_out:,}: held out for evaluation")
@@ -124,9 +125,12 @@ class ExampleCounts:
 def _format_reasons(label: str, reasons: dict[str, int]) -> list[str]:
     """Return a line for each reason with its number of examples, the most frequent first."""
     ordered = Counter(reasons).most_common()
-    lines = [f"{label:<11}{count:,}: {reason}" for reason, count in ordered[:MAX_LISTED_REASONS]]
+    lines = [
+        f"{label:<11}{count:,}: {reason}"
+        for reason, count in ordered[:MAX_LISTED_EXCLUSION_REASONS]
+    ]
 
-    remaining = ordered[MAX_LISTED_REASONS:]
+    remaining = ordered[MAX_LISTED_EXCLUSION_REASONS:]
     if remaining:
         remaining_count = sum(count for _, count in remaining)
         lines.append(f"{label:<11}{remaining_count:,}: {len(remaining)} other reasons")

@@ -19,10 +19,10 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from data.chat import NO_ANSWER_REASON
+from data.chat import NO_ANSWER_EXCLUSION_REASON
 from data.counts import ExampleCounts, ExcludedExample, get_error_reason
 from data.rows import (
-    CACHE_FORMAT_VERSION,
+    DATA_CACHE_FORMAT_VERSION,
     DataConfig,
     compute_source_digest,
     expand_mixture,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 PACKING_GROUP_SEGMENTS = 8192  # segments that are packed together
 MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples are tokenised in one process
-MIN_LOSS_TOKENS = 2  # of a segment: an anchor needs a token after it
-CACHE_BATCH_SIZE = 256  # examples or packed sequences that are written to the cache at once
+MIN_LOSS_TOKENS_PER_SEGMENT = 2  # of a segment: an anchor needs a token after it
+RECORDS_PER_CACHE_WRITE = 256  # examples or packed sequences that are written to the cache at once
 DISK_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 Segment = tuple[list[int], list[bool]]  # token ids and loss mask
@@ -56,7 +56,7 @@ def tokenize_example(
 
     Of plain text, the text and its end-of-text token carry loss (the latter unless the text was cut
     off), the prompt does not. Of a chat, the answers and their end tokens carry loss. Longer token
-    sequences are split, and segments with fewer than MIN_LOSS_TOKENS are dropped.
+    sequences are split, and segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT are dropped.
 
     Raises ExcludedExample for a chat that the template changes or if no segment is left, and
     InvalidExample for ids outside the vocabulary.
@@ -75,7 +75,7 @@ def tokenize_example(
     for ids, loss in sequences:
         for start in range(0, len(ids), max_length):
             segment_loss = loss[start : start + max_length]
-            if sum(segment_loss) >= MIN_LOSS_TOKENS:
+            if sum(segment_loss) >= MIN_LOSS_TOKENS_PER_SEGMENT:
                 segments.append((ids[start : start + max_length], segment_loss))
     if not segments:
         raise ExcludedExample("fewer than two tokens carry loss")
@@ -307,7 +307,7 @@ def prepare_packed_dataset(
     """Return the memory-mapped training set, whose rows are packed sequences of (T,) tensors.
 
     The result is cached. The cache key consists of what determines the packed sequences: the data
-    options, sizes and times of the files, CACHE_FORMAT_VERSION, and `digest`.
+    options, sizes and times of the files, DATA_CACHE_FORMAT_VERSION, and `digest`.
 
     digest: of the tokenizer and its chat template
     progress: called while examples are tokenised
@@ -345,7 +345,7 @@ def prepare_packed_dataset(
             features=Features(columns),
             gen_kwargs={"tokenized": tokenized, "length": config.length},
             fingerprint=f"{key}-packed",
-            writer_batch_size=CACHE_BATCH_SIZE,
+            writer_batch_size=RECORDS_PER_CACHE_WRITE,
         )
     return CountedDataset(packed.with_format("torch"), counts)
 
@@ -356,7 +356,7 @@ def compute_cache_key(config: DataConfig, digest: str) -> str:
     digest: of the tokenizer and its chat template
     """
     datasets = [(compute_source_digest(data), weight) for data, weight in expand_mixture(config)]
-    key_fields = [CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
+    key_fields = [DATA_CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
     return hashlib.sha256(json.dumps(key_fields).encode()).hexdigest()[:32]
 
 
@@ -397,7 +397,7 @@ def _tokenize_dataset(
         batched=True,
         with_indices=True,
         with_rank=True,
-        batch_size=CACHE_BATCH_SIZE,
+        batch_size=RECORDS_PER_CACHE_WRITE,
         remove_columns=raw.column_names,
         features=Features(columns),
         fn_kwargs=arguments,
@@ -424,7 +424,7 @@ def refuse_empty_dataset(counts: ExampleCounts) -> None:
     if counts.used:
         return
     advice = ""
-    if NO_ANSWER_REASON in counts.excluded:
+    if NO_ANSWER_EXCLUSION_REASON in counts.excluded:
         advice = "; ./launch.sh regenerate lets the target generate answers"
     elif counts.held_out:
         advice = "; one example of ten is held out for evaluation"

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 # Prompts written for this package, a JSON object {"kind", "prompt"} a line.
 OUTSIDE_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
-OUTSIDE_GROUP = "outside the data"
+OUTSIDE_PROMPTS_GROUP_NAME = "outside the data"
 
 # Kinds of prompts from plain text that end where a pattern ends, in Python code.
-PROMPT_END_PATTERNS = {
+CODE_PROMPT_END_PATTERNS = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
 }
-TEXT_START_KIND = "starts of texts"
-LATER_TEXT_KIND = "further on"
+TEXT_START_PROMPT_KIND = "starts of texts"
+MID_TEXT_PROMPT_KIND = "further on"
 
-CHAT_KIND_PREFIX = "chats"
-CHAT_KIND_LENGTHS = (128, 512, 2048)  # maximum prompt tokens of each kind of chat
+CHAT_PROMPT_KIND_PREFIX = "chats"
+MAX_TOKENS_OF_CHAT_PROMPT_KINDS = (128, 512, 2048)  # maximum prompt tokens of each kind of chat
 
-MAX_EXAMPLES_PER_PROMPT = 20  # held-out examples read for each requested prompt
+MAX_EXAMPLES_READ_PER_PROMPT = 20  # held-out examples read for each requested prompt
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def select_evaluation_prompts(
     """Return `count` prompts that training never sees, evenly spread over their kinds.
 
     A chat gives a prompt of whole messages (`_select_chat_prompt`). An example with a prompt gives
-    its last tokens. A plain text gives its first tokens and those before PROMPT_END_PATTERNS. If
+    its last tokens. A plain text gives its first tokens and those before CODE_PROMPT_END_PATTERNS. If
     these are too few, later windows of long texts are added, and then first halves of short texts.
     Small data sets may give fewer than `count`.
 
@@ -83,7 +83,7 @@ def select_evaluation_prompts(
     def add_prompt(ids: list[int], kind: str) -> None:
         prompts_by_kind.setdefault(kind, []).append(Prompt(ids, kind))
 
-    examples = islice(read_held_out_examples(config), MAX_EXAMPLES_PER_PROMPT * count)
+    examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
             # Training leaves such a chat out, and reports it.
@@ -101,7 +101,7 @@ def select_evaluation_prompts(
             windows_by_text.append(windows)
             if len(ids) > 1 and not text_prompts and not windows:
                 half = min(prompt_tokens, len(ids) // 2)
-                first_halves.append(Prompt(ids[:half], LATER_TEXT_KIND))
+                first_halves.append(Prompt(ids[:half], MID_TEXT_PROMPT_KIND))
         if _has_enough_of_each_kind(prompts_by_kind, count):
             break
 
@@ -112,7 +112,7 @@ def select_evaluation_prompts(
         raise ValueError(
             f"data.source={config.source}: the held-out examples give no prompt to evaluate with"
         )
-    has_chats = any(kind.startswith(CHAT_KIND_PREFIX) for kind in prompts_by_kind)
+    has_chats = any(kind.startswith(CHAT_PROMPT_KIND_PREFIX) for kind in prompts_by_kind)
     outside_prompts = load_outside_prompts(tokenizer, prompt_tokens, has_chats)
     return prompts + outside_prompts[: min(outside, count)]
 
@@ -139,21 +139,21 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
     step = 4 * prompt_tokens
     first_start = step if skip_start else 0
     starts = range(first_start, len(ids) - 2 * prompt_tokens, step)
-    return [Prompt(ids[start : start + prompt_tokens], LATER_TEXT_KIND) for start in starts]
+    return [Prompt(ids[start : start + prompt_tokens], MID_TEXT_PROMPT_KIND) for start in starts]
 
 
 def _has_enough_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
     """Return whether every kind of plain text has its share of `count` prompts."""
-    kinds = (TEXT_START_KIND, *PROMPT_END_PATTERNS)
+    kinds = (TEXT_START_PROMPT_KIND, *CODE_PROMPT_END_PATTERNS)
     return all(len(prompts_by_kind.get(kind, ())) * len(kinds) >= count for kind in kinds)
 
 
 def _name_chat_kind(prompt_length: int) -> str:
     """Return the kind of a chat prompt with this number of tokens."""
-    for max_length in CHAT_KIND_LENGTHS:
+    for max_length in MAX_TOKENS_OF_CHAT_PROMPT_KINDS:
         if prompt_length <= max_length:
-            return f"{CHAT_KIND_PREFIX} to {max_length:,}"
-    return f"{CHAT_KIND_PREFIX} over {CHAT_KIND_LENGTHS[-1]:,}"
+            return f"{CHAT_PROMPT_KIND_PREFIX} to {max_length:,}"
+    return f"{CHAT_PROMPT_KIND_PREFIX} over {MAX_TOKENS_OF_CHAT_PROMPT_KINDS[-1]:,}"
 
 
 def load_outside_prompts(
@@ -182,7 +182,7 @@ def load_outside_prompts(
                     # A cut inside a character, for example, cannot be sent as text.
                     if tokenizer(text)["input_ids"] != ids:
                         text = ""
-            prompts.append(Prompt(ids, record["kind"], OUTSIDE_GROUP, text, chats))
+            prompts.append(Prompt(ids, record["kind"], OUTSIDE_PROMPTS_GROUP_NAME, text, chats))
     return prompts
 
 
@@ -237,8 +237,8 @@ def _find_prompt_ends(
     text_tokens: number of tokens of the text
     """
     if text_tokens >= 2 * prompt_tokens:
-        yield TEXT_START_KIND, prompt_tokens
-    for kind, pattern in PROMPT_END_PATTERNS.items():
+        yield TEXT_START_PROMPT_KIND, prompt_tokens
+    for kind, pattern in CODE_PROMPT_END_PATTERNS.items():
         character_ends = [match.end() for match in pattern.finditer(text)]
         if not character_ends:
             continue

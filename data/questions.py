@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SELF_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
-DUPLICATE_PREFIX_CHARS = 64  # two questions whose first word characters agree are duplicates
+DUPLICATE_QUESTION_PREFIX_CHARACTERS = (
+    64  # two questions whose first word characters agree are duplicates
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def filter_questions(
     for row in rows:
         text = row["response"].strip()
         words = " ".join(re.findall(r"\w+", text.lower()))
-        prefix = words[:DUPLICATE_PREFIX_CHARS]
+        prefix = words[:DUPLICATE_QUESTION_PREFIX_CHARACTERS]
 
         if row["finish"] == "length":
             dropped["too long"] += 1

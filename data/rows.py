@@ -23,23 +23,23 @@ from data.counts import ExampleCounts, ExcludedExample, InvalidExample, get_erro
 EMBEDDED_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 
 DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
-FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
+EXAMPLE_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 # Contained in the key of cached data sets. Raise it when a change of data/ gives other examples,
 # other tokens or another packing, so that cached data sets are made again.
 # tests/data/test_packing.py fails after such a change.
-CACHE_FORMAT_VERSION = 6
+DATA_CACHE_FORMAT_VERSION = 6
 
-MAX_LINE_CHARS = 64 << 20  # of a .jsonl file
+MAX_JSONL_LINE_CHARACTERS = 64 << 20  # of a .jsonl file
 MAX_EXAMPLE_FILE_BYTES = 64 << 20
 
 # Of the first examples of a user's data set one in 10 is held out for evaluation, of the others
 # one in 50.
-FIRST_EXAMPLES_COUNT = 500
-FIRST_EXAMPLES_HELD_OUT_INTERVAL = 10
-LATER_EXAMPLES_HELD_OUT_INTERVAL = 50
+EXAMPLES_WITH_DENSE_HOLD_OUT = 500
+DENSE_HOLD_OUT_INTERVAL_EXAMPLES = 10
+SPARSE_HOLD_OUT_INTERVAL_EXAMPLES = 50
 
-MIN_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length": 16}
+MIN_DATA_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length": 16}
 
 
 @dataclass
@@ -111,7 +111,7 @@ class DataConfig:
             weights = [part.weight for part in self.datasets]
             raise ValueError(f"data.datasets: weights are {weights}; each must be above 0")
 
-        for name, minimum in MIN_OPTION_VALUES.items():
+        for name, minimum in MIN_DATA_OPTION_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ValueError(f"data.{name}={value}: at least {minimum}")
@@ -154,7 +154,11 @@ def resolve_source(source: str, path: str | None) -> str:
 
 def looks_like_file(path: str) -> bool:
     """Return whether a path can only be a file or folder, not <owner>/<name> on the hub."""
-    return path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or path.count("/") > 1
+    return (
+        path.endswith(EXAMPLE_FILE_SUFFIXES)
+        or path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+    )
 
 
 def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: str = "") -> None:
@@ -224,11 +228,11 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 def _read_json_lines(file: Path) -> Iterator[object]:
     """Yield one record a line; a line that is not JSON is yielded as its error.
 
-    A line of more than MAX_LINE_CHARS characters is read in pieces, which are not JSON.
+    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are not JSON.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
-        while line := lines.readline(MAX_LINE_CHARS):
+        while line := lines.readline(MAX_JSONL_LINE_CHARACTERS):
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -339,9 +343,9 @@ def is_held_out_index(index: int) -> bool:
     The index alone decides, so that examples can be read without knowing how many there are.
     """
     interval = (
-        FIRST_EXAMPLES_HELD_OUT_INTERVAL
-        if index < FIRST_EXAMPLES_COUNT
-        else LATER_EXAMPLES_HELD_OUT_INTERVAL
+        DENSE_HOLD_OUT_INTERVAL_EXAMPLES
+        if index < EXAMPLES_WITH_DENSE_HOLD_OUT
+        else SPARSE_HOLD_OUT_INTERVAL_EXAMPLES
     )
     return index % interval == 0
 
@@ -434,7 +438,7 @@ def read_questions(
 def compute_source_digest(config: DataConfig) -> str:
     """Return a digest of what determines the examples of one data set.
 
-    This is CACHE_FORMAT_VERSION, the options, the files' sizes and modification times, and for
+    This is DATA_CACHE_FORMAT_VERSION, the options, the files' sizes and modification times, and for
     Python's own sources the version of Python.
     """
     files = []
@@ -447,5 +451,5 @@ def compute_source_digest(config: DataConfig) -> str:
 
     options = [config.source, config.path, config.split, config.max_examples]
     version = sys.version if config.source == "stdlib" else None
-    content = json.dumps([CACHE_FORMAT_VERSION, options, stamps, version])
+    content = json.dumps([DATA_CACHE_FORMAT_VERSION, options, stamps, version])
     return hashlib.sha256(content.encode()).hexdigest()

@@ -12,14 +12,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from data.rows import FILE_SUFFIXES, read_file_records
+from data.rows import EXAMPLE_FILE_SUFFIXES, read_file_records
 
 # A chat is a list of turns. A turn is the messages {"role", "content"} up to an answer.
 ChatTurns = list[list[dict[str, str]]]
 
 # Prompts of the public scripts, word for word. Formatting turns {{}} into {}.
-REASONING_SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-MATH_PROMPT = "{problem}" + REASONING_SUFFIX
+MATH_REASONING_INSTRUCTION = (
+    "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+)
+MATH_PROMPT = "{problem}" + MATH_REASONING_INSTRUCTION
 HUMANEVAL_PROMPT = (
     "Write a solution to the following problem and make sure that it passes the tests:\n"
     "```python\n{prompt}\n```"
@@ -133,7 +135,7 @@ DDTREE_QUESTION_SETS = (
         128,
         "openai/gsm8k",
         ("question",),
-        "{question}" + REASONING_SUFFIX,
+        "{question}" + MATH_REASONING_INSTRUCTION,
         configuration="main",
     ),
     QuestionSet(
@@ -241,7 +243,7 @@ QUESTION_SUITES: dict[str, tuple[QuestionSet, ...]] = {
     "files": (),
 }
 
-MIN_SAMPLING_TEMPERATURE = 0.001
+MIN_NONZERO_SUITE_TEMPERATURE = 0.001
 
 
 @dataclass
@@ -282,7 +284,7 @@ class SuiteConfig:
         if not self.temperatures or not all(map(_is_valid_temperature, self.temperatures)):
             raise ValueError(
                 f"suite.temperatures={list(self.temperatures)}: "
-                f"0 for greedy decoding, or at least {MIN_SAMPLING_TEMPERATURE}"
+                f"0 for greedy decoding, or at least {MIN_NONZERO_SUITE_TEMPERATURE}"
             )
         if self.folder is None and self.name == "files":
             raise ValueError(
@@ -331,7 +333,7 @@ class SuiteConfig:
 
 def _is_valid_temperature(temperature: float) -> bool:
     """Return whether a temperature is 0 (greedy) or large enough to sample with."""
-    return temperature == 0 or MIN_SAMPLING_TEMPERATURE <= temperature < float("inf")
+    return temperature == 0 or MIN_NONZERO_SUITE_TEMPERATURE <= temperature < float("inf")
 
 
 @dataclass(frozen=True)
@@ -387,14 +389,14 @@ def _read_all_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
 def find_set_files(folder: str) -> dict[str, list[Path]]:
     """Return the files of each question set in a folder, by the name of the set.
 
-    A set is <folder>/<set>.jsonl (or another of FILE_SUFFIXES), or all files in <folder>/<set>/.
+    A set is <folder>/<set>.jsonl (or another of EXAMPLE_FILE_SUFFIXES), or all files in <folder>/<set>/.
     `folder` may also be a single file.
     """
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
     candidates = sorted([*top.glob("*"), *top.glob("*/*")]) if top.is_dir() else [top]
     for file in candidates:
-        if not file.is_file() or not file.name.endswith(FILE_SUFFIXES):
+        if not file.is_file() or not file.name.endswith(EXAMPLE_FILE_SUFFIXES):
             continue
         top_name = file.relative_to(top).parts[0] if top.is_dir() else file.name
         set_name, _, _ = top_name.partition(".")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from jinja2 import TemplateError
 
-from data.chat import COMPLETE_ANSWER_REASONS, REASONING_KEY
+from data.chat import CANONICAL_MESSAGE_REASONING_KEY, FINISH_REASONS_OF_COMPLETE_ANSWERS
 from data.counts import ExcludedExample, InvalidExample
 from infer.utils.chat_template import convert_tool_arguments
 
@@ -23,24 +23,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Groups: opening tag, reasoning, closing tag, content.
-INLINE_REASONING = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+INLINE_REASONING_PATTERN = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
 # Keys under which chat templates read reasoning; the first one that a template mentions is used.
-MESSAGE_REASONING_KEYS = (REASONING_KEY, "reasoning", "thinking")
+MESSAGE_REASONING_KEYS = (CANONICAL_MESSAGE_REASONING_KEY, "reasoning", "thinking")
 
 # Keys of a message that chat templates must not see.
-TRAINING_ONLY_KEYS = ("finish", "weight", "token_ids")
+MESSAGE_KEYS_HIDDEN_FROM_TEMPLATES = ("finish", "weight", "token_ids")
 
 # Placeholders of the sections of an answer. A message index and "Z" follow each.
-SECTION_PLACEHOLDERS = {
+ANSWER_SECTION_PLACEHOLDERS = {
     "reasoning": "THOUGHTGOESHERE",
     "content": "ANSWERGOESHERE",
     "tool_call": "CALLGOESHERE",
 }
-PLACEHOLDER_PATTERN = re.compile(f"({'|'.join(SECTION_PLACEHOLDERS.values())})([0-9]+)Z")
+ANSWER_SECTION_PLACEHOLDER_PATTERN = re.compile(
+    f"({'|'.join(ANSWER_SECTION_PLACEHOLDERS.values())})([0-9]+)Z"
+)
 
-ANSWER_CHANGED_REASON = "the chat template does not show an answer unchanged"
-TOOL_CALLS_CHANGED_REASON = "the chat template does not show the tool calls of an answer unchanged"
+ANSWER_CHANGED_EXCLUSION_REASON = "the chat template does not show an answer unchanged"
+TOOL_CALLS_CHANGED_EXCLUSION_REASON = (
+    "the chat template does not show the tool calls of an answer unchanged"
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LossSpan:
     @property
     def is_complete(self) -> bool:
         """Whether the target ended the answer, so that the end token carries loss too."""
-        return self.answer.get("finish") in COMPLETE_ANSWER_REASONS
+        return self.answer.get("finish") in FINISH_REASONS_OF_COMPLETE_ANSWERS
 
 
 # A training text and its spans with loss.
@@ -135,7 +139,7 @@ def _detect_template_markers(
     """Return `detect_template_markers` of hashable arguments, cached."""
     chat = {"tools": [], "template": json.loads(variables_json)}
     question = {"role": "user", "content": "x"}
-    answer = {"role": "assistant", "content": SECTION_PLACEHOLDERS["content"]}
+    answer = {"role": "assistant", "content": ANSWER_SECTION_PLACEHOLDERS["content"]}
 
     without_prompt = render_chat(tokenizer, [question], chat)
     with_prompt = render_chat(tokenizer, [question], chat, add_generation_prompt=True)
@@ -144,7 +148,7 @@ def _detect_template_markers(
         generation_prompt = with_prompt[len(without_prompt) :]
 
     answered = render_chat(tokenizer, [question, answer], chat)
-    _, _, answer_suffix = answered.partition(SECTION_PLACEHOLDERS["content"])
+    _, _, answer_suffix = answered.partition(ANSWER_SECTION_PLACEHOLDERS["content"])
 
     reasoning_field = None
     for name in MESSAGE_REASONING_KEYS:
@@ -167,8 +171,12 @@ def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[d
 
     messages = []
     for index, original in enumerate(chat["messages"]):
-        message = {key: value for key, value in original.items() if key not in TRAINING_ONLY_KEYS}
-        reasoning = message.pop(REASONING_KEY, None)
+        message = {
+            key: value
+            for key, value in original.items()
+            if key not in MESSAGE_KEYS_HIDDEN_FROM_TEMPLATES
+        }
+        reasoning = message.pop(CANONICAL_MESSAGE_REASONING_KEY, None)
         if reasoning is not None:
             if markers.reasoning_field is not None:
                 message[markers.reasoning_field] = reasoning
@@ -250,7 +258,7 @@ def split_answer(answer: dict) -> dict[str, str]:
             break
 
     tool_calls = answer.get("tool_calls")
-    inline = INLINE_REASONING.fullmatch(answer["content"])
+    inline = INLINE_REASONING_PATTERN.fullmatch(answer["content"])
     if inline:
         sections["reasoning"] = inline[2]
         sections["content"] = inline[4]
@@ -263,14 +271,16 @@ def split_answer(answer: dict) -> dict[str, str]:
 
 def _insert_placeholders(answer: dict, index: int) -> dict:
     """Return answer number `index` with placeholders instead of its sections."""
-    placeholders = {section: f"{word}{index}Z" for section, word in SECTION_PLACEHOLDERS.items()}
+    placeholders = {
+        section: f"{word}{index}Z" for section, word in ANSWER_SECTION_PLACEHOLDERS.items()
+    }
     result = dict(answer)
     for name in MESSAGE_REASONING_KEYS:
         if answer.get(name):
             result[name] = placeholders["reasoning"]
 
     # Inline reasoning stays in the content: some templates treat it differently.
-    inline = INLINE_REASONING.fullmatch(answer["content"])
+    inline = INLINE_REASONING_PATTERN.fullmatch(answer["content"])
     if inline:
         reasoning = inline[1] + placeholders["reasoning"] + inline[3]
         result["content"] = reasoning + placeholders["content"]
@@ -296,8 +306,8 @@ def locate_answers(
     """
     # With an end mark the text after the last placeholder cannot be a mere prefix of the rest.
     rendered += "\0"
-    prefix, *fragments = PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
-    section_names = {word: section for section, word in SECTION_PLACEHOLDERS.items()}
+    prefix, *fragments = ANSWER_SECTION_PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
+    section_names = {word: section for section, word in ANSWER_SECTION_PLACEHOLDERS.items()}
     locations: dict[int, AnswerLocation] = {}
     position = len(prefix) if rendered.startswith(prefix) else len(rendered)
 
@@ -309,7 +319,7 @@ def locate_answers(
         text = split_answer(messages[index])[section]
         shown_text = _match_stripped(rendered, position, text, suffix)
         if shown_text is None or section in location.sections:
-            raise ExcludedExample(ANSWER_CHANGED_REASON, f"message {index}")
+            raise ExcludedExample(ANSWER_CHANGED_EXCLUSION_REASON, f"message {index}")
         location.sections[section] = (position, position + len(shown_text))
         position += len(shown_text) + len(suffix)
         prefix = suffix
@@ -339,10 +349,10 @@ def _check_sections(location: AnswerLocation | None, message: dict, index: int) 
     sections = {} if location is None else location.sections
     if message.get("tool_calls"):
         required_section = "tool_call"
-        reason = TOOL_CALLS_CHANGED_REASON
+        reason = TOOL_CALLS_CHANGED_EXCLUSION_REASON
     else:
         required_section = "content"
-        reason = ANSWER_CHANGED_REASON
+        reason = ANSWER_CHANGED_EXCLUSION_REASON
 
     is_content_missing = message["content"].strip() and "content" not in sections
     if required_section not in sections or is_content_missing:

@@ -24,7 +24,7 @@ from infer.engine.sequence import DecodeStats, LogitsProcessor, Sequence, TokenL
 from infer.targets.target import Target
 from infer.utils.chat_template import convert_tool_arguments
 
-UNLIMITED_POSITIONS = 2**31  # for targets whose config.json has no limit
+MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31  # for targets whose config.json has no limit
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 
 
@@ -305,7 +305,9 @@ def resolve_options(
 
 def max_positions(target: AnyTarget) -> int:
     """Return how many positions prompt and output may take together."""
-    return getattr(target.config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    return (
+        getattr(target.config, "max_position_embeddings", None) or MAX_POSITIONS_OF_UNLIMITED_TARGET
+    )
 
 
 def check_prompt_lengths(

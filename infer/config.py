@@ -15,7 +15,7 @@ from infer.drafters.families import check_family_and_layers, check_family_option
 from infer.drafters.heads.table import check_head_options
 from infer.trees.methods import TREE_METHODS, TreeMethod, require_method
 from infer.utils.checks import (
-    TEXT_OR_FILE,
+    TEXT_OR_FILE_METADATA_KEY,
     require_at_least,
     require_one_of,
     require_positive,
@@ -24,8 +24,8 @@ from infer.utils.checks import (
 
 # Values of `ngrams` that are not file names: no n-grams, and only the n-grams of the sequence
 # that is being decoded.
-NO_NGRAMS = "none"
-TEXT_NGRAMS = "text"
+NGRAMS_OPTION_NONE = "none"
+NGRAMS_OPTION_CURRENT_SEQUENCE = "text"
 # Options that constrain the output to a grammar; at most one of them may be set.
 GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar")
 MAX_LOGPROB_ALTERNATIVES = 20
@@ -249,12 +249,12 @@ class TextOptions:
     repetition_penalty: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list, metadata={TEXT_OR_FILE: True})
+    stop: list[str] = field(default_factory=list, metadata={TEXT_OR_FILE_METADATA_KEY: True})
     loop_period: int = 0
     logprobs: int | None = None
-    json_schema: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
-    regex: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
-    grammar: str | None = field(default=None, metadata={TEXT_OR_FILE: True})
+    json_schema: str | None = field(default=None, metadata={TEXT_OR_FILE_METADATA_KEY: True})
+    regex: str | None = field(default=None, metadata={TEXT_OR_FILE_METADATA_KEY: True})
+    grammar: str | None = field(default=None, metadata={TEXT_OR_FILE_METADATA_KEY: True})
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for options that exclude each other."""
@@ -333,7 +333,7 @@ class EngineConfig:
     @property
     def uses_ngram_file(self) -> bool:
         """Whether `ngrams` names an n-gram file, or the sequence's own n-grams."""
-        return self.ngrams not in (None, NO_NGRAMS)
+        return self.ngrams not in (None, NGRAMS_OPTION_NONE)
 
     def with_drafter_ngrams(self, ngram_file: Path | None) -> Self:
         """Return the options with the n-gram file that is stored next to a drafter's weights.
@@ -376,9 +376,9 @@ class EngineConfig:
             raise ValueError(
                 f"method={self.method} needs ngrams=<n-gram file>; ./launch.sh ngram creates one"
             )
-        if self.ngrams == TEXT_NGRAMS and not self.tree.uses_sequence_ngrams:
+        if self.ngrams == NGRAMS_OPTION_CURRENT_SEQUENCE and not self.tree.uses_sequence_ngrams:
             raise ValueError(
-                f"ngrams={TEXT_NGRAMS} works with method=ddtree only, not with {self.method}"
+                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with {self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(

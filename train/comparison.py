@@ -11,9 +11,9 @@ import torch
 from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChunk
 
 # On a CPU, so many logits are processed together, because they fit into its caches.
-CPU_SLICE_LOGITS = 1 << 18
+LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
 # Logit of a token outside a head's candidates: its probability is 0, its logarithm is finite.
-MASKED_LOGIT = -1e4
+LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 
 class TeacherChunk(NamedTuple):
@@ -53,7 +53,7 @@ def _count_slice_rows(logits: torch.Tensor) -> int:
     """Return how many rows of logits (rows, V) to process together. On a CPU they fit into its
     caches, so that main memory is read and written once."""
     if logits.device.type == "cpu":
-        return max(1, CPU_SLICE_LOGITS // logits.shape[1])
+        return max(1, LOGITS_PER_CPU_LOSS_SLICE // logits.shape[1])
     return max(1, len(logits))
 
 
@@ -110,7 +110,7 @@ def _compare_slice(
 ) -> ComparedRows:
     """Compare one slice of rows. Arguments are those of `compare_rows`."""
     if excluded is not None:
-        student.masked_fill_(excluded, MASKED_LOGIT)
+        student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
     target_tokens = teacher.likeliest_tokens[teacher_indices, None]
     agrees = student.gather(1, target_tokens) == max_logits
@@ -164,7 +164,7 @@ def _compare_by_autograd(
     """Compare rows by the divergence's formula and differentiate it by autograd. teacher_logits:
     (rows, V), overwritten."""
     if excluded is not None:
-        teacher_logits.masked_fill_(excluded, MASKED_LOGIT)
+        teacher_logits.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     log_p = teacher_logits.log_softmax(-1)
     trained_logits = student.detach().clone()
     with torch.enable_grad():

@@ -18,7 +18,7 @@ from infer.utils.checks import (
     require_one_of,
     require_positive,
 )
-from train.divergences import DIVERGENCE_TABLE, WEIGHTING_TABLE
+from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 
 MAX_RUN_NAME_BYTES = 200
 
@@ -49,7 +49,10 @@ class ObjectiveConfig:
     def check(self) -> None:
         """Raise ValueError for invalid options of the objective."""
         require_one_of(
-            self, "objective.", divergence=DIVERGENCE_TABLE, position_weights=WEIGHTING_TABLE
+            self,
+            "objective.",
+            divergence=DIVERGENCE_TABLE,
+            position_weights=POSITION_WEIGHTINGS_BY_NAME,
         )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(

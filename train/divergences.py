@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-DPACE_SMOOTHING = 0.5  # D-PACE: lower bound of a draft's estimated acceptance probability
+DPACE_MIN_ACCEPTANCE_PROBABILITY = (
+    0.5  # D-PACE: lower bound of a draft's estimated acceptance probability
+)
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126  # lower bound of an overlap before its logarithm
 
 
@@ -52,7 +54,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Weighting:
-    """One row of WEIGHTING_TABLE: the weights of the drafted positions t = 1 .. L of a block."""
+    """One row of POSITION_WEIGHTINGS_BY_NAME: the weights of the drafted positions t = 1 .. L of a block."""
 
     position_weights: "Callable[[Tensor, Any], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
     # An additional factor that depends on the drafter. Arguments: the drafter's probability of each
@@ -147,8 +149,10 @@ def cross_entropy_l1_mix_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor,
 
 def dpace_weights(label_probs: "Tensor", has_loss: "Tensor") -> "Tensor":
     """w_t = sum_{j >= t} prod_{i <= j} s_i with s = (1 - c) q(label) + c, where c is
-    DPACE_SMOOTHING (D-PACE). Both arguments are (G, L)."""
-    survival = ((1 - DPACE_SMOOTHING) * label_probs + DPACE_SMOOTHING).cumprod(1) * has_loss
+    DPACE_MIN_ACCEPTANCE_PROBABILITY (D-PACE). Both arguments are (G, L)."""
+    survival = (
+        (1 - DPACE_MIN_ACCEPTANCE_PROBABILITY) * label_probs + DPACE_MIN_ACCEPTANCE_PROBABILITY
+    ).cumprod(1) * has_loss
     return survival.flip(1).cumsum(1).flip(1)
 
 
@@ -164,7 +168,7 @@ DIVERGENCE_TABLE = {
     "ce_l1": Divergence(cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, ends_at_gap=True),
 }
 
-WEIGHTING_TABLE = {
+POSITION_WEIGHTINGS_BY_NAME = {
     # DART section 3.3
     "gamma": Weighting(lambda steps, config: config.gamma**steps),
     # the DFlash recipe

@@ -49,23 +49,25 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FEATURES_MANIFEST_FILE = "manifest.json"
-OPTIONS_WITHOUT_INFLUENCE = ("data.max_invalid_fraction",)  # options that change no packed sequence
-MAX_SHARD_BYTES = 512 * 10**6  # approximately
-INPUT_COLUMN_DTYPES = {
+OPTIONS_NOT_CHANGING_STORED_FEATURES = (
+    "data.max_invalid_fraction",
+)  # options that change no packed sequence
+APPROXIMATE_FEATURE_SHARD_BYTES = 512 * 10**6  # approximately
+STORED_FEATURE_INPUT_COLUMN_DTYPES = {
     "ids": torch.int32,
     "positions": torch.int32,
     "documents": torch.int32,
     "loss": torch.bool,
 }
-INPUT_BYTES_PER_TOKEN = 13  # of the columns above
-SCALE_BYTES = 4  # float32, of each int8 vector
-MIN_QUANTISATION_RANGE = 1e-12  # lower bound of a vector's largest entry
+STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # of the columns above
+BYTES_PER_FEATURE_VECTOR_SCALE = 4  # float32, of each int8 vector
+MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12  # lower bound of a vector's largest entry
 
 
 def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return vectors (..., D) as int8, and the scale of each vector, (...,) float32. The largest
     entry of a vector becomes 127."""
-    scale = states.abs().amax(-1).float().clamp(min=MIN_QUANTISATION_RANGE) / 127
+    scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_RANGE) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
 
@@ -103,8 +105,11 @@ def feature_dependencies(
 
 def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: str) -> int:
     """Return the bytes of one stored sequence of `length` tokens. store: bfloat16 or int8."""
-    vector_bytes = {"bfloat16": 2 * hidden_size, "int8": hidden_size + SCALE_BYTES}[store]
-    return length * ((num_layers + 1) * vector_bytes + INPUT_BYTES_PER_TOKEN)
+    vector_bytes = {
+        "bfloat16": 2 * hidden_size,
+        "int8": hidden_size + BYTES_PER_FEATURE_VECTOR_SCALE,
+    }[store]
+    return length * ((num_layers + 1) * vector_bytes + STORED_INPUT_COLUMN_BYTES_PER_TOKEN)
 
 
 @torch.no_grad()
@@ -140,14 +145,14 @@ def write_features(
             existing,
             manifest,
             message,
-            ignored_prefixes=("shards", "sha256", *OPTIONS_WITHOUT_INFLUENCE),
+            ignored_prefixes=("shards", "sha256", *OPTIONS_NOT_CHANGING_STORED_FEATURES),
         )
         manifest = existing
 
     sequence_bytes = count_stored_bytes(
         config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
-    shard_size = max(1, MAX_SHARD_BYTES // sequence_bytes)
+    shard_size = max(1, APPROXIMATE_FEATURE_SHARD_BYTES // sequence_bytes)
     for temporary in out.glob(".shard-*"):  # of a run that was killed
         temporary.unlink()
     num_stored = sum(shard["rows"] for shard in manifest["shards"])
@@ -189,7 +194,9 @@ def compute_stored_row(
     features = target.compute_packed_features(ids, positions, documents, layers)
     context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
 
-    stored = {name: row[name].to(dtype) for name, dtype in INPUT_COLUMN_DTYPES.items()}
+    stored = {
+        name: row[name].to(dtype) for name, dtype in STORED_FEATURE_INPUT_COLUMN_DTYPES.items()
+    }
     for name, states in (("context", context), ("last", features.last_hidden_states[0])):
         if store == "int8":
             states, scale = quantise_vectors(states)
@@ -288,7 +295,7 @@ class StoredFeatures:
         if set(dependencies["layers"]) <= set(stored["layers"]):
             stored["layers"] = dependencies["layers"]
         message = f"{self.folder} has features of another {{keys}}"
-        refuse_changed_settings(stored, dependencies, message, OPTIONS_WITHOUT_INFLUENCE)
+        refuse_changed_settings(stored, dependencies, message, OPTIONS_NOT_CHANGING_STORED_FEATURES)
 
     def select_layers(self, layers: tuple[int, ...]) -> None:
         """Let sequences have the features of these layers only. All must be stored."""
@@ -316,7 +323,7 @@ class StoredFeatures:
             row = {}
             for name in opened.keys():  # noqa: SIM118
                 row[name] = opened.get_slice(name)[row_number]
-            if not {*INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
+            if not {*STORED_FEATURE_INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
                 raise ValueError(f"its columns are {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(f"{file} is truncated or altered ({error})") from error

@@ -36,7 +36,7 @@ from train.step import train_step
 
 # The run ends after so many consecutive steps whose loss or gradient is not finite.
 MAX_CONSECUTIVE_SKIPPED_STEPS = 5
-MAX_LISTED_ROWS = 16
+MAX_ROWS_LISTED_FOR_SKIPPED_STEP = 16
 
 
 def train(config: TrainConfig) -> Path:
@@ -167,7 +167,7 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
     step = metrics["step"]
     batch = run.config.optim.batch_size
     rows = []
-    for i in range(min(batch, MAX_LISTED_ROWS)):
+    for i in range(min(batch, MAX_ROWS_LISTED_FOR_SKIPPED_STEP)):
         index = (step - 1) * batch + i
         rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
     subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"

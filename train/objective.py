@@ -30,7 +30,7 @@ from infer.targets.support import IDENTITY_LOGIT_SCALE, LogitScale
 from train.chunk_plan import ChunkBounds, ChunkPlan, plan_chunks
 from train.comparison import compare_rows, prepare_teacher
 from train.config import ObjectiveConfig
-from train.divergences import DIVERGENCE_TABLE, WEIGHTING_TABLE
+from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 
 
 class BlockLoss(NamedTuple):
@@ -55,7 +55,7 @@ def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
     """Return the weights of the drafted positions t = 1 .. L, (L,) float32, without the factor
     that depends on the drafter (`Weighting.block_factor`)."""
     steps = torch.arange(num_drafted, dtype=torch.float32)
-    return WEIGHTING_TABLE[config.position_weights].position_weights(steps, config)
+    return POSITION_WEIGHTINGS_BY_NAME[config.position_weights].position_weights(steps, config)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def compute_divergence(
     drafter_head: (V, D) float32, the drafter's own head; None: it uses the target's.
     correction: of a conditional head, added to the scaled logits.
 
-    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of WEIGHTING_TABLE.
+    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of POSITION_WEIGHTINGS_BY_NAME.
     `config.unary` times the divergence of the uncorrected logits is added. Logits and probabilities
     are float32, or float64 for float64 inputs. Rows of weight 0 are not computed.
     """
@@ -120,7 +120,7 @@ class _DivergenceFunction(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[:4]
         needs_matrix_gradient = needs_gradient[1] or needs_gradient[3]
         weights = inputs.weights
-        block_factor = WEIGHTING_TABLE[inputs.config.position_weights].block_factor
+        block_factor = POSITION_WEIGHTINGS_BY_NAME[inputs.config.position_weights].block_factor
 
         def compute_row_weights(label_probs: torch.Tensor) -> torch.Tensor:  # (G, L)
             if block_factor is None:

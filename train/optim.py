@@ -17,7 +17,7 @@ ADAMW_TOKEN_TABLE_NAMES = (
     "embed_tokens.weight",
     "lm_head.weight",
     "layer_fusion_weights",
-    *heads.TOKEN_TABLE_NAMES,
+    *heads.HEAD_TOKEN_TABLE_WEIGHT_NAMES,
 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from data.chat import NO_ANSWER_REASON
+from data.chat import NO_ANSWER_EXCLUSION_REASON
 from data.counts import ExampleCounts
 from data.packing import CountedDataset, prepare_packed_dataset
 from data.rows import expand_mixture
@@ -147,7 +147,7 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
         )
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
-        if prepared.dataset is None and NO_ANSWER_REASON in prepared.counts.excluded:
+        if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
             return (
                 "unknown: questions without answers, ./launch.sh regenerate lets the target "
                 "generate them"

@@ -26,7 +26,7 @@ from infer.targets.target import Features, Target
 from infer.utils.errors import RunAborted
 from train.batches import draw_blocks, first_draw_index
 from train.blocks import Blocks
-from train.comparison import MASKED_LOGIT
+from train.comparison import LOGIT_OF_NON_CANDIDATE_TOKENS
 from train.config import TrainConfig
 from train.divergences import DIVERGENCE_TABLE
 from train.engine import compute_dtype, split_batch
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from train.features import StoredFeatures
 
-NUM_CHECKED_BLOCKS = 3
+TRAINING_SELF_CHECK_BLOCK_COUNT = 3
 # Allowed error of a position's divergence, relative to the divergence or to one nat, whichever is
 # larger. In float32 it limits the largest error. Otherwise it limits the mean, because bfloat16 has
 # three digits, and a document alone is rounded differently from one in a packed sequence. On the
 # embedded target (12 layers, 24 batches, both families) the largest error in float32 was 1.4e-6,
 # and in bfloat16 0.013 at one position; larger targets round more often.
-MAX_FLOAT32_ERROR = 1e-4
-MAX_MEAN_ROUNDED_ERROR = 0.05
+MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
+MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
 
 class TrainingLossCheck:
@@ -78,12 +78,12 @@ class TrainingLossCheck:
         # target needs all processes.
         valid_slots = self.blocks.valid.nonzero().tolist() or [[0, 0]]
         self.checked_slots = []  # (row of the batch, anchor slot)
-        for i in range(NUM_CHECKED_BLOCKS):
-            index = i * (len(valid_slots) - 1) // (NUM_CHECKED_BLOCKS - 1)
+        for i in range(TRAINING_SELF_CHECK_BLOCK_COUNT):
+            index = i * (len(valid_slots) - 1) // (TRAINING_SELF_CHECK_BLOCK_COUNT - 1)
             self.checked_slots.append(valid_slots[index])
         plain = _PlainComputation(drafter, target, config, self.batch, self.blocks)
         expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
-        self.expected = torch.stack(expected)  # (NUM_CHECKED_BLOCKS, L)
+        self.expected = torch.stack(expected)  # (TRAINING_SELF_CHECK_BLOCK_COUNT, L)
 
     def compare(self, result: BlockLoss) -> str:
         """Compare with the training step's result for `batch` and `blocks`; return a sentence for
@@ -91,16 +91,16 @@ class TrainingLossCheck:
         num_slots = self.blocks.anchors.shape[1]
         actual = torch.stack(
             [result.divergences[row * num_slots + slot] for row, slot in self.checked_slots]
-        )  # (NUM_CHECKED_BLOCKS, L)
+        )  # (TRAINING_SELF_CHECK_BLOCK_COUNT, L)
         errors = (actual - self.expected).abs() / self.expected.abs().clamp(min=1)
         if self.is_exact:
             error = errors.max().item()
-            limit = MAX_FLOAT32_ERROR
+            limit = MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR
             statistic = "at most"
         else:
             num_positions = self.expected.count_nonzero().clamp(min=1)
             error = (errors.sum() / num_positions).item()
-            limit = MAX_MEAN_ROUNDED_ERROR
+            limit = MAX_TRAINING_SELF_CHECK_MEAN_ERROR
             statistic = "on average"
 
         is_within_limit = error <= limit  # false for NaN
@@ -113,7 +113,7 @@ class TrainingLossCheck:
                 "compile=false turns compilation off, self_check=false this check"
             )
         return (
-            f"self-check: {NUM_CHECKED_BLOCKS} blocks computed one at a time differ from the "
+            f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ from the "
             "training step by "
             f"{statistic} {error:.1e}"
         )
@@ -224,8 +224,10 @@ class _PlainComputation:
                 correction = conditioned.correction[t].to(target.dtype)
                 logits, excluded = self.apply_correction(uncorrected, correction, label)
 
-            compared_log_p = log_p.masked_fill(excluded, MASKED_LOGIT).log_softmax(-1)
-            log_q = logits.masked_fill(excluded, MASKED_LOGIT).log_softmax(-1)
+            compared_log_p = log_p.masked_fill(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS).log_softmax(
+                -1
+            )
+            log_q = logits.masked_fill(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS).log_softmax(-1)
             divergences[t] = formula(compared_log_p, log_q, label)
             if config.marginal_weight:
                 divergences[t] += config.marginal_weight * formula(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.attention.masks import QUERIES_PER_CHUNK
+from infer.attention.masks import QUERIES_PER_MASK_CHUNK
 from infer.drafters.build import create_drafter
 from infer.drafters.heads.base import get_draft_vocab_size
 from infer.targets.support import get_head_size, get_mlp_size, get_num_key_heads
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # gradients that ZeRO gathers before it reduces them, DeepSpeed's default
-ZERO_BUCKET_GRADIENTS = 500_000_000
+GRADIENTS_PER_ZERO_BUCKET = 500_000_000
 MAX_MEMORY_SHARE = 0.9  # fraction of a device's memory that a step may be planned to need
 FLOAT32_BYTES = 4
 
@@ -117,7 +117,7 @@ def estimate_step_memory(
     if is_single_pass:  # gradients are allocated while activations are freed
         gradients = max(0, gradients - activations["saved"])
     if stage:
-        gradients += FLOAT32_BYTES * min(parameters, ZERO_BUCKET_GRADIENTS)
+        gradients += FLOAT32_BYTES * min(parameters, GRADIENTS_PER_ZERO_BUCKET)
 
     # the target's pass ends before the drafter's activations exist
     target_pass = target_itemsize * shape.context_tokens
@@ -170,7 +170,7 @@ def _estimate_activations(
 
     mask = 0
     if not cuda:  # each group of queries sees so many keys
-        mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_CHUNK)
+        mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
     # before the first layer and after the last one
     outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.queries) * hidden
     saved_per_layer = layer

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-QUERIES_PER_CHUNK = 64  # queries of a `MaskChunk`
+QUERIES_PER_MASK_CHUNK = 64  # queries of a `MaskChunk`
 FLEX_TILE_SIZE = 128  # queries, and keys, of a tile of FlexAttention's block masks
 # The keys from `start` up to, but not including, `end` of every query: (B, Q) int64 each.
 KeyRange = tuple[torch.Tensor, torch.Tensor]
@@ -115,8 +115,8 @@ class AttentionMask:
         to, which are most keys."""
         chunks = []
         rows, queries = self.key_ranges[0][0].shape
-        for row, first in product(range(rows), range(0, queries, QUERIES_PER_CHUNK)):
-            query_slice = slice(first, min(first + QUERIES_PER_CHUNK, queries))
+        for row, first in product(range(rows), range(0, queries, QUERIES_PER_MASK_CHUNK)):
+            query_slice = slice(first, min(first + QUERIES_PER_MASK_CHUNK, queries))
             ranges = [
                 (starts[row : row + 1, query_slice], ends[row : row + 1, query_slice])
                 for starts, ends in self.key_ranges

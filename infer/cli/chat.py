@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.cli.serve import ServeCommand, open_served_engine
-from infer.serving.config import KEY_VARIABLE
-from infer.utils.checks import TEXT_OR_FILE, require_at_least
+from infer.serving.config import API_KEY_ENVIRONMENT_VARIABLE
+from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, require_at_least
 from infer.utils.progress import HEARTBEAT
 
 ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
-MAX_RESPONSE_ERROR_CHARACTERS = 400  # of a server's response in an error message
+MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = 400  # of a server's response in an error message
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
 
@@ -51,8 +51,8 @@ class ChatCommand(ServeCommand):
     """
 
     url: str | None = None
-    system: str = field(default="", metadata={TEXT_OR_FILE: True})
-    prompt: str = field(default="", metadata={TEXT_OR_FILE: True})
+    system: str = field(default="", metadata={TEXT_OR_FILE_METADATA_KEY: True})
+    prompt: str = field(default="", metadata={TEXT_OR_FILE_METADATA_KEY: True})
     temperature: float = 0.0
     max_tokens: int | None = 256
 
@@ -106,7 +106,7 @@ def stream_chunks(
             response.read()
             raise ValueError(
                 f"the server refused the request ({response.status_code}): "
-                f"{response.text[:MAX_RESPONSE_ERROR_CHARACTERS]}"
+                f"{response.text[:MAX_QUOTED_SERVER_RESPONSE_CHARACTERS]}"
             )
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -194,7 +194,7 @@ def run(config: ChatCommand, console: Console | None = None) -> None:
 def run_conversation(config: ChatCommand, url: str, console: Console) -> None:
     """Send the user's questions to the server at an address, and print the answers."""
     messages = [{"role": "system", "content": config.system}] if config.system else []
-    key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(API_KEY_ENVIRONMENT_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No limit for reading: an answer may take long.
     timeout = httpx.Timeout(CHAT_CONNECT_TIMEOUT_SECONDS, read=None)
@@ -222,7 +222,7 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(
             f"no server answers at {url} ({error}): start one with ./launch.sh serve, give "
-            f"target=... to chat without one, or set {KEY_VARIABLE} to the server's key"
+            f"target=... to chat without one, or set {API_KEY_ENVIRONMENT_VARIABLE} to the server's key"
         ) from error
     legend = Text.assemble(
         ("accepted draft", ACCEPTED_STYLE),

@@ -12,7 +12,7 @@ from data.rows import DataConfig, refuse_embedded_answers
 from infer.cli.models import CommandWithTarget
 from infer.utils.checks import require_at_least
 
-MAX_SAMPLED_EXAMPLES = 2000  # the first examples, whose lengths are reported
+EXAMPLES_IN_LENGTH_STATISTICS = 2000  # the first examples, whose lengths are reported
 
 
 @dataclass
@@ -58,7 +58,7 @@ def run(config: DataCommand) -> None:
     refuse_empty_dataset(prepared.counts)
     sample = []
     stored_examples = cast(Iterable[dict], load_mixed_examples(config.data).dataset)
-    for stored in islice(stored_examples, MAX_SAMPLED_EXAMPLES):
+    for stored in islice(stored_examples, EXAMPLES_IN_LENGTH_STATISTICS):
         example = json.loads(stored["row"])
         with suppress(ExampleError):  # such examples are among the counts
             # A length of sys.maxsize: not split to fit into packed sequences.

@@ -31,7 +31,7 @@ class DoctorCommand(CommandWithTarget):
             )
 
 
-PROMPT_TOKENS_TO_MEASURE = 64
+DOCTOR_PROMPT_TOKENS = 64
 
 
 def run(config: DoctorCommand) -> None:
@@ -50,10 +50,10 @@ def run(config: DoctorCommand) -> None:
             "this command need"
         )
     if reference is None:
-        texts = load_outside_prompts(target.tokenizer, PROMPT_TOKENS_TO_MEASURE, False)
+        texts = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, False)
         chats = texts
         if target.tokenizer.chat_template is not None:
-            chats = load_outside_prompts(target.tokenizer, PROMPT_TOKENS_TO_MEASURE, True)
+            chats = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, True)
         # Texts and chats alternate.
         prompts = [(chats if i % 2 else texts)[i] for i in range(len(texts))]
         with report_activity(f"measuring the drafter's acceptance on {len(prompts)} prompts"):

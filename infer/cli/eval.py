@@ -12,7 +12,7 @@ from data.suites import SuiteConfig
 from infer.cli.models import CommandWithDrafter, MaskedConfig, load_target_and_drafter
 from infer.config import EvaluationConfig
 from infer.evaluation.tables import format_headline
-from infer.targets.masked_models import MASKED_DIFFUSION, is_masked_diffusion
+from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, is_masked_diffusion
 from infer.utils.progress import Progress
 
 
@@ -24,7 +24,7 @@ class CommandWithData(CommandWithDrafter):
     evaluation: see EvaluationConfig in infer/config.py
     """
 
-    SECTIONS_FROM_RUN: ClassVar[tuple[str, ...]] = ("target", "data")
+    OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target", "data")
     data: DataConfig = field(default_factory=DataConfig, kw_only=True)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)
 
@@ -86,7 +86,7 @@ def run(config: EvalCommand) -> None:
     progress = Progress("evaluating", "prompts", minutes=options.max_minutes)
     if masked:
         prompt_ids = [prompt.ids for prompt in prompts]
-        result = resolve_name(MASKED_DIFFUSION.evaluate)(
+        result = resolve_name(MASKED_DIFFUSION_TARGET_KIND.evaluate)(
             target, prompt_ids, options, config.masked, progress
         )
     else:

@@ -12,7 +12,7 @@ from infer.cli.models import (
     resolve_decode_options,
 )
 from infer.config import DecodeOptions
-from infer.utils.checks import TEXT_OR_FILE, check_nested_options
+from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, check_nested_options
 
 
 @dataclass
@@ -33,7 +33,9 @@ class GenerateCommand(CommandWithDrafter):
     """
 
     checkpoint: str = "${target.path}"
-    prompt: str = field(default="import os\n\ndef main():\n", metadata={TEXT_OR_FILE: True})
+    prompt: str = field(
+        default="import os\n\ndef main():\n", metadata={TEXT_OR_FILE_METADATA_KEY: True}
+    )
     chat: bool | None = None
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
     masked: MaskedConfig = field(default_factory=MaskedConfig)

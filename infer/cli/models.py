@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from infer.config import DecodeOptions, LoadedConfig, TargetConfig
 from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.targets.masked_models import (
-    MASKED_DIFFUSION,
+    MASKED_DIFFUSION_TARGET_KIND,
     NoOptions,
     is_masked_diffusion,
     masked_diffusion_options_class,
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 else:
     MaskedConfig = masked_diffusion_options_class()
 
-NEUTRAL_DRAFTER_OPTIONS = (None, "none", "auto")
+OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
 
 
 @dataclass
 class CommandWithTarget:
-    """Options of a command that uses a target. SECTIONS_FROM_RUN: options that are taken from the
+    """Options of a command that uses a target. OPTION_SECTIONS_TAKEN_FROM_RUN: options that are taken from the
     training run of the checkpoint, unless they are given.
 
     target: see TargetConfig in infer/config.py
     """
 
-    SECTIONS_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
+    OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ def resolve_decode_options(
     Raises ValueError for options that a masked diffusion model does not support.
     """
     if is_masked_diffusion(target_config.path):
-        return resolve_name(MASKED_DIFFUSION.merge_options)(decoding, masked)
+        return resolve_name(MASKED_DIFFUSION_TARGET_KIND.merge_options)(decoding, masked)
     return decoding
 
 
@@ -75,7 +75,7 @@ def load_target_and_drafter(
     model. Raises ValueError as `load_target_and_drafters` does.
     """
     if is_masked_diffusion(target_config.path):
-        load_masked = resolve_name(MASKED_DIFFUSION.load)
+        load_masked = resolve_name(MASKED_DIFFUSION_TARGET_KIND.load)
         model = load_masked(
             target_config.path,
             target_config.dtype,
@@ -129,7 +129,7 @@ def _load_drafters(
     set_options = [
         f"drafter.{name}={value}"
         for name, value in load_options.items()
-        if value not in NEUTRAL_DRAFTER_OPTIONS
+        if value not in OPTION_VALUES_NEEDING_NO_DRAFTER
     ]
     if load_options["quantization"] == "auto":
         load_options["quantization"] = target_config.quantization

@@ -22,7 +22,7 @@ from infer.utils.checks import check_nested_options, require_at_least, require_p
 if TYPE_CHECKING:
     from infer.serving.regeneration_task import PromptExample
 
-TEXT_PROMPT_TOKENS = 96  # first tokens of a text without a prompt, used as its prompt
+TEXT_PREFIX_TOKENS_AS_PROMPT = 96  # first tokens of a text without a prompt, used as its prompt
 MAX_FAILED_EXAMPLES = 100  # more end the run
 
 
@@ -245,7 +245,7 @@ class Regeneration:
             "target": config.target.path,
             "server": config.server,
             "data": asdict(config.data),
-            "prompt_tokens": TEXT_PROMPT_TOKENS,
+            "prompt_tokens": TEXT_PREFIX_TOKENS_AS_PROMPT,
             "shard": config.shard,
         }
         settings |= select_output_options(options)
@@ -352,7 +352,7 @@ def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[P
             continue
         prompt = row["prompt"]
         if not prompt:
-            ids = tokenizer(row["text"])["input_ids"][:TEXT_PROMPT_TOKENS]
+            ids = tokenizer(row["text"])["input_ids"][:TEXT_PREFIX_TOKENS_AS_PROMPT]
             prompt = tokenizer.decode(ids, skip_special_tokens=True)
         yield PromptExample(index, prompt)
 

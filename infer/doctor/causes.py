@@ -28,11 +28,11 @@ from infer.targets.target import Target
 
 # Share of the answers' tokens that must be the target's own greedy choice. Rounding alone leaves a
 # higher share.
-MIN_TARGET_AGREEMENT = 0.98
+MIN_TARGET_GREEDY_AGREEMENT_SHARE = 0.98
 # Without a card, another reading of the drafter must accept so many times the drafts.
-MIN_IMPROVEMENT_RATIO = 1.25
+MIN_DOCTOR_ACCEPTANCE_GAIN_RATIO = 1.25
 LONG_CONTEXT_ANSWER_TOKENS = 512  # replayed at the end of a long context
-SHORT_WINDOW_TOKENS = 256  # what the drafter sees there instead of the whole context
+DOCTOR_SHORT_WINDOW_TOKENS = 256  # what the drafter sees there instead of the whole context
 
 
 def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) -> int:
@@ -99,7 +99,7 @@ def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
 def detect_other_target(comparison: AcceptanceComparison) -> str | None:
     """Describe answers with too many tokens that are not the target's own greedy choice."""
     agreement = comparison.target_agreement
-    if agreement >= MIN_TARGET_AGREEMENT:
+    if agreement >= MIN_TARGET_GREEDY_AGREEMENT_SHARE:
         return None
     return f"{100 * agreement:.1f} % of its tokens are this target's own"
 
@@ -139,20 +139,22 @@ def detect_long_context(comparison: AcceptanceComparison) -> str | None:
     draft_length = drafter.block_size - 1
     [full_context] = replay_chains(target, drafter, states, feature_layers, draft_length)
     windowed = copy_with_config(drafter)
-    limit_attention_window(windowed, SHORT_WINDOW_TOKENS)
+    limit_attention_window(windowed, DOCTOR_SHORT_WINDOW_TOKENS)
     [short_window] = replay_chains(target, windowed, states, feature_layers, draft_length)
 
-    is_better = short_window.mean_accepted >= MIN_IMPROVEMENT_RATIO * full_context.mean_accepted
+    is_better = (
+        short_window.mean_accepted >= MIN_DOCTOR_ACCEPTANCE_GAIN_RATIO * full_context.mean_accepted
+    )
     if not is_better or not is_significantly_lower(full_context, short_window):
         return None
     return (
         f"{1 + full_context.mean_accepted:.2f} tokens a round after {context_length} others, "
-        f"{1 + short_window.mean_accepted:.2f} where it sees the last {SHORT_WINDOW_TOKENS}"
+        f"{1 + short_window.mean_accepted:.2f} where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
     )
 
 
 # Advice: {checkpoint} and {target} are filled in, and {} stands for the variation's label.
-ADAPT_ADVICE = (
+RETRAIN_DRAFTER_ADVICE = (
     "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl "
     "data.path=<texts that this target wrote> name=adapted (docs/training.md, another fine-tune)"
 )
@@ -228,9 +230,10 @@ LOW_ACCEPTANCE_CAUSES = (
         detect_other_target,
         folder_advice=(
             "evaluate with the target that the drafter was trained for, or adapt the drafter: "
-            + ADAPT_ADVICE
+            + RETRAIN_DRAFTER_ADVICE
         ),
-        engine_advice="serve the target in the card's dtype, or adapt the drafter: " + ADAPT_ADVICE,
+        engine_advice="serve the target in the card's dtype, or adapt the drafter: "
+        + RETRAIN_DRAFTER_ADVICE,
     ),
     LowAcceptanceCause("tapped layers off by one", variations=vary_layers),
     LowAcceptanceCause("features taken behind a norm", variations=vary_norm),
@@ -246,14 +249,14 @@ LOW_ACCEPTANCE_CAUSES = (
         ),
     ),
 )
-WINDOW_ADVICE = (
-    f"drafter.sliding_window={SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: "
+LIMIT_DRAFTER_WINDOW_ADVICE = (
+    f"drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: "
     "--speculative-dflash-draft-window-size)"
 )
 # No cause of a difference between two measurements: it is looked for where there is no difference.
-LONG_CONTEXT_CAUSE = LowAcceptanceCause(
+LONG_CONTEXT_ACCEPTANCE_CAUSE = LowAcceptanceCause(
     "trained on shorter texts",
     detect_long_context,
-    folder_advice=WINDOW_ADVICE,
-    engine_advice=WINDOW_ADVICE,
+    folder_advice=LIMIT_DRAFTER_WINDOW_ADVICE,
+    engine_advice=LIMIT_DRAFTER_WINDOW_ADVICE,
 )

@@ -12,9 +12,9 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
 # Fewer accepted drafts than this share of the expected ones are more than rounding explains.
-MIN_ACCEPTED_RATIO = 0.95
+MIN_MEASURED_TO_EXPECTED_ACCEPTANCE = 0.95
 # A difference of more standard errors than this is more than chance explains.
-MAX_STANDARD_ERRORS = 2
+MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class AcceptanceComparison:
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:
     """Return whether fewer drafts are accepted than rounding and chance explain."""
     standard_error = math.hypot(counts.standard_error, expected.standard_error)
-    rounding_limit = MIN_ACCEPTED_RATIO * expected.mean_accepted
-    chance_limit = expected.mean_accepted - MAX_STANDARD_ERRORS * standard_error
+    rounding_limit = MIN_MEASURED_TO_EXPECTED_ACCEPTANCE * expected.mean_accepted
+    chance_limit = expected.mean_accepted - MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS * standard_error
     return counts.mean_accepted < min(rounding_limit, chance_limit)
 
 

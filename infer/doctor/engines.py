@@ -16,9 +16,11 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, Refe
 
 ENGINE_CONNECT_TIMEOUT_SECONDS = 10
 ENGINE_READ_TIMEOUT_SECONDS = 600
-MAX_EXTRA_POSITIONS = 64  # counters of an engine that drafts more tokens than a block has
-MAX_SHOWN_ERROR_CHARACTERS = 200
-SENDS_PER_PROMPT = 2  # the second one finds the prompt in the engine's prefix cache
+MAX_COUNTERS_BEYOND_BLOCK_SIZE = (
+    64  # counters of an engine that drafts more tokens than a block has
+)
+MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
+DOCTOR_REQUESTS_PER_PROMPT = 2  # the second one finds the prompt in the engine's prefix cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class EngineCounters:
     supports_cache_salt: bool = False
 
 
-KNOWN_ENGINE_COUNTERS = (
+ACCEPTANCE_COUNTERS_OF_ENGINES = (
     EngineCounters(
         "vLLM",
         "vllm:spec_decode_num_drafts",
@@ -94,8 +96,8 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
         texts=[read_answer_text(answer) for answer in answers],
         answer_ids=answer_ids,
         prompt_tokens=prompt_tokens,
-        acceptance_by_answer=acceptance[::SENDS_PER_PROMPT],
-        repeated_acceptance=acceptance[1::SENDS_PER_PROMPT],
+        acceptance_by_answer=acceptance[::DOCTOR_REQUESTS_PER_PROMPT],
+        repeated_acceptance=acceptance[1::DOCTOR_REQUESTS_PER_PROMPT],
         drafts_per_round=total.get(counters.drafted, 0) / rounds,
         incomparable_options=incomparable_options,
     )
@@ -113,16 +115,16 @@ def request_answers(
         # A new salt keeps the prompt out of what the prefix cache holds already.
         salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
         max_tokens = choose_num_tokens_to_request(reference_answer, reference)
-        for _ in range(SENDS_PER_PROMPT):
+        for _ in range(DOCTOR_REQUESTS_PER_PROMPT):
             answers.append(request_answer(client, model, reference_answer, max_tokens, salt))
             snapshots.append(read_counters(client))
-    return answers[::SENDS_PER_PROMPT], snapshots
+    return answers[::DOCTOR_REQUESTS_PER_PROMPT], snapshots
 
 
 def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
     """Return the counters of the engine that has these values on /metrics. Raises ValueError for an
     engine without known counters of drafts."""
-    for counters in KNOWN_ENGINE_COUNTERS:
+    for counters in ACCEPTANCE_COUNTERS_OF_ENGINES:
         if counters.rounds in values:
             return counters
     raise ValueError(
@@ -149,7 +151,7 @@ def read_acceptance(
 ) -> AcceptanceCounts:
     """Return the accepted drafts from an engine's counters. There is an entry for each position of
     a block, and for further ones up to the last that is not 0."""
-    positions = range(reference.block_size + MAX_EXTRA_POSITIONS)
+    positions = range(reference.block_size + MAX_COUNTERS_BEYOND_BLOCK_SIZE)
     accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
     while len(accepted) >= reference.block_size and not accepted[-1]:
         accepted.pop()
@@ -222,7 +224,7 @@ def request_answer(
     if response.status_code != 200:
         raise ValueError(
             f"url={client.base_url}: it refused a prompt ({response.status_code}): "
-            f"{response.text[:MAX_SHOWN_ERROR_CHARACTERS]}"
+            f"{response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
         )
     return response.json()
 

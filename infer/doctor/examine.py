@@ -8,9 +8,9 @@ from functools import cache
 from typing import NamedTuple
 
 from infer.doctor.causes import (
-    LONG_CONTEXT_CAUSE,
+    LONG_CONTEXT_ACCEPTANCE_CAUSE,
     LOW_ACCEPTANCE_CAUSES,
-    MIN_IMPROVEMENT_RATIO,
+    MIN_DOCTOR_ACCEPTANCE_GAIN_RATIO,
     LowAcceptanceCause,
 )
 from infer.doctor.comparison import (
@@ -26,11 +26,11 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
 # share of a difference that a variation must explain to be named as its cause
-MIN_EXPLAINED_SHARE = 0.5
+MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
 # the same if acceptance is not low: the drafter is read differently at little cost
-MIN_EXPLAINED_SHARE_IF_NOT_LOW = 0.8
+MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
 # Variations are replayed from this relative difference on, even if acceptance is not low.
-MIN_EXAMINED_DIFFERENCE = 0.01
+MIN_EXAMINED_ACCEPTANCE_DIFFERENCE = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
 # label and acceptance of everything that was measured
@@ -138,7 +138,7 @@ def diagnose_without_card(
         variation_results, key=lambda result: AcceptanceCounts.pool(result.acceptance).mean_accepted
     )
     acceptance = AcceptanceCounts.pool(best.acceptance)
-    min_accepted = MIN_IMPROVEMENT_RATIO * local.mean_accepted
+    min_accepted = MIN_DOCTOR_ACCEPTANCE_GAIN_RATIO * local.mean_accepted
     if acceptance.mean_accepted <= min_accepted or not is_significantly_lower(local, acceptance):
         return None
     label = best.variation.label
@@ -173,12 +173,12 @@ def make_healthy_diagnosis(
             "here. To compare that too, start it with decoding.method=chain "
             f"decoding.budget={local.reference.block_size - 1}."
         )
-    sentence = LONG_CONTEXT_CAUSE.detect(local)
+    sentence = LONG_CONTEXT_ACCEPTANCE_CAUSE.detect(local)
     if sentence is None:
         return Diagnosis(True, verdict, evidence)
-    verdict += f" But {LONG_CONTEXT_CAUSE.name}: {sentence}."
-    advice = LONG_CONTEXT_CAUSE.folder_advice
-    return Diagnosis(True, verdict, evidence, LONG_CONTEXT_CAUSE, advice)
+    verdict += f" But {LONG_CONTEXT_ACCEPTANCE_CAUSE.name}: {sentence}."
+    advice = LONG_CONTEXT_ACCEPTANCE_CAUSE.folder_advice
+    return Diagnosis(True, verdict, evidence, LONG_CONTEXT_ACCEPTANCE_CAUSE, advice)
 
 
 def diagnose_comparison(
@@ -211,7 +211,7 @@ def diagnose_comparison(
             return make_cause_diagnosis(cause, f"{sentence} ({summary})", evidence, advice)
 
     is_low = comparison.is_low
-    if not is_low and comparison.relative_difference < MIN_EXAMINED_DIFFERENCE:
+    if not is_low and comparison.relative_difference < MIN_EXAMINED_ACCEPTANCE_DIFFERENCE:
         return None
     compared = comparison.compared_acceptance
     results = replay_variations()
@@ -219,7 +219,9 @@ def diagnose_comparison(
     difference = max(1, count_difference(comparison.local_acceptance, compared))
     explained_share = 1 - count_difference(best.acceptance, compared) / difference
     all_evidence = evidence + list_evidence(results)
-    min_share = MIN_EXPLAINED_SHARE if is_low else MIN_EXPLAINED_SHARE_IF_NOT_LOW
+    min_share = (
+        MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE if is_low else MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE
+    )
     if explained_share >= min_share:
         label = best.variation.label
         verdict = f"{label} explains {100 * explained_share:.0f} % of {summary}"

@@ -4,7 +4,7 @@ The layouts of the families are built from the classes here.
 
 A required key that is missing or has a wrong value is a problem, and the drafter is not loaded. So
 is a key that makes the drafter compute something that this project's drafters do not
-(`NEUTRAL_VALUES` in key_rules.py). An unknown key is a problem too, as it may do the same. It is
+(`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in key_rules.py). An unknown key is a problem too, as it may do the same. It is
 only a warning where its name shows that it records how the drafter was made, or where its value is
 empty.
 
@@ -21,17 +21,17 @@ from transformers import Qwen3Config
 
 from infer.drafters.families import DRAFTER_FAMILIES, Family
 from infer.drafters.key_rules import (
-    BOOKKEEPING_WORDS,
-    IGNORED_KEYS,
+    DRAFTER_CONFIG_KEY_RULES,
+    IGNORED_DRAFTER_CONFIG_KEYS,
     IMAGE_ROPE_KEYS,
-    KEY_RULES,
-    NEUTRAL_VALUES,
+    ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY,
     OPTIONAL_ROPE_KEYS,
     REQUIRED_ROPE_KEYS,
     REQUIRED_SIZE_KEYS,
+    WORDS_IN_IGNORED_CONFIG_KEYS,
 )
 
-WRITTEN_KEYS = (  # keys of the public layout, in the order in which they are written
+WRITTEN_DRAFTER_CONFIG_KEYS = (  # keys of the public layout, in the order in which they are written
     *("architectures", "model_type", "block_size"),
     *(family.config_key for family in DRAFTER_FAMILIES.values()),
     *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window"),
@@ -75,7 +75,7 @@ class ParsedConfig:
 
 
 class CheckedKeys(dict[str, Any]):
-    """The keys of a config.json that have a rule in `KEY_RULES`, from all levels, with their
+    """The keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES`, from all levels, with their
     values checked.
 
     `raw` is the config.json, `objects` names the objects in it whose keys are read as if they were
@@ -98,11 +98,11 @@ class CheckedKeys(dict[str, Any]):
 
         values = dict(defaults) | self._flatten(raw, objects, key_names)
         for key, value in values.items():
-            if NEUTRAL_VALUES.get(key, value) != value:
+            if ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY.get(key, value) != value:
                 self.add_problem(key, f"is {value!r}, which this project's drafters do not support")
-            if key not in KEY_RULES:
+            if key not in DRAFTER_CONFIG_KEY_RULES:
                 continue
-            problem = KEY_RULES[key].find_problem(value)
+            problem = DRAFTER_CONFIG_KEY_RULES[key].find_problem(value)
             if problem is None:
                 self[key] = value
             else:
@@ -110,7 +110,11 @@ class CheckedKeys(dict[str, Any]):
 
         self.present_keys = values.keys()
         self.ties_embeddings = values.get("tie_word_embeddings") is True
-        allowed_keys = KEY_RULES.keys() | NEUTRAL_VALUES.keys() | IGNORED_KEYS
+        allowed_keys = (
+            DRAFTER_CONFIG_KEY_RULES.keys()
+            | ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY.keys()
+            | IGNORED_DRAFTER_CONFIG_KEYS
+        )
         for key in sorted(values.keys() - allowed_keys):
             self.report_unknown_key(key, values[key])
 
@@ -137,7 +141,7 @@ class CheckedKeys(dict[str, Any]):
                 key = key_names.get(layout_name, layout_name)
                 if value is None:
                     continue
-                if key in KEY_RULES and values.get(key, value) != value:
+                if key in DRAFTER_CONFIG_KEY_RULES and values.get(key, value) != value:
                     self.add_problem(key, f"is given twice, as {values[key]!r} and as {value!r}")
                 values[key] = value
         return values
@@ -145,7 +149,7 @@ class CheckedKeys(dict[str, Any]):
     def report_unknown_key(self, key: str, value: Any) -> None:
         """Describe an unknown key: as a warning if its name is bookkeeping or its value is empty or
         false, else as a problem."""
-        if not value or BOOKKEEPING_WORDS & set(key.lower().split("_")):
+        if not value or WORDS_IN_IGNORED_CONFIG_KEYS & set(key.lower().split("_")):
             self.warnings.append(f"config.json: the key {key} is unknown and ignored")
             return
         self.add_problem(
@@ -243,9 +247,9 @@ class CheckedKeys(dict[str, Any]):
             return {}
 
         required_keys = REQUIRED_ROPE_KEYS[rope_type]
-        for key in parameters.keys() & NEUTRAL_VALUES.keys():
+        for key in parameters.keys() & ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY.keys():
             value = parameters.pop(key)
-            if value != NEUTRAL_VALUES[key]:
+            if value != ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY[key]:
                 self.add_problem(key, f"is {value!r}, which this project's drafters do not support")
         for key in sorted(parameters.keys() - OPTIONAL_ROPE_KEYS - {*required_keys}):
             self.report_unknown_key(key, parameters.pop(key))
@@ -257,7 +261,7 @@ class CheckedKeys(dict[str, Any]):
 
         parameters = {"rope_theta": rope_theta} | parameters
         for key, value in parameters.items():
-            problem = KEY_RULES["rope_theta"].find_problem(value)
+            problem = DRAFTER_CONFIG_KEY_RULES["rope_theta"].find_problem(value)
             if problem is not None and type(value) is not bool:
                 self.add_problem(key, problem)
         return {"rope_type": rope_type} | parameters
@@ -335,4 +339,4 @@ def build_public_config(config: Qwen3Config) -> dict[str, Any]:
     if "sliding_attention" not in config.layer_types:
         keys["use_sliding_window"] = None
         keys["sliding_window"] = None
-    return {key: keys[key] for key in WRITTEN_KEYS if keys.get(key) is not None}
+    return {key: keys[key] for key in WRITTEN_DRAFTER_CONFIG_KEYS if keys.get(key) is not None}

@@ -68,7 +68,7 @@ class Family:
         return {"architectures": [self.architecture], self.config_key: family_config}
 
 
-_DSPARK_REFUSED = (
+_FEATURES_REFUSED_BY_DSPARK_FORMATS = (
     "not from anchor",
     "causal",
     "sliding",
@@ -76,7 +76,7 @@ _DSPARK_REFUSED = (
     "reduced vocabulary",
     "layer fusion",
 )
-_SPECULATORS_REFUSED = (
+_FEATURES_REFUSED_BY_SPECULATORS_FORMAT = (
     "full and causal",
     "recurrent",
     "normed",
@@ -84,7 +84,7 @@ _SPECULATORS_REFUSED = (
     "reduced selector vocabulary",
     "layer fusion",
 )
-_TRANSFORMERS_REFUSED = (
+_FEATURES_REFUSED_BY_TRANSFORMERS_FORMAT = (
     "from anchor",
     "causal",
     "raw",
@@ -115,18 +115,22 @@ _FAMILIES = (
                 ),
             ),
             "dspark": ExportFormat(
-                stores_embedding_and_head=True, heads=("markov",), refused_features=_DSPARK_REFUSED
+                stores_embedding_and_head=True,
+                heads=("markov",),
+                refused_features=_FEATURES_REFUSED_BY_DSPARK_FORMATS,
             ),
             "specforge": ExportFormat(
-                heads=("markov", "gru"), allows_no_head=False, refused_features=_DSPARK_REFUSED
+                heads=("markov", "gru"),
+                allows_no_head=False,
+                refused_features=_FEATURES_REFUSED_BY_DSPARK_FORMATS,
             ),
             "speculators": ExportFormat(
                 stores_embedding_and_head=True,
                 heads=("markov", "selector", "xpress"),
                 allows_convolutions=True,
-                refused_features=_SPECULATORS_REFUSED,
+                refused_features=_FEATURES_REFUSED_BY_SPECULATORS_FORMAT,
             ),
-            "transformers": ExportFormat(refused_features=_TRANSFORMERS_REFUSED),
+            "transformers": ExportFormat(refused_features=_FEATURES_REFUSED_BY_TRANSFORMERS_FORMAT),
             "gguf": ExportFormat(
                 stores_embedding_and_head=True,
                 heads=("selector", "markov"),

@@ -8,8 +8,8 @@ from torch import nn
 
 from infer.targets.target import Target
 
-MAX_INITIAL_LOGIT = 3.0  # the largest logit of a new drafter, over NUM_PROBE_TOKENS input tokens
-NUM_PROBE_TOKENS = 32
+MAX_LOGIT_OF_NEW_DRAFTER = 3.0  # the largest logit of a new drafter, over TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens
+TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS = 32
 
 
 def select_feature_layer(projection: nn.Linear, index: int) -> None:
@@ -22,12 +22,14 @@ def select_feature_layer(projection: nn.Linear, index: int) -> None:
 @torch.no_grad()
 def shrink_final_norm(norm: nn.RMSNorm, target: Target) -> None:
     """Scale the weight of a new drafter's final norm so that its logits are at most
-    MAX_INITIAL_LOGIT.
+    MAX_LOGIT_OF_NEW_DRAFTER.
 
     The layers of a new drafter hardly change their input. With a head that is tied to the
     embedding, the input token would get all probability.
     """
-    ids = torch.linspace(0, target.vocab_size - 1, NUM_PROBE_TOKENS, device=target.device).long()
+    ids = torch.linspace(
+        0, target.vocab_size - 1, TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS, device=target.device
+    ).long()
     states = norm(target.embed(ids).cpu().float()).to(target.head_weight)
     max_logit = target.compute_logits(states).float().abs().amax().item()
-    norm.weight.mul_(min(1.0, MAX_INITIAL_LOGIT / max_logit))
+    norm.weight.mul_(min(1.0, MAX_LOGIT_OF_NEW_DRAFTER / max_logit))

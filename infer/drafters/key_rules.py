@@ -26,7 +26,7 @@ def is_layer_type_list(value: Any) -> bool:
 
 
 # By kind of value: the check, and the description of allowed values in messages.
-VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+CONFIG_VALUE_CHECKS_BY_KIND: dict[str, tuple[Callable[[Any], bool], str]] = {
     "number": (is_positive_number, "a number above 0"),
     "flag": (lambda value: type(value) is bool, "true or false"),
     "object": (lambda value: type(value) is dict, "an object"),
@@ -37,7 +37,7 @@ VALUE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 class KeyRule(NamedTuple):
     """The allowed values of a key: integers in a range, one of `choices`, or a value of a kind of
-    `VALUE_CHECKS`."""
+    `CONFIG_VALUE_CHECKS_BY_KIND`."""
 
     kind: str = "integer"
     minimum: int = 1
@@ -55,7 +55,7 @@ class KeyRule(NamedTuple):
             if allowed and value > self.maximum:
                 return f"exceeds the limit of {self.maximum}"
         else:
-            check, expected = VALUE_CHECKS[self.kind]
+            check, expected = CONFIG_VALUE_CHECKS_BY_KIND[self.kind]
             allowed = check(value)
         return None if allowed else f"is {value!r}, expected {expected}"
 
@@ -67,25 +67,25 @@ REQUIRED_SIZE_KEYS = (
     "num_attention_heads",
     "vocab_size",
 )
-INTEGER_KEYS = (
+OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
     *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
     *("conv_group_size", "xpress_mlp_hidden"),
 )
 # The names of one flag: of vLLM and the DFlash authors, of vLLM, and of JetSpec.
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
-FLAG_KEYS = (
+BOOLEAN_DRAFTER_CONFIG_KEYS = (
     *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
     *("shifted", "qk_norm", "norm_twice", "layer_fusion"),
 )
-KEY_RULES = {
-    **dict.fromkeys((*REQUIRED_SIZE_KEYS, *INTEGER_KEYS), KeyRule()),
+DRAFTER_CONFIG_KEY_RULES = {
+    **dict.fromkeys((*REQUIRED_SIZE_KEYS, *OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS), KeyRule()),
     # Without these maxima, a huge model would be built before a tensor shows that they are wrong.
     "num_hidden_layers": KeyRule(maximum=1024),
     **dict.fromkeys(("block_size", "draft_length"), KeyRule(maximum=4096)),
     **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(minimum=0)),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), KeyRule("number")),
-    **dict.fromkeys((*CAUSAL_KEYS, *FLAG_KEYS), KeyRule("flag")),
+    **dict.fromkeys((*CAUSAL_KEYS, *BOOLEAN_DRAFTER_CONFIG_KEYS), KeyRule("flag")),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "chat_template_kwargs"), KeyRule("object")),
     "target_layer_ids": KeyRule("list"),
     "layer_types": KeyRule("layers"),
@@ -99,7 +99,7 @@ KEY_RULES = {
 }
 # Keys that change what a drafter computes, and the value with which it computes what the drafters
 # of this project do.
-NEUTRAL_VALUES: dict[str, Any] = {
+ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -144,7 +144,7 @@ REQUIRED_ROPE_KEYS = {  # by rope_type
 }
 # Keys that change nothing in what a drafter computes: other keys of published drafters, and those
 # that transformers writes into every config.json, or did before release 5.
-IGNORED_KEYS = {
+IGNORED_DRAFTER_CONFIG_KEYS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors"),
     *("max_anchors", "loss_decay_gamma", "torch_dtype", "confidence_head_alpha"),
     *("selector_loss_weight", "speculators_config", "speculators_model_type"),
@@ -160,7 +160,7 @@ IGNORED_KEYS = {
     *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
 } | Qwen3Config().to_dict().keys()
 # Words in names of keys that record how a drafter was made, and by whom.
-BOOKKEEPING_WORDS = {
+WORDS_IN_IGNORED_CONFIG_KEYS = {
     *("train", "training", "trained", "trainer", "loss", "lr", "epoch", "epochs", "seed"),
     *("optimizer", "dataset", "datasets", "version", "commit", "date", "author", "authors"),
     *("license", "url"),

@@ -21,9 +21,9 @@ from infer.targets.target import Target
 from infer.trees.vocabulary import FULL_VOCABULARY
 
 # Weight of the uniform distribution in each drafted distribution, so that every token is possible.
-UNIFORM_WEIGHT = 1e-4
-MAX_MATCH_TOKENS = 4  # longest suffix of the sequence that is searched in it
-MATCH_LENGTH_FACTOR = 8.0  # weight of a match relative to one that is a token shorter
+LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT = 1e-4
+MAX_LOOKUP_SUFFIX_TOKENS = 4  # longest suffix of the sequence that is searched in it
+LOOKUP_WEIGHT_FACTOR_PER_TOKEN = 8.0  # weight of a match relative to one that is a token shorter
 
 
 class LookupState:
@@ -58,7 +58,7 @@ class PromptLookup(nn.Module):
     """A drafter without weights that reads the tokens of a sequence and no features of the target.
 
     The distribution of a drafted position counts the tokens that followed earlier occurrences of
-    the sequence's suffix, at that distance. A match weighs MATCH_LENGTH_FACTOR times as much as one
+    the sequence's suffix, at that distance. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as one
     that is a token shorter; of equally long matches, a later one weighs more. A copy that reaches
     the end of the sequence repeats from its start. `block_size` includes the bonus token.
     """
@@ -108,8 +108,10 @@ class PromptLookup(nn.Module):
             compute_continuations(np.array([*sequence, token]), length, vocab_size)
             for sequence, token in zip(state.sequences, bonus.tolist(), strict=True)
         ]
-        matched = (1 - UNIFORM_WEIGHT) * np.stack(distributions)  # (B, L, V)
-        marginals = torch.from_numpy(np.log(matched + UNIFORM_WEIGHT / vocab_size)).float()
+        matched = (1 - LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT) * np.stack(distributions)  # (B, L, V)
+        marginals = torch.from_numpy(
+            np.log(matched + LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT / vocab_size)
+        ).float()
         return DraftedBlock(marginals.to(bonus.device))
 
 
@@ -125,13 +127,13 @@ def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) ->
 
     matched_tokens = np.ones(len(matches))
     still_matching = np.ones(len(matches), bool)
-    for distance in range(1, MAX_MATCH_TOKENS):
+    for distance in range(1, MAX_LOOKUP_SUFFIX_TOKENS):
         positions = matches - distance
         same_token = sequence[np.maximum(positions, 0)] == sequence[max(last - distance, 0)]
         still_matching &= (positions >= 0) & same_token & (distance <= last)
         matched_tokens += still_matching
 
-    weights = MATCH_LENGTH_FACTOR**matched_tokens * (1 + matches / len(sequence))
+    weights = LOOKUP_WEIGHT_FACTOR_PER_TOKEN**matched_tokens * (1 + matches / len(sequence))
     distributions = np.zeros((length, vocab_size))
     for slot in range(length):
         # A copy that reaches the end of the sequence starts again after the match.

@@ -16,7 +16,7 @@ from infer.attention.masks import AttentionMask, build_draft_mask
 
 # The most positions that one pass writes to a cache that drops what left the sliding window; a
 # block may be longer.
-MAX_SLIDING_PASS_POSITIONS = 64
+MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE = 64
 # Whether a layer is causal within the block, and its sliding window in positions or None.
 AttentionPattern = tuple[bool, int | None]
 
@@ -103,7 +103,7 @@ def allocate_cache(
     if len(windows) == len(patterns):
         max_window = max(windows)
         if not keep_all:
-            pass_positions = max(MAX_SLIDING_PASS_POSITIONS, block_size)
+            pass_positions = max(MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE, block_size)
             cache_capacity = max_window + max_window // 4 + 2 * pass_positions
     if cache_capacity >= capacity:
         cache_capacity = capacity

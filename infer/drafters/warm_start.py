@@ -26,8 +26,8 @@ from infer.targets.target import Target
 # to its input. It is more than the rounding of bfloat16.
 MAX_LAYER_DIFFERENCE = 0.05
 MAX_GATED_LAYER_DIFFERENCE = 1.0  # of a gated layer, which a layer without gates only approximates
-MIN_COMPARED_POSITIONS = 4
-NUM_GATE_TOKENS = 128  # random tokens over which gates are averaged
+MIN_WARM_START_COMPARED_POSITIONS = 4
+RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES = 128  # random tokens over which gates are averaged
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def layer_matches_target(
     candidate = deepcopy(layer)
     candidate.load_state_dict(weights, strict=False)
     # Convolutions act within a block, so the number of positions is a multiple of the block's.
-    num_blocks = math.ceil(MIN_COMPARED_POSITIONS / num_slots)
+    num_blocks = math.ceil(MIN_WARM_START_COMPARED_POSITIONS / num_slots)
     count = num_slots * num_blocks
     positions = torch.arange(count)[None]
     if gated:
@@ -159,7 +159,7 @@ def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | N
 
 @torch.no_grad()
 def measure_mean_gates(
-    layer: nn.Module, target: Target, tokens: int = NUM_GATE_TOKENS
+    layer: nn.Module, target: Target, tokens: int = RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES
 ) -> torch.Tensor:
     """Return the mean value (H E,) of each attention gate of a layer, over random tokens; 0.5 where
     the target's weights are not in memory."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from infer.drafters.base import Drafter
-from infer.engine.prefix_cache import PREFIX_BLOCK_TOKENS, BlockTensors
+from infer.engine.prefix_cache import PREFIX_CACHE_BLOCK_TOKENS, BlockTensors
 from infer.engine.sequence import Sequence
 from infer.engine.verification import AcceptedPath
 from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
 # Rounds without drafting after which the drafter's cache is brought up to date.
-MAX_PENDING_ROUNDS = 32
+MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
 @dataclass
@@ -114,7 +114,7 @@ class BatchState:
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
         )
-        if has_drafted or len(self.pending) == MAX_PENDING_ROUNDS:
+        if has_drafted or len(self.pending) == MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE:
             self.flush_to_drafter()
         self.pending.append(positions)
         if self.cache.padded_batch_size:
@@ -149,10 +149,10 @@ class BatchState:
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
         """Return copies of a block of a row's positions in the target's and the drafter's cache."""
-        target_block = self.cache.read_positions(row, start, PREFIX_BLOCK_TOKENS)
+        target_block = self.cache.read_positions(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
             return target_block, []
-        return target_block, self.draft_state.read(row, start, PREFIX_BLOCK_TOKENS)
+        return target_block, self.draft_state.read(row, start, PREFIX_CACHE_BLOCK_TOKENS)
 
 
 def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:

@@ -25,27 +25,40 @@ import numpy as np
 
 from infer.config import EngineConfig
 from infer.drafters.base import Drafter
-from infer.engine.round_cost import NODE_COUNTS, Calibration, RoundCostTable, get_calibration
+from infer.engine.round_cost import (
+    CANDIDATE_DRAFTED_NODE_COUNTS,
+    Calibration,
+    RoundCostTable,
+    get_calibration,
+)
 from infer.targets.target import Target, supports_ragged
 from infer.trees.tree import DraftTree
 
-MAX_VERIFIED_POSITIONS = 4096  # positions of all rows in one target pass, roots included
+MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = (
+    4096  # positions of all rows in one target pass, roots included
+)
 
-WARMUP_ROUNDS = 8  # rounds that draft before speeds are compared
-MAX_INITIAL_ROUND_NODES = 15  # maximum number of nodes of such a round
-WARMUP_COST_RATIO = 2  # maximum calibrated cost of such a round, relative to a baseline round
+ROUNDS_BEFORE_SPEED_COMPARISON = 8  # rounds that draft before speeds are compared
+MAX_NODES_BEFORE_SPEED_COMPARISON = 15  # maximum number of nodes of such a round
+MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
+    2  # maximum calibrated cost of such a round, relative to a baseline round
+)
 
 # Share of throughput that exploring the slower of drafting and baseline decoding may cost.
-MAX_EXPLORE_COST = 1 / 300
-MIN_EXPLORE_INTERVAL = 4  # rounds
+MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
+MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4  # rounds
 # Maximum number of rounds between explorations until the slower one has been measured.
-UNMEASURED_EXPLORE_INTERVAL = 16
-NEIGHBOUR_INTERVAL = 64  # rounds between explorations of the next larger number of nodes
+MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
+ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = (
+    64  # rounds between explorations of the next larger number of nodes
+)
 
-EMA_ROWS = 200  # rows of drafting rounds that acceptance statistics average over
+ACCEPTANCE_MOVING_AVERAGE_ROWS = (
+    200  # rows of drafting rounds that acceptance statistics average over
+)
 # Bin i contains log2 probabilities in (-i - 1, -i], the last bin all lower ones.
 ACCEPTANCE_BINS = 24
-PRIOR_TOKENS = 4  # pseudo-count of expected and accepted tokens
+ACCEPTANCE_PRIOR_PSEUDO_COUNT = 4  # pseudo-count of expected and accepted tokens
 
 
 class NodeBudget:
@@ -106,15 +119,19 @@ class AcceptanceTable:
         bins = bin_indices(log_probs)
         is_verified = np.arange(log_probs.shape[1]) < np.array(drafted_counts)[:, None]
         accepted_bins = [bins[row, node - 1] for row, path in enumerate(paths) for node in path]
-        decay = EMA_ROWS / (len(paths) + EMA_ROWS)
+        decay = ACCEPTANCE_MOVING_AVERAGE_ROWS / (len(paths) + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         probabilities = np.exp(log_probs[is_verified])
         expected = np.bincount(bins[is_verified], probabilities, ACCEPTANCE_BINS)
         accepted = np.bincount(accepted_bins, minlength=ACCEPTANCE_BINS)
         self.expected = decay * self.expected + expected
         self.accepted = decay * self.accepted + accepted
         # A bin with few verified nodes gets the factor of all bins together.
-        overall = (self.accepted.sum() + PRIOR_TOKENS) / (self.expected.sum() + PRIOR_TOKENS)
-        self.factors = (self.accepted + PRIOR_TOKENS * overall) / (self.expected + PRIOR_TOKENS)
+        overall = (self.accepted.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT) / (
+            self.expected.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT
+        )
+        self.factors = (self.accepted + ACCEPTANCE_PRIOR_PSEUDO_COUNT * overall) / (
+            self.expected + ACCEPTANCE_PRIOR_PSEUDO_COUNT
+        )
 
 
 def bin_indices(log_probs: np.ndarray) -> np.ndarray:
@@ -134,7 +151,7 @@ class AutoNodeBudget(NodeBudget):
     def __init__(self, calibration: Calibration, max_nodes: int, ragged: bool = False) -> None:
         super().__init__(max_nodes)
         self.ragged = ragged
-        smaller_counts = [count for count in NODE_COUNTS if count < max_nodes]
+        smaller_counts = [count for count in CANDIDATE_DRAFTED_NODE_COUNTS if count < max_nodes]
         self.node_counts = [0, *smaller_counts, max_nodes]
         self.costs = RoundCostTable(calibration, self.node_counts)
         self.acceptance = AcceptanceTable()
@@ -157,10 +174,10 @@ class AutoNodeBudget(NodeBudget):
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
         self.num_rounds += 1
-        pass_nodes = MAX_VERIFIED_POSITIONS // rows - 1
+        pass_nodes = MAX_VERIFIED_POSITIONS_OF_ALL_ROWS // rows - 1
         last = self.index_of(max(1, min(max_nodes, pass_nodes)))
         self.max_round_nodes = self.node_counts[last]
-        if self.num_rounds <= WARMUP_ROUNDS or not self.gain_rows.any():
+        if self.num_rounds <= ROUNDS_BEFORE_SPEED_COMPARISON or not self.gain_rows.any():
             self.max_round_nodes = self.node_counts[min(self._warmup_index(rows), last)]
             return self.max_round_nodes
 
@@ -188,8 +205,8 @@ class AutoNodeBudget(NodeBudget):
     def _warmup_index(self, rows: int) -> int:
         """Return the index of the node count of warm-up rounds."""
         costs = self.costs.calibrated_costs(rows)
-        index = self.index_of(MAX_INITIAL_ROUND_NODES)
-        while index > 1 and costs[index] > WARMUP_COST_RATIO * costs[0]:
+        index = self.index_of(MAX_NODES_BEFORE_SPEED_COMPARISON)
+        while index > 1 and costs[index] > MAX_COST_RATIO_BEFORE_SPEED_COMPARISON * costs[0]:
             index -= 1
         return index
 
@@ -197,22 +214,22 @@ class AutoNodeBudget(NodeBudget):
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
         """Return the number of rounds between explorations of the slower of baseline decoding and
-        drafting, so that they cost MAX_EXPLORE_COST of the throughput.
+        drafting, so that they cost MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
 
         `faster` and `slower` are indices into the costs and speeds of all node counts.
         """
         loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])  # in rounds
-        interval = max(MIN_EXPLORE_INTERVAL, loss / MAX_EXPLORE_COST)
+        interval = max(MIN_ROUNDS_BETWEEN_EXPLORATIONS, loss / MAX_THROUGHPUT_SHARE_LOST_EXPLORING)
         is_measured = self.costs.is_measured(rows)
         slower_is_measured = is_measured[1:].any() if slower else is_measured[0]
         if slower_is_measured:
             return interval
-        return min(interval, UNMEASURED_EXPLORE_INTERVAL)
+        return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
 
     def _explores_neighbour(self) -> bool:
         """Return whether this round verifies the next larger node count than the fastest, whose
         cost may have changed."""
-        return self.num_rounds % NEIGHBOUR_INTERVAL == 0
+        return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
         """Return about twice `num_nodes`, so that the value of more nodes becomes known. With
@@ -221,7 +238,7 @@ class AutoNodeBudget(NodeBudget):
             return 0
         min_nodes = 2 * num_nodes
         if self.ragged and rows > 1:
-            min_nodes = max(min_nodes, MAX_INITIAL_ROUND_NODES)
+            min_nodes = max(min_nodes, MAX_NODES_BEFORE_SPEED_COMPARISON)
         index = min(bisect_left(self.node_counts, min_nodes), len(self.node_counts) - 1)
         return self.node_counts[index]
 
@@ -278,7 +295,7 @@ class AutoNodeBudget(NodeBudget):
 
         gains = np.diff(self.expected_tokens, prepend=0)
         seen = slice(len(gains))  # node counts up to the size of the trees
-        self.gain_rows *= EMA_ROWS / (rows + EMA_ROWS)
+        self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
         self.gains[seen] += rows / self.gain_rows[seen] * (gains - self.gains[seen])
         self.acceptance.update(self.log_probs, drafted_counts, paths)
@@ -293,7 +310,7 @@ def make_node_budget(
     method = options.tree
     is_auto = options.budget == "auto"
     if is_auto:
-        max_nodes = NODE_COUNTS[-1]
+        max_nodes = CANDIDATE_DRAFTED_NODE_COUNTS[-1]
     else:
         assert isinstance(options.budget, int)
         max_nodes = options.budget

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
+from infer.config import NGRAMS_OPTION_CURRENT_SEQUENCE, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.batch_state import BatchState
 from infer.engine.budget import make_node_budget
@@ -243,7 +243,7 @@ def load_ngram_model(target: Target, options: EngineConfig, requested: str | Non
     It is the file that the user `requested`; or a uniform model if only the n-grams of the sequence
     itself shall be used; or the drafter's file.
     """
-    if requested == TEXT_NGRAMS:
+    if requested == NGRAMS_OPTION_CURRENT_SEQUENCE:
         return NGramModel.uniform(target.vocab_size)
     assert options.ngrams is not None
     # The drafter's own file needs no check of the tokenizer: a user may have changed the chat

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from infer.config import GRAMMAR_OPTIONS, TextOptions
-from infer.engine.grammar_sandbox import MAX_FORCED_BYTES, build_matcher
+from infer.engine.grammar_sandbox import MAX_BYTES_FORCED_BY_GRAMMAR, build_matcher
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_CACHED_GRAMMARS = 64
 # Processor seconds for one token mask above which drafted nodes are not checked any more.
-SLOW_MASK_SECONDS = 5e-3
+SLOW_GRAMMAR_TOKEN_MASK_SECONDS = 5e-3
 # A model's tokenizer -> llguidance's
 _grammar_tokenizers: WeakKeyDictionary[Any, "LLTokenizer"] = WeakKeyDictionary()
 
@@ -73,7 +73,7 @@ class GrammarState:
         self.eos_token_ids = sorted(eos_token_ids)
         # Whether the output itself exceeded the limits. It ends there.
         self.failed = False
-        self.is_slow = False  # whether the last mask took more than SLOW_MASK_SECONDS
+        self.is_slow = False  # whether the last mask took more than SLOW_GRAMMAR_TOKEN_MASK_SECONDS
         self._restart()
 
     def _restart(self) -> None:
@@ -98,10 +98,10 @@ class GrammarState:
         self.checked_length = len(output_ids)
 
     def _is_within_limits(self) -> bool:
-        """Return whether the matcher has no error and forces no more than MAX_FORCED_BYTES."""
+        """Return whether the matcher has no error and forces no more than MAX_BYTES_FORCED_BY_GRAMMAR."""
         if self.matcher.is_error():
             return False
-        return len(self.matcher.compute_ff_bytes()) <= MAX_FORCED_BYTES
+        return len(self.matcher.compute_ff_bytes()) <= MAX_BYTES_FORCED_BY_GRAMMAR
 
     def allowed_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
         """Return which tokens may follow the output and a path, (V,) bool."""
@@ -109,7 +109,7 @@ class GrammarState:
         self._move_to(output_ids, path)
         is_within_limits = self._is_within_limits()
         bitmask = self.matcher.compute_bitmask() if is_within_limits else b""
-        self.is_slow = time.thread_time() - start > SLOW_MASK_SECONDS
+        self.is_slow = time.thread_time() - start > SLOW_GRAMMAR_TOKEN_MASK_SECONDS
         if not is_within_limits or self.matcher.is_error():
             self._restart()
             return np.zeros(self.vocab_size, bool)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Limits of llguidance's lexer, its defaults; and limits of its parser, lower than its defaults.
 # `precompute_large_lexemes` makes `initial_lexer_fuel` apply until the first token.
-PARSER_LIMITS: dict[str, Any] = {
+GRAMMAR_PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 20_000,
@@ -37,14 +37,14 @@ PARSER_LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 # Bytes that a grammar may force at one position. They are tokenized again for every token.
-MAX_FORCED_BYTES = 2048
-COMPILER_STACK_BYTES = 512 << 20  # address space; only used pages take memory
-COMPILER_HEADROOM_BYTES = 256 << 20  # must be free in addition to the stack
-SANDBOX_CPU_SECONDS = 1.0  # for compiling and following one grammar
-SANDBOX_TOKEN_CPU_SECONDS = 0.05  # for one token
-SANDBOX_MEMORY_BYTES = 2 << 30  # address space, including the tokenizer and the stack
-SANDBOX_TOKENS = 32  # random tokens for which a grammar is followed
-MAX_CACHED_CHECKS = 64  # accepted grammars that are not checked again
+MAX_BYTES_FORCED_BY_GRAMMAR = 2048
+GRAMMAR_COMPILER_STACK_BYTES = 512 << 20  # address space; only used pages take memory
+GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # must be free in addition to the stack
+GRAMMAR_SANDBOX_CPU_SECONDS = 1.0  # for compiling and following one grammar
+GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05  # for one token
+GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30  # address space, including the tokenizer and the stack
+GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # random tokens for which a grammar is followed
+MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64  # accepted grammars that are not checked again
 
 
 def run_with_deep_stack(function: Callable[[], Any]) -> Any:
@@ -53,9 +53,9 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
     A grammar whose rules are nested thousands of levels deep would otherwise overflow the stack,
     which ends the process. Raises MemoryError if the stack and some headroom cannot be allocated.
     """
-    old_size = threading.stack_size(COMPILER_STACK_BYTES)
+    old_size = threading.stack_size(GRAMMAR_COMPILER_STACK_BYTES)
     try:
-        mmap.mmap(-1, COMPILER_STACK_BYTES + COMPILER_HEADROOM_BYTES).close()
+        mmap.mmap(-1, GRAMMAR_COMPILER_STACK_BYTES + GRAMMAR_COMPILER_FREE_MEMORY_BYTES).close()
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(function).result()
     except (OSError, RuntimeError) as error:  # the mapping failed, or the thread did not start
@@ -74,7 +74,7 @@ def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatche
         "regex": LLMatcher.grammar_from_regex,
         "grammar": LLMatcher.grammar_from_lark,
     }
-    limits = LLParserLimits(**PARSER_LIMITS)
+    limits = LLParserLimits(**GRAMMAR_PARSER_LIMITS)
     try:
         matcher = run_with_deep_stack(
             lambda: LLMatcher(tokenizer, converters[kind](source), log_level=0, limits=limits)
@@ -96,7 +96,7 @@ class GrammarSandbox:
         self.process: subprocess.Popen | None = None
         self.lock = threading.Lock()
         # check(kind, source); only accepted grammars are cached, since exceptions are not
-        self.check = lru_cache(MAX_CACHED_CHECKS)(self._check)
+        self.check = lru_cache(MAX_CACHED_GRAMMAR_CHECK_RESULTS)(self._check)
 
     def _check(self, kind: str, source: str) -> None:
         """Raise ValueError for a grammar that is invalid, or takes too much time or memory."""
@@ -115,7 +115,9 @@ class GrammarSandbox:
             if not answer:
                 self.close()
         if not answer:
-            limits = f"{SANDBOX_CPU_SECONDS:g} s or {SANDBOX_MEMORY_BYTES >> 20} MiB"
+            limits = (
+                f"{GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {GRAMMAR_SANDBOX_MEMORY_BYTES >> 20} MiB"
+            )
             raise ValueError(f"{kind}: compiling it takes more than {limits}, make it smaller")
         reason = json.loads(answer)
         if reason is not None:
@@ -151,16 +153,18 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
         return str(error) or f"{kind}: compiling it takes too much memory"
 
     generator = random.Random(0)
-    for step in range(SANDBOX_TOKENS):
+    for step in range(GRAMMAR_SANDBOX_TRIAL_TOKENS):
         start = time.process_time()
-        if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
-            return f"{kind}: it forces more than {MAX_FORCED_BYTES} bytes at one position"
+        if len(matcher.compute_ff_bytes()) > MAX_BYTES_FORCED_BY_GRAMMAR:
+            return (
+                f"{kind}: it forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes at one position"
+            )
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
             # An error after the first token is no reason: the output just ends there.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
-        if time.process_time() - start > SANDBOX_TOKEN_CPU_SECONDS:
-            limit = f"{SANDBOX_TOKEN_CPU_SECONDS:g} s"
+        if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
+            limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
             return f"{kind}: a token takes more than {limit}, make it smaller"
         if matcher.is_stopped():
             return None
@@ -189,11 +193,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY_BYTES, hard_limit))
+    resource.setrlimit(resource.RLIMIT_AS, (GRAMMAR_SANDBOX_MEMORY_BYTES, hard_limit))
     tokenizer = LLTokenizer(**json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         kind, source = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, SANDBOX_CPU_SECONDS)  # ends the process
+        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SANDBOX_CPU_SECONDS)  # ends the process
         reason = find_refusal_reason(kind, source, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reason), flush=True)

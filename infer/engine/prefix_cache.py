@@ -1,7 +1,7 @@
 """The prefix cache: KV cache blocks of earlier sequences. A prompt with the same beginning is
 prefilled only from there on.
 
-A block contains PREFIX_BLOCK_TOKENS positions. It is identified by all tokens before it, its own
+A block contains PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by all tokens before it, its own
 tokens and the token after it, since a drafter's entry may depend on the next token
 (`infer.drafters.dart`). Blocks are copies, because batch rows are reused.
 """
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-PREFIX_BLOCK_TOKENS = 64
+PREFIX_CACHE_BLOCK_TOKENS = 64
 
-# Number of the block before, and the PREFIX_BLOCK_TOKENS + 1 tokens of the block and after it.
+# Number of the block before, and the PREFIX_CACHE_BLOCK_TOKENS + 1 tokens of the block and after it.
 BlockKey = tuple[int, tuple[int, ...]]
-# One tensor per cache buffer, (n, PREFIX_BLOCK_TOKENS, width).
+# One tensor per cache buffer, (n, PREFIX_CACHE_BLOCK_TOKENS, width).
 BlockTensors = list[torch.Tensor]
 
 
 @dataclass(eq=False)
 class PrefixCacheBlock:
-    """The cache entries of PREFIX_BLOCK_TOKENS positions."""
+    """The cache entries of PREFIX_CACHE_BLOCK_TOKENS positions."""
 
     number: int  # unique; the key of the next block contains it
     target: BlockTensors
@@ -60,7 +60,7 @@ class PrefixCache:
         """Add the complete blocks of a sequence that are not cached yet, as far as memory allows.
 
         `copy_block` returns copies of the target's and the drafter's entries of the
-        PREFIX_BLOCK_TOKENS positions from a given position on.
+        PREFIX_CACHE_BLOCK_TOKENS positions from a given position on.
         """
         path = self._find_path(ids)
         self._mark_as_used(path)
@@ -70,7 +70,7 @@ class PrefixCache:
         key = make_block_key(ids, len(path), number)
         while key is not None:
             self.num_created += 1
-            target, drafter = copy_block(len(path) * PREFIX_BLOCK_TOKENS)
+            target, drafter = copy_block(len(path) * PREFIX_CACHE_BLOCK_TOKENS)
             block = PrefixCacheBlock(self.num_created, target, drafter)
             if not self._evict_for(block.bytes, in_use):
                 break
@@ -111,8 +111,8 @@ def make_block_key(ids: list[int], index: int, previous_number: int) -> BlockKey
 
     `previous_number` is the number of the block before, 0 for the first block.
     """
-    start = index * PREFIX_BLOCK_TOKENS
-    tokens = tuple(ids[start : start + PREFIX_BLOCK_TOKENS + 1])
-    if len(tokens) < PREFIX_BLOCK_TOKENS + 1:
+    start = index * PREFIX_CACHE_BLOCK_TOKENS
+    tokens = tuple(ids[start : start + PREFIX_CACHE_BLOCK_TOKENS + 1])
+    if len(tokens) < PREFIX_CACHE_BLOCK_TOKENS + 1:
         return None
     return previous_number, tokens

@@ -24,19 +24,23 @@ from infer.trees.tree import DraftTree
 
 # Numbers of drafted nodes to choose from. Together with the root, most of them are multiples of the
 # block sizes of GEMM kernels.
-NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
+CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
-CALIBRATION_CONTEXT_TOKENS = 128  # positions in the cache during calibration
-MAX_CALIBRATION_DRAFTS = 16  # each adds two positions to the drafter's cache
-CALIBRATION_DRAFT_NODES = 15
+COST_CALIBRATION_CONTEXT_TOKENS = 128  # positions in the cache during calibration
+MAX_COST_CALIBRATION_DRAFT_CALLS = 16  # each adds two positions to the drafter's cache
+COST_CALIBRATION_NODES_PER_DRAFT = 15
 # Calibration stops at a target pass that costs so many times the pass without drafted nodes.
-CALIBRATION_COST_RATIO = 4
+COST_CALIBRATION_STOP_RATIO = 4
 
 COST_EMA_ALPHA = 0.05  # weight of a round in its measured cost, after the first twenty rounds
-OUTLIER_CLIP = 1.5  # a measured round counts as at most this many times its expected cost
-DISTANCE_DECAY = 1 / 16  # weight of costs measured with twice or half the rows or nodes
+MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
+    1.5  # a measured round counts as at most this many times its expected cost
+)
+COST_WEIGHT_DECAY_PER_DOUBLING = (
+    1 / 16
+)  # weight of costs measured with twice or half the rows or nodes
 # Weight of the calibrated cost, in rounds. It matters only if no similar round was measured.
-CALIBRATION_WEIGHT = 1e-30
+CALIBRATED_COST_WEIGHT_IN_ROUNDS = 1e-30
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,15 @@ class Calibration:
 def calibrate(
     target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3
 ) -> Calibration:
-    """Measure drafting and target passes of one row after CALIBRATION_CONTEXT_TOKENS positions.
+    """Measure drafting and target passes of one row after COST_CALIBRATION_CONTEXT_TOKENS positions.
 
-    Target passes grow until one costs CALIBRATION_COST_RATIO times the pass without drafted nodes.
+    Target passes grow until one costs COST_CALIBRATION_STOP_RATIO times the pass without drafted nodes.
     All are measured `repeats` times, interleaved, and the medians are returned. This takes about a
     second on a laptop.
     """
-    context_length = CALIBRATION_CONTEXT_TOKENS
-    cache = target.allocate_cache(1, context_length + NODE_COUNTS[-1] + 1)
-    draft_state = drafter.allocate_state(1, context_length + 2 * MAX_CALIBRATION_DRAFTS)
+    context_length = COST_CALIBRATION_CONTEXT_TOKENS
+    cache = target.allocate_cache(1, context_length + CANDIDATE_DRAFTED_NODE_COUNTS[-1] + 1)
+    draft_state = drafter.allocate_state(1, context_length + 2 * MAX_COST_CALIBRATION_DRAFT_CALLS)
     prompt = [i % target.config.vocab_size for i in range(context_length)]
     with cache.add_rows(1) as new_row:
         features = target.extend_cache([prompt], new_row, drafter.layer_ids)
@@ -89,11 +93,13 @@ def calibrate(
         features = target.verify(tree, tree.ancestors(), cache, drafter.layer_ids)
         argmax_tokens(target, features.last_hidden_states)
 
-    tree = draft(NODE_COUNTS[-1])
-    tasks: list[Callable[[], object]] = [partial(draft, CALIBRATION_DRAFT_NODES)]
+    tree = draft(CANDIDATE_DRAFTED_NODE_COUNTS[-1])
+    tasks: list[Callable[[], object]] = [partial(draft, COST_CALIBRATION_NODES_PER_DRAFT)]
     measured_counts = []
     baseline_seconds = 0.0
-    for count in sorted({min(count, tree.max_drafted) for count in (0, *NODE_COUNTS)}):
+    for count in sorted(
+        {min(count, tree.max_drafted) for count in (0, *CANDIDATE_DRAFTED_NODE_COUNTS)}
+    ):
         task = partial(verify, tree.keep_first(count))
         tasks.append(task)
         measured_counts.append(count)
@@ -101,7 +107,7 @@ def calibrate(
         seconds = timeit(task, timer=clock, number=1)
         if not baseline_seconds:
             baseline_seconds = seconds
-        if seconds > CALIBRATION_COST_RATIO * baseline_seconds:
+        if seconds > COST_CALIBRATION_STOP_RATIO * baseline_seconds:
             break
 
     samples = [[timeit(task, timer=clock, number=1) for task in tasks] for _ in range(repeats)]
@@ -131,7 +137,7 @@ class RoundCostTable:
         self.node_counts = node_counts
         log_counts = np.log2(np.add(node_counts, 1))
         distances = abs(log_counts[:, None] - log_counts)
-        self.count_weights = DISTANCE_DECAY**distances  # (S, S)
+        self.count_weights = COST_WEIGHT_DECAY_PER_DOUBLING**distances  # (S, S)
         self.ratios = np.ones((32, len(node_counts)))  # by `get_row_bucket`
         # Measured rounds, at most 1 / COST_EMA_ALPHA.
         self.num_measured = np.zeros_like(self.ratios)
@@ -152,11 +158,14 @@ class RoundCostTable:
         """Return the estimated seconds of a round of `rows` rows by node count, (S,)."""
         if rows not in self._costs:
             row_distances = abs(np.arange(len(self.num_measured)) - get_row_bucket(rows))
-            row_weights = DISTANCE_DECAY**row_distances
-            weights = row_weights @ self.num_measured @ self.count_weights + CALIBRATION_WEIGHT
+            row_weights = COST_WEIGHT_DECAY_PER_DOUBLING**row_distances
+            weights = (
+                row_weights @ self.num_measured @ self.count_weights
+                + CALIBRATED_COST_WEIGHT_IN_ROUNDS
+            )
             weighted_ratios = (
                 row_weights @ (self.num_measured * self.ratios) @ self.count_weights
-                + CALIBRATION_WEIGHT
+                + CALIBRATED_COST_WEIGHT_IN_ROUNDS
             )
             self._costs[rows] = weighted_ratios / weights * self.calibrated_costs(rows)
         return self._costs[rows]
@@ -170,7 +179,7 @@ class RoundCostTable:
         key = (get_row_bucket(rows), count_index)
         # The first round of a shape compiles and allocates. Others may be delayed by other
         # processes.
-        clip = OUTLIER_CLIP if self.num_measured[key] else 1
+        clip = MAX_MEASURED_TO_EXPECTED_ROUND_COST if self.num_measured[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[count_index])
         self.num_measured[key] = min(self.num_measured[key] + 1, 1 / COST_EMA_ALPHA)
         ratio = seconds / self.calibrated_costs(rows)[count_index]

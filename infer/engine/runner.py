@@ -17,10 +17,10 @@ from infer.drafters.base import Drafter
 from infer.engine.batch_state import BatchState, PrefillBatch
 from infer.engine.budget import NodeBudget
 from infer.engine.capture import CudaGraphs, SamplingBuffers
-from infer.engine.prefix_cache import PREFIX_BLOCK_TOKENS, BlockKey, PrefixCache
+from infer.engine.prefix_cache import PREFIX_CACHE_BLOCK_TOKENS, BlockKey, PrefixCache
 from infer.engine.proposals import constrain_to_grammars, make_proposal
 from infer.engine.round import RoundPlan, RoundResult, run_round
-from infer.engine.round_cost import NODE_COUNTS
+from infer.engine.round_cost import CANDIDATE_DRAFTED_NODE_COUNTS
 from infer.engine.round_outcome import (
     RowOutcome,
     append_logprobs,
@@ -45,10 +45,10 @@ from infer.targets.weight_watcher import WeightWatcher
 from infer.trees.tree import DraftTree, Proposal, build_undrafted_trees, make_root_trees
 
 # The last tokens of a sequence whose n-grams trees with n-grams use.
-MAX_NGRAM_CONTEXT_TOKENS = 8192
+MAX_SEQUENCE_TOKENS_SEARCHED_FOR_NGRAMS = 8192
 # On CUDA: replayed rounds that take as long as one prefill, which is launched kernel by kernel
 # (docs/results/gpu.md).
-ROUNDS_PER_PREFILL_ON_CUDA = 4
+PREFILL_COST_IN_CUDA_GRAPH_ROUNDS = 4
 
 
 class GraphKey(NamedTuple):
@@ -115,7 +115,7 @@ class Runner:
         runs_on_device = runs_on_device and target.kernel_decoder is not None
         is_requested = target.device.type == "cuda" and options.compile is not False
         self.uses_cuda_graphs = is_requested and runs_on_device
-        self.rounds_per_prefill = ROUNDS_PER_PREFILL_ON_CUDA if self.uses_cuda_graphs else 0
+        self.rounds_per_prefill = PREFILL_COST_IN_CUDA_GRAPH_ROUNDS if self.uses_cuda_graphs else 0
         self.reset()
 
     def reset(self) -> None:
@@ -167,7 +167,7 @@ class Runner:
         if self.prefix_cache is None:
             return None
         sequence.prefix_blocks, uncached_key = self.prefix_cache.find(sequence.token_ids)
-        sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks)
+        sequence.cached_length = PREFIX_CACHE_BLOCK_TOKENS * len(sequence.prefix_blocks)
         return uncached_key
 
     def prefill(self, sequences: list[Sequence], start: int, length: int) -> int:
@@ -294,7 +294,7 @@ class Runner:
         )
         if num_nodes not in (0, self.budget.max_nodes):
             # Round down, so that there are few sizes.
-            num_nodes = max(count for count in NODE_COUNTS if count <= num_nodes)
+            num_nodes = max(count for count in CANDIDATE_DRAFTED_NODE_COUNTS if count <= num_nodes)
 
         current = [(sequence, len(sequence.ids)) for sequence in sequences]
         if kind != SamplingKind() and self.buffered_sequences != current:
@@ -344,7 +344,10 @@ class Runner:
             )
         contexts: list[np.ndarray] = []
         if self.ngram_model is not None:
-            contexts = [sequence.last_tokens(MAX_NGRAM_CONTEXT_TOKENS) for sequence in sequences]
+            contexts = [
+                sequence.last_tokens(MAX_SEQUENCE_TOKENS_SEARCHED_FOR_NGRAMS)
+                for sequence in sequences
+            ]
         draft = partial(
             make_proposal, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )

@@ -19,11 +19,11 @@ from infer.config import TextOptions
 # Operations on tensors with a vocabulary dimension work on chunks of at least so many values: few
 # on a CPU, so that a chunk stays in the cache; many on a GPU, where the number of kernel launches
 # dominates.
-MIN_CHUNK_VALUES_CPU = 1 << 18
-MIN_CHUNK_VALUES_GPU = 1 << 24
-MAX_CHUNKS_PER_TENSOR = 64
+MIN_SAMPLING_CHUNK_VALUES_ON_CPU = 1 << 18
+MIN_SAMPLING_CHUNK_VALUES_ON_GPU = 1 << 24
+MAX_SAMPLING_CHUNKS_PER_TENSOR = 64
 # Memory per value while noise is made, relative to a float32 value: int64 bits, and copies.
-NOISE_MEMORY_FACTOR = 4
+SAMPLING_NOISE_MEMORY_FACTOR = 4
 
 TOP_P_BISECTION_STEPS = 40
 # exp(-110) underflows in float32, so all probability mass lies above the highest logit minus 110.
@@ -183,7 +183,7 @@ def gumbel_noise(
     keys = _mix_bits(seed_keys[:, None] + positions * _SPLITMIX_INCREMENT).flatten()  # (B Q,)
 
     noise = torch.empty(len(keys), len(token_keys), device=positions.device)
-    for chunk in iterate_chunks(*noise.shape, keys.device, NOISE_MEMORY_FACTOR):
+    for chunk in iterate_chunks(*noise.shape, keys.device, SAMPLING_NOISE_MEMORY_FACTOR):
         random_bits = _logical_shift_right(_mix_bits(keys[chunk, None] + token_keys), 11)  # 53 bits
         uniform = random_bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
         noise[chunk] = uniform.log_().neg_().log_().neg_()
@@ -195,12 +195,16 @@ def iterate_chunks(
 ) -> Iterator[slice]:
     """Split `count` rows of `width` values into slices that are small in memory and few.
 
-    A slice has MIN_CHUNK_VALUES_CPU or _GPU values divided by `memory_factor`, or 1/64 of all rows,
+    A slice has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or _GPU values divided by `memory_factor`, or 1/64 of all rows,
     whichever is more.
     """
-    chunk_values = MIN_CHUNK_VALUES_CPU if device.type == "cpu" else MIN_CHUNK_VALUES_GPU
+    chunk_values = (
+        MIN_SAMPLING_CHUNK_VALUES_ON_CPU
+        if device.type == "cpu"
+        else MIN_SAMPLING_CHUNK_VALUES_ON_GPU
+    )
     chunk_rows = chunk_values // (memory_factor * width)
-    chunk_rows = max(1, chunk_rows, count // MAX_CHUNKS_PER_TENSOR)
+    chunk_rows = max(1, chunk_rows, count // MAX_SAMPLING_CHUNKS_PER_TENSOR)
     return (slice(first, min(first + chunk_rows, count)) for first in range(0, count, chunk_rows))
 
 

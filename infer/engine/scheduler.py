@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 MAX_PREFILL_CHUNK_TOKENS = 1024
 # Positions that a step may prefill where a prefill takes as long as several captured rounds, for
 # each of these rounds.
-MIN_PREFILL_POSITIONS_PER_ROUND = 256
+MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
 # Sequences are admitted after so many times the rounds of a prefill, even if few rows are idle.
-MAX_ADMISSION_DELAY_FACTOR = 8
+MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 
 
 class Scheduler:
@@ -82,7 +82,7 @@ class Scheduler:
                 tree_cost / 2,
                 # Prefills are launched kernel by kernel where rounds are replayed as CUDA graphs;
                 # so many positions take about as long there as one.
-                MIN_PREFILL_POSITIONS_PER_ROUND * self.runner.rounds_per_prefill,
+                MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 
@@ -99,7 +99,7 @@ class Scheduler:
         Where a prefill takes as long as several rounds (`Runner.rounds_per_prefill`), admission
         waits until idle rows have cost as much as one prefill, or for eight times these rounds.
         """
-        delay = min(len(self.running), MAX_ADMISSION_DELAY_FACTOR * self.num_admissible)
+        delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
         return self.num_admissible > 0 and is_due
 

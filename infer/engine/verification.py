@@ -25,9 +25,9 @@ from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
 # Nodes of a batch row whose logits are in memory at the same time. With more than
-# MAX_FULL_CHUNK_ROWS rows, the number is reduced so that all rows together have no more logits.
-MAX_CHUNK_NODES_PER_ROW = 65
-MAX_FULL_CHUNK_ROWS = 4
+# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows, the number is reduced so that all rows together have no more logits.
+MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
+MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 
 NO_TOKEN = -1  # no drafted node has this token, so the walk ends there
 
@@ -83,7 +83,9 @@ def make_sampling_batch(
 
 def count_chunk_nodes(rows: int) -> int:
     """Return the number of nodes per row whose logits are in memory at the same time."""
-    return max(1, MAX_CHUNK_NODES_PER_ROW * min(rows, MAX_FULL_CHUNK_ROWS) // rows)
+    return max(
+        1, MAX_LOGIT_CHUNK_NODES_PER_ROW * min(rows, MAX_ROWS_WITH_FULL_LOGIT_CHUNKS) // rows
+    )
 
 
 def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:

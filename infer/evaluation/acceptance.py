@@ -22,8 +22,8 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, number_format_name
 
-REFERENCE_FILE_NAME = "acceptance.json"  # beside an exported drafter's config.json
-REFERENCE_ANSWER_TOKENS = 64
+ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # beside an exported drafter's config.json
+MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
@@ -117,7 +117,7 @@ def measure_reference(
     sendable = [prompt for prompt in prompts if prompt.request_text]
     options = DecodeOptions(
         method="chain",
-        max_new_tokens=REFERENCE_ANSWER_TOKENS,
+        max_new_tokens=MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS,
         loop_period=MAX_LOOP_PERIOD_TOKENS,
         max_num_batched_tokens=None,
     )
@@ -132,8 +132,8 @@ def find_reference(checkpoint: str | Path) -> AcceptanceReference | None:
     """Return the reference of an exported drafter's folder or of a training checkpoint, None if it
     has none."""
     folder = find_drafter_folder(checkpoint)
-    if (folder / REFERENCE_FILE_NAME).is_file():
-        return read_result(folder / REFERENCE_FILE_NAME, AcceptanceReference)
+    if (folder / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
+        return read_result(folder / ACCEPTANCE_REFERENCE_FILE_NAME, AcceptanceReference)
     evaluation_file = folder.resolve().parent / "evaluation" / "evaluation.json"
     if folder.name == "drafter" and evaluation_file.is_file():
         return read_result(evaluation_file, Evaluation).reference

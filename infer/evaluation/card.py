@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infer.drafters.config_keys import ParsedConfig
-from infer.evaluation.acceptance import REFERENCE_FILE_NAME, find_reference
+from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME, find_reference
 from infer.evaluation.charts import build_budget_charts, render_charts
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.tables import format_headline, format_method_table
@@ -24,7 +24,7 @@ from infer.utils.renamed_options import translate_saved_config
 
 CHART_FILE_NAME = "acceptance.svg"
 # options of a run that the card shows, by the section of config.json ("": top level)
-PUBLISHED_OPTIONS = {
+RUN_OPTIONS_SHOWN_ON_CARD = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
     "objective": ("divergence", "position_weights", "gamma"),
@@ -48,7 +48,7 @@ DATA_SOURCE_DESCRIPTIONS = {
     "stdlib": "source files of Python's standard library",
     "jsonl": "files of the publisher's own",
 }
-DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
+CARD_DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
@@ -70,7 +70,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     run_config = read_run_config(step_folder)
     reference = find_reference(checkpoint)
     if reference is not None:
-        write_result(out / REFERENCE_FILE_NAME, reference)
+        write_result(out / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
     if evaluation is not None:
         atomic_write(out / CHART_FILE_NAME, render_charts(build_budget_charts({"": evaluation})))
 
@@ -90,7 +90,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         methods=evaluation and format_method_table(evaluation),
         picture=CHART_FILE_NAME,
         reference=reference,
-        reference_file=REFERENCE_FILE_NAME,
+        reference_file=ACCEPTANCE_REFERENCE_FILE_NAME,
         chat_template_kwargs=json.dumps(reading.options.get("chat_template_kwargs", {})),
         run=run_config,
         sources=run_config and "; ".join(dict.fromkeys(describe_data(run_config["data"]))),
@@ -170,10 +170,10 @@ def build_front_matter(
 
 
 def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
-    """Return the PUBLISHED_OPTIONS of a run with their dotted names and values, and the steps of
+    """Return the RUN_OPTIONS_SHOWN_ON_CARD of a run with their dotted names and values, and the steps of
     the checkpoint. Of the options that limit training, only the one in effect is listed."""
     rows = []
-    for section, keys in PUBLISHED_OPTIONS.items():
+    for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():
         options = run_config.get(section, {}) if section else run_config
         if options.get("max_minutes") is not None:
             options = options | {"epochs": None, "steps": None}
@@ -223,6 +223,6 @@ def describe_data(data: dict) -> list[str]:
 
 def parse_hub_name(text: str) -> str | None:
     """Return `text` if it is a name on the hub, owner/name; None for a path on this machine."""
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(DATA_FILE_SUFFIXES):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(CARD_DATA_FILE_SUFFIXES):
         return None
     return None if Path(text).exists() else text

@@ -28,7 +28,7 @@ PLOT_BOTTOM_PX = 200
 
 AXIS_TICK_COUNT = 4
 MAX_LOSS_POINTS = 120  # longer loss curves are averaged over stretches
-MAX_TOKEN_CHARACTERS = 7  # of a token in a drawn tree
+MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # of a token in a drawn tree
 DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")  # lines differ without colours too
 LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
@@ -38,7 +38,7 @@ BUDGET_CURVES = {
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
 }
-TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
+TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def draw_tree(example: ExampleRound) -> TreeDrawing:
             y=21 + depths[i] * TREE_LEVEL_HEIGHT_PX,
             parent=parents[i],
             kind=kind,
-            word=TOKEN_MARKS[kind] + words[i],
+            word=TREE_DRAWING_TOKEN_MARKS[kind] + words[i],
             label=labels[i],
         )
         boxes.append(box)
@@ -331,6 +331,6 @@ def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> st
 def format_token(token: str) -> str:
     """Return a token with visible spaces and line ends, cut to what fits into a box."""
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
-    if len(shown) > MAX_TOKEN_CHARACTERS:
-        shown = shown[: MAX_TOKEN_CHARACTERS - 1] + "…"
+    if len(shown) > MAX_TOKEN_CHARACTERS_IN_DRAWING:
+        shown = shown[: MAX_TOKEN_CHARACTERS_IN_DRAWING - 1] + "…"
     return shown

@@ -14,8 +14,10 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-CHECK_CHUNK_POSITIONS = 64  # positions per pass when the logits are computed again
-SINGLE_POSITIONS = 8  # positions run one by one, to measure how the shape of a pass rounds
+LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # positions per pass when the logits are computed again
+LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = (
+    8  # positions run one by one, to measure how the shape of a pass rounds
+)
 
 
 def classify_difference(
@@ -39,7 +41,7 @@ def classify_difference(
 
     prefix = prompt + ids[:index]
     logits = compute_last_logits(target, prefix, 0)
-    single_logits = compute_last_logits(target, prefix, SINGLE_POSITIONS)
+    single_logits = compute_last_logits(target, prefix, LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS)
     dtype_rounding = float(logits.abs().max()) * torch.finfo(target.dtype).eps
     shape_rounding = float((logits - single_logits).abs().max())
     rounding = 2 * dtype_rounding + 2 * shape_rounding
@@ -96,11 +98,11 @@ def compute_last_logits(target: Target, ids: list[int], single_positions: int) -
     """Run the target alone over token ids and return the logits after the last one, (1, 1, V)
     float32. The last `single_positions` positions are run one by one, the others in chunks."""
     chunked = max(0, len(ids) - single_positions)
-    starts = [*range(0, chunked, CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]
+    starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]
     with target.allocate_cache(1, len(ids)).add_rows(1) as cache:
         for start in starts:
             end = start + 1
             if start < chunked:
-                end = min(start + CHECK_CHUNK_POSITIONS, chunked)
+                end = min(start + LOSSLESS_CHECK_CHUNK_POSITIONS, chunked)
             last = target.extend_cache([ids[start:end]], cache, ()).last_hidden_states
     return target.compute_logits(last)[:, -1:].float()

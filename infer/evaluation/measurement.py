@@ -12,7 +12,13 @@ import torch.distributed as dist
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from infer.api import AnyTarget, open_engine
-from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig, TextOptions
+from infer.config import (
+    NGRAMS_OPTION_CURRENT_SEQUENCE,
+    NGRAMS_OPTION_NONE,
+    DecodeOptions,
+    EvaluationConfig,
+    TextOptions,
+)
 from infer.drafters.base import Drafter
 from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.lookup import PromptLookup
@@ -20,16 +26,16 @@ from infer.engine.repetition import MAX_LOOP_PERIOD_TOKENS, MIN_LOOP_REPEATS, fi
 from infer.engine.sampling import derive_seed
 from infer.engine.sequence import DecodeStats, Sequence, find_sequence_end
 from infer.evaluation.acceptance import EvaluationPrompt
-from infer.evaluation.metrics import DISTURBED_TIME_RATIO
+from infer.evaluation.metrics import REMEASURED_PROMPT_TIME_RATIO
 from infer.evaluation.replay import ReplayedSequence
 from infer.evaluation.results import TRANSFORMERS_BASELINE, PromptResult
 from infer.evaluation.samples import ReportSamples
 from infer.targets.target import Target
-from infer.trees.methods import NGRAMS_ALONE, TREE_METHODS, TreeMethod
+from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
 
 # options that EvaluationConfig and DecodeOptions have in common
 SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
-WARMUP_TOKENS = 16
+WARMUP_TOKENS_BEFORE_MEASUREMENT = 16
 ProgressCallback = abc.Callable[[int, int], None]  # called with (prompts done, prompts)
 Decision = TypeVar("Decision")
 
@@ -77,7 +83,7 @@ class VariantMeasurement:
         self.remeasured_prompts += other.remeasured_prompts
 
     def find_disturbed_prompts(self) -> list[int]:
-        """Return the indices of the prompts that took more than DISTURBED_TIME_RATIO times the
+        """Return the indices of the prompts that took more than REMEASURED_PROMPT_TIME_RATIO times the
         median time per token."""
         seconds_per_token = [
             result.seconds[0] / max(1, result.tokens) for result in self.prompt_results
@@ -85,7 +91,7 @@ class VariantMeasurement:
         return [
             i
             for i, seconds in enumerate(seconds_per_token)
-            if seconds > DISTURBED_TIME_RATIO * statistics.median(seconds_per_token)
+            if seconds > REMEASURED_PROMPT_TIME_RATIO * statistics.median(seconds_per_token)
         ]
 
 
@@ -142,7 +148,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
             continue
         if row.needs_ngrams and not has_ngrams_for(row, drafter, continuity):
             continue
-        options = DecodeOptions(method=row.name, ngrams=NO_NGRAMS, **shared_options)
+        options = DecodeOptions(method=row.name, ngrams=NGRAMS_OPTION_NONE, **shared_options)
         if row.needs_ngrams:
             # without continuity=, method=ddtree makes the engine use the drafter's n-gram file
             method = row.name if continuity else "ddtree"
@@ -158,14 +164,14 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
 
     baseline, *drafting_variants = tree_variants
     transformers_baseline = replace(baseline, name=TRANSFORMERS_BASELINE.name)
-    if continuity != NO_NGRAMS and drafter.family is not PROMPT_LOOKUP_FAMILY:
+    if continuity != NGRAMS_OPTION_NONE and drafter.family is not PROMPT_LOOKUP_FAMILY:
         ngram_file = None if continuity else drafter.ngram_path
         if not continuity:
-            continuity = None if ngram_file else TEXT_NGRAMS
+            continuity = None if ngram_file else NGRAMS_OPTION_CURRENT_SEQUENCE
         options = DecodeOptions(budget=budget_for_ngrams, ngrams=continuity, **shared_options)
         lookup = PromptLookup(drafter.block_size, ngram_file)
         drafting_variants.append(
-            DecodingVariant(NGRAMS_ALONE.name, budget_for_ngrams, options, lookup)
+            DecodingVariant(NGRAMS_WITHOUT_DRAFTER_METHOD.name, budget_for_ngrams, options, lookup)
         )
     return [baseline, transformers_baseline, *drafting_variants]
 
@@ -175,7 +181,9 @@ def has_ngrams_for(row: TreeMethod, drafter: Drafter, continuity: str | None) ->
     EvaluationConfig."""
     if continuity is None:
         return row.uses_sequence_ngrams and drafter.ngram_path is not None
-    return continuity != NO_NGRAMS and (row.uses_sequence_ngrams or continuity != TEXT_NGRAMS)
+    return continuity != NGRAMS_OPTION_NONE and (
+        row.uses_sequence_ngrams or continuity != NGRAMS_OPTION_CURRENT_SEQUENCE
+    )
 
 
 def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
@@ -233,7 +241,7 @@ def measure_variants(
 
     # Warm-up: the first calls pay for allocations and kernels.
     for variant in variants if prompts else ():
-        tokens = min(WARMUP_TOKENS, variant.options.max_new_tokens)
+        tokens = min(WARMUP_TOKENS_BEFORE_MEASUREMENT, variant.options.max_new_tokens)
         short_options = replace(variant.options, max_new_tokens=tokens)
         measure(replace(variant, options=short_options), numbers[0], prompts[0])
 

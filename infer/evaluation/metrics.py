@@ -16,18 +16,18 @@ from infer.evaluation.results import Evaluation, PromptResult
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE_PERCENT = 95.0
 # a prompt that takes this many times a method's median time per token is measured again
-DISTURBED_TIME_RATIO = 5
+REMEASURED_PROMPT_TIME_RATIO = 5
 # with fewer prompts no interval is given
-MIN_INTERVAL_PROMPTS = 5
+MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL = 5
 # shared prompts needed to compare checkpoints: the interval of 5 prompts covers the true value 82
 # times in 100, that of 8 prompts 88 times
-MIN_SHARED_PROMPTS = 8
+MIN_PROMPTS_TO_COMPARE_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True)
 class MethodMetrics:
     """Acceptance length and speedup of one method. Intervals are None for fewer than
-    MIN_INTERVAL_PROMPTS prompts."""
+    MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL prompts."""
 
     tau: float
     tau_interval: list[float] | None
@@ -99,12 +99,12 @@ def bootstrap_interval(
     statistic: Callable[[np.ndarray], np.ndarray], count: int
 ) -> list[float] | None:
     """Return the bootstrap confidence interval of a statistic over `count` observations; None for
-    fewer than MIN_INTERVAL_PROMPTS.
+    fewer than MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL.
 
     `statistic` takes indices of observations (BOOTSTRAP_SAMPLES, count), drawn with replacement,
     and returns (BOOTSTRAP_SAMPLES,). The same call always gives the same interval.
     """
-    if count < MIN_INTERVAL_PROMPTS:
+    if count < MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL:
         return None
     indices = np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
     tail_percent = (100 - CONFIDENCE_PERCENT) / 2
@@ -113,7 +113,7 @@ def bootstrap_interval(
 
 def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
     """Return the evaluation of the best checkpoint: the last one, unless an earlier one is
-    significantly better on at least MIN_SHARED_PROMPTS prompts."""
+    significantly better on at least MIN_PROMPTS_TO_COMPARE_CHECKPOINTS prompts."""
     by_step = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = by_step.pop()
     for earlier in reversed(by_step):
@@ -126,7 +126,7 @@ def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
     """Return whether the drafter has a significantly higher acceptance length in `evaluation` than
     in `other`, by its method with the highest one, on the prompts that both decoded."""
     pairs = pair_shared_prompts(evaluation, other)
-    if len(pairs) < MIN_SHARED_PROMPTS:
+    if len(pairs) < MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return False
     counts = [(result.tokens - 1, result.rounds) for result, _ in pairs]
     other_counts = [(result.tokens - 1, result.rounds) for _, result in pairs]
@@ -163,10 +163,10 @@ def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
     the last one is taken; else None."""
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = [len(pair_shared_prompts(evaluation, last)) for evaluation in earlier]
-    most_shared = max(shared, default=MIN_SHARED_PROMPTS)
-    if most_shared >= MIN_SHARED_PROMPTS:
+    most_shared = max(shared, default=MIN_PROMPTS_TO_COMPARE_CHECKPOINTS)
+    if most_shared >= MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return None
     return (
         f"The last checkpoint is taken: evaluations share {most_shared} of the "
-        f"{MIN_SHARED_PROMPTS} prompts that are needed to choose an earlier one."
+        f"{MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."
     )

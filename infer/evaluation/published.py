@@ -14,7 +14,7 @@ PAPER_CITATION = (
     "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
     "budget of 16 to 1,024 nodes"
 )
-PUBLISHED_RESULTS_FILE = Path(__file__).with_suffix(".csv")  # three models with DFlash drafters
+DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")  # three models with DFlash drafters
 # a "paper" column holds the published value of the column before it
 SUITE_COLUMNS = (
     "set",
@@ -59,7 +59,7 @@ def find_published_result(target: str, temperature: float, set_name: str) -> Pub
     """Return the paper's results for a target, a temperature and a question set; None if the paper
     has none. The target's hub name or folder must end in the model's name."""
     model = target.rstrip("/").rpartition("/")[2].lower()
-    for row in csv.reader(PUBLISHED_RESULTS_FILE.read_text().splitlines()):
+    for row in csv.reader(DDTREE_PAPER_RESULTS_FILE.read_text().splitlines()):
         if row[:3] == [model, f"{temperature:g}", set_name]:
             return PublishedResult(*map(float, row[3:]))
     return None

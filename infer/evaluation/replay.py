@@ -37,8 +37,8 @@ from infer.trees.ddtree import MarginalConditionals
 from infer.trees.methods import TREE_METHODS
 from infer.trees.tree import Conditionals, Proposal
 
-MAX_SCORE_ELEMENTS = 1 << 24  # scores of drafted positions that are in memory at a time
-MAX_BLOCKS_PER_PASS = 128
+MAX_REPLAY_SCORES_IN_MEMORY = 1 << 24  # scores of drafted positions that are in memory at a time
+MAX_BLOCKS_REPLAYED_AT_ONCE = 128
 
 # token ids of a prompt and of the target's greedy answer
 PromptAndAnswer = tuple[Sequence[int], Sequence[int]]
@@ -155,8 +155,8 @@ def iterate_block_batches(
 
     draft_length = drafter.block_size - 1
     ids = packed["ids"][0]
-    blocks_in_memory = MAX_SCORE_ELEMENTS // (draft_length * target.vocab_size)
-    batch_size = max(1, min(MAX_BLOCKS_PER_PASS, blocks_in_memory))
+    blocks_in_memory = MAX_REPLAY_SCORES_IN_MEMORY // (draft_length * target.vocab_size)
+    batch_size = max(1, min(MAX_BLOCKS_REPLAYED_AT_ONCE, blocks_in_memory))
     padded = F.pad(ids, (0, draft_length + 1), value=-1)
     next_tokens = padded.unfold(0, draft_length + 1, 1)[1:]  # (T, L + 1)
     positions = torch.arange(len(prompt), len(ids) - 1, device=ids.device)

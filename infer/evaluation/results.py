@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from infer.trees.methods import NGRAMS_ALONE, TREE_METHODS, TreeMethod
+from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
@@ -193,7 +193,9 @@ class MethodResult:
 def find_tree_method(name: str) -> TreeMethod:
     """Return a method's row in the table of tree methods, or of the methods that only evaluations
     have. Return a row of default values for other names."""
-    rows = TREE_METHODS | {row.name: row for row in (NGRAMS_ALONE, TRANSFORMERS_BASELINE)}
+    rows = TREE_METHODS | {
+        row.name: row for row in (NGRAMS_WITHOUT_DRAFTER_METHOD, TRANSFORMERS_BASELINE)
+    }
     if name in rows:
         return rows[name]
     return TreeMethod(name, name, builder="", max_nodes_for_block=lambda block_size: 0)
@@ -284,7 +286,9 @@ class Evaluation:
     def drafter_methods(self) -> list[MethodResult]:
         """The methods that use the drafter, with or without n-grams."""
         return [
-            method for method in self.drafting_methods if method.tree_method is not NGRAMS_ALONE
+            method
+            for method in self.drafting_methods
+            if method.tree_method is not NGRAMS_WITHOUT_DRAFTER_METHOD
         ]
 
     @property

@@ -17,11 +17,11 @@ from infer.evaluation.results import ExampleNode, ExampleRound, TextSample
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
-MAX_SAMPLES = 3
-MAX_EXAMPLE_NODES = 8  # of the example's tree: larger drawings cannot be read
-MAX_EXAMPLE_LEAVES = 5  # of the example's tree: wider drawings do not fit on a phone
-MAX_REJECTED_TOKENS = 3  # of a rejected draft that a sample shows
-EXAMPLE_PREFIX_CHARACTERS = 120
+MAX_ANSWER_SAMPLES_IN_REPORT = 3
+MAX_EXAMPLE_TREE_NODES = 8  # of the example's tree: larger drawings cannot be read
+MAX_EXAMPLE_TREE_LEAVES = 5  # of the example's tree: wider drawings do not fit on a phone
+MAX_REJECTED_TOKENS_IN_SAMPLE = 3  # of a rejected draft that a sample shows
+EXAMPLE_TREE_CONTEXT_CHARACTERS = 120
 
 ReportSamples = tuple[list[TextSample], ExampleRound | None]
 
@@ -36,11 +36,11 @@ def collect_samples(
     small enough to be drawn. Return samples with the rejected drafts, and an example round."""
     if target.tokenizer is None:
         return [], None
-    options = replace(options, max_num_seqs=1, budget=min(options.budget, MAX_EXAMPLE_NODES))
+    options = replace(options, max_num_seqs=1, budget=min(options.budget, MAX_EXAMPLE_TREE_NODES))
     samples = []
     rounds = []
     trees = []
-    for sequence in sequences[:MAX_SAMPLES]:
+    for sequence in sequences[:MAX_ANSWER_SAMPLES_IN_REPORT]:
         capacity = len(sequence.prompt) + options.max_new_tokens
         engine = open_engine(target, drafter, options, capacity)
 
@@ -71,7 +71,7 @@ def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
         ids = sequence.ids[start : start + count]
         rejected = []
         if i > 0 and sequence.rejected:
-            rejected = sequence.rejected[i - 1][:MAX_REJECTED_TOKENS]
+            rejected = sequence.rejected[i - 1][:MAX_REJECTED_TOKENS_IN_SAMPLE]
         if ids[:-1]:
             pieces.append([decode_prompts(ids[:-1]), "accepted"])
         if rejected:
@@ -106,7 +106,9 @@ def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequen
         probability = math.exp(log_probs[i] - log_probs[parent])
         nodes.append(ExampleNode(decode_prompts([tokens[i]]), parent, probability, i in accepted))
     prefix = decode_prompts((sequence.prompt + sequence.ids)[: -len(committed) - 1])
-    return ExampleRound(prefix[-EXAMPLE_PREFIX_CHARACTERS:], nodes, decode_prompts(committed[-1:]))
+    return ExampleRound(
+        prefix[-EXAMPLE_TREE_CONTEXT_CHARACTERS:], nodes, decode_prompts(committed[-1:])
+    )
 
 
 def rank_example_round(example: ExampleRound) -> tuple[bool, int]:
@@ -115,4 +117,4 @@ def rank_example_round(example: ExampleRound) -> tuple[bool, int]:
     nodes = example.nodes
     parents = {node.parent for node in nodes[1:]}
     leaves = len(nodes) - len(parents)
-    return leaves <= MAX_EXAMPLE_LEAVES, sum(node.accepted for node in nodes)
+    return leaves <= MAX_EXAMPLE_TREE_LEAVES, sum(node.accepted for node in nodes)

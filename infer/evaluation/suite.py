@@ -34,7 +34,7 @@ from infer.targets.target import Target, number_format_name
 from infer.utils.files import file_digest, json_digest, refuse_changed_settings
 from infer.utils.renamed_options import translate_section
 
-MIN_SECONDS_PER_TOKEN = 1e-9
+SECONDS_PER_TOKEN_FLOOR = 1e-9
 
 
 class LoadedQuestionSet(Protocol):
@@ -241,7 +241,7 @@ def seconds_per_token(measurement: VariantMeasurement) -> float:
     are ratios of these."""
     stats = measurement.stats
     total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
-    return max(total / len(stats), MIN_SECONDS_PER_TOKEN)  # 0 if all answers have one token
+    return max(total / len(stats), SECONDS_PER_TOKEN_FLOOR)  # 0 if all answers have one token
 
 
 def collect_settings(

@@ -4,7 +4,11 @@ Markdown and HTML alike, and the result in a few sentences."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from infer.evaluation.metrics import DISTURBED_TIME_RATIO, MIN_INTERVAL_PROMPTS, compute_metrics
+from infer.evaluation.metrics import (
+    MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL,
+    REMEASURED_PROMPT_TIME_RATIO,
+    compute_metrics,
+)
 from infer.evaluation.results import (
     TRANSFORMERS_BASELINE,
     Evaluation,
@@ -14,12 +18,12 @@ from infer.evaluation.results import (
 
 MISSING_CELL = "-"
 METHOD_COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
-STUDY_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
-CHAIN_ENGINES = "vLLM, SGLang, llama.cpp and transformers"
+REPLAY_TABLE_COLUMNS = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
+ENGINES_VERIFYING_CHAINS_ONLY = "vLLM, SGLang, llama.cpp and transformers"
 INSIGNIFICANT_MARK = "~"
 INSIGNIFICANT_LEGEND = (
     f"{INSIGNIFICANT_MARK}  not significant: the interval holds 1, or there are fewer than "
-    f"{MIN_INTERVAL_PROMPTS} prompts"
+    f"{MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL} prompts"
 )
 
 
@@ -107,7 +111,7 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return the replayed chain and DDTrees: the rows of a table, STUDY_COLUMNS first, and a
+    """Return the replayed chain and DDTrees: the rows of a table, REPLAY_TABLE_COLUMNS first, and a
     sentence on what trees gain. Return None if nothing was replayed."""
     study = evaluation.tree_study
     if study is None:
@@ -119,7 +123,7 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
         )
         for result in study.results
     }
-    rows: list[Sequence[str]] = [STUDY_COLUMNS]
+    rows: list[Sequence[str]] = [REPLAY_TABLE_COLUMNS]
     for method in methods:
         cells = [
             taus.get((method.name, method.budget, ranking), MISSING_CELL)
@@ -180,7 +184,7 @@ def list_findings(evaluation: Evaluation) -> list[str]:
         if chain.name != "chain":
             continue
         sentences += [
-            f"A chain of {chain.budget} drafts, which is what {CHAIN_ENGINES} verify, commits "
+            f"A chain of {chain.budget} drafts, which is what {ENGINES_VERIFYING_CHAINS_ONLY} verify, commits "
             f"τ = {chain.tau:.2f} tokens per pass of the target.",
             f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as "
             f"fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
@@ -260,7 +264,7 @@ def list_notes(evaluation: Evaluation) -> list[str]:
     remeasured = sum(method.remeasured_prompts or 0 for method in methods)
     if remeasured:
         notes.append(
-            f"measured again, as it took over {DISTURBED_TIME_RATIO} times the method's median "
+            f"measured again, as it took over {REMEASURED_PROMPT_TIME_RATIO} times the method's median "
             f"time per token: {remeasured}"
         )
 

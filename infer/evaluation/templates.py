@@ -10,7 +10,7 @@ def needs_escaping(template: str | None) -> bool:
     return template is not None and not template.endswith(".md.j2")
 
 
-TEMPLATE_ENVIRONMENT = Environment(
+REPORT_JINJA_ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=needs_escaping,
     undefined=StrictUndefined,
@@ -22,4 +22,4 @@ TEMPLATE_ENVIRONMENT = Environment(
 
 def render_template(template: str, **values: object) -> str:
     """Return the text of a template with `values` inserted; they are escaped in HTML and SVG."""
-    return TEMPLATE_ENVIRONMENT.get_template(template).render(values)
+    return REPORT_JINJA_ENVIRONMENT.get_template(template).render(values)

@@ -33,7 +33,7 @@ AUTHORS_ENGINE = "the DFlash authors' code"
 TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
 ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
 # the engines whose readers are checked key by key; transformers reads its own layout only
-CHECKED_ENGINES = (
+ENGINES_CHECKED_KEY_BY_KEY = (
     VLLM_ENGINE,
     SGLANG_ENGINE,
     SPECULATORS_ENGINE,
@@ -189,7 +189,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     has_window = "sliding_window" in reading.options and layer_config.get("sliding_window")
     if has_window and not layer_config.get("use_sliding_window"):
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             "use_sliding_window is not true: the engine would find no sliding_window",
         )
 
@@ -211,34 +211,34 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
 
     if head is not None and head.config_key not in supported_keys:
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft without the "
             "conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
     if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             f"conv_kernel_size is {kernel_size}: the engine has no convolutions there",
         )
     if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             "layer_fusion is true: the engine has one mix of the feature layers for all its layers",
         )
     if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             "sample_from_anchor is true: the engine drafts from the second slot on",
         )
     if reading.layout in DSPARK_LAYOUTS and head is None:
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             "markov_rank is 0 or missing: the engine reads this layout for DSpark's drafters alone",
         )
     if reading.layout in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
         yield (
-            CHECKED_ENGINES,
+            ENGINES_CHECKED_KEY_BY_KEY,
             "sample_from_anchor is false: the engine drafts from the first slot on",
         )
 

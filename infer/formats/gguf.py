@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 
 from infer.targets.loading import resolve_path
 
-CONVERTER_FILE_NAME = "convert_hf_to_gguf.py"
+GGUF_CONVERTER_SCRIPT_NAME = "convert_hf_to_gguf.py"
 GGUF_FILE_NAME = "drafter.gguf"
 MAX_CONVERTER_ERROR_CHARACTERS = 400
 
@@ -18,14 +18,14 @@ MAX_CONVERTER_ERROR_CHARACTERS = 400
 def find_converter(converter: str | None) -> Path:
     """Return llama.cpp's converter: the given file, or the one on PATH if None. Raises ValueError
     if there is none."""
-    file = converter or shutil.which(CONVERTER_FILE_NAME)
+    file = converter or shutil.which(GGUF_CONVERTER_SCRIPT_NAME)
     if file is None or not Path(file).is_file():
-        reason = f"{CONVERTER_FILE_NAME} is not on PATH"
+        reason = f"{GGUF_CONVERTER_SCRIPT_NAME} is not on PATH"
         if converter:
             reason = f"converter={converter}: no such file"
         raise ValueError(
             f"format=gguf is written by llama.cpp's own converter, and {reason}: give "
-            f"converter=<folder of llama.cpp>/{CONVERTER_FILE_NAME}"
+            f"converter=<folder of llama.cpp>/{GGUF_CONVERTER_SCRIPT_NAME}"
         )
     return Path(file)
 

@@ -13,12 +13,12 @@ from infer.formats.folders import INT8_DTYPE, DrafterFolder
 from infer.utils.optional import find_missing_path
 
 # methods that no family implements, by a word of `architectures` or `speculators_model_type`
-UNSUPPORTED_METHODS = {
+UNSUPPORTED_DRAFTER_TYPES_BY_WORD = {
     "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
     "peagle": "a P-EAGLE drafter (EAGLE-3's layers over mask tokens; vLLM runs it)",
 }
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-INDEX_DTYPES = ("I64", "I32")
+SAFETENSORS_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+SAFETENSORS_INDEX_DTYPES = ("I64", "I32")
 
 
 def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> ParsedConfig:
@@ -33,7 +33,7 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
     method = f"{raw.get('architectures')} {raw.get('speculators_model_type')}".lower()
     if raw.get("parallel_drafting") and "eagle" in method:
         method = "peagle"
-    for word, description in UNSUPPORTED_METHODS.items():
+    for word, description in UNSUPPORTED_DRAFTER_TYPES_BY_WORD.items():
         if word in method:
             return refuse_config(f"this is {description}, which is not read here")
 
@@ -71,7 +71,7 @@ def find_tensor_problems(
     folder: DrafterFolder,
     expected: Mapping[str, tuple[int, ...]],
     unused: Collection[str],
-    float_dtypes: Collection[str] = FLOAT_DTYPES,
+    float_dtypes: Collection[str] = SAFETENSORS_FLOAT_DTYPES,
 ) -> list[str]:
     """Compare a folder's tensors with the expected names and shapes. Return a sentence for each
     kind of problem, with the names of the tensors. `unused`: names that are ignored."""
@@ -88,7 +88,8 @@ def find_tensor_problems(
         "of wrong type": [
             f"{name} {stored[name].dtype}"
             for name in common
-            if stored[name].dtype not in (INDEX_DTYPES if name == "d2t" else float_dtypes)
+            if stored[name].dtype
+            not in (SAFETENSORS_INDEX_DTYPES if name == "d2t" else float_dtypes)
         ],
     }
     return [
@@ -117,6 +118,6 @@ def find_folder_problems(folder: DrafterFolder, reading: ParsedConfig) -> list[s
         ]
         names = ", ".join(sorted(duplicates))
         problems.append(f"tensors stored twice, under two names: {names}")
-    float_dtypes = (*FLOAT_DTYPES, INT8_DTYPE)
+    float_dtypes = (*SAFETENSORS_FLOAT_DTYPES, INT8_DTYPE)
     shapes = expected_shapes(reading)
     return problems + find_tensor_problems(converted, shapes, reading.unused_tensors, float_dtypes)

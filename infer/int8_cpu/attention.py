@@ -15,7 +15,12 @@ from numba import carray
 
 from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.attention.masks import AttentionMask
-from infer.int8_cpu.float_matmul import TILE_COLUMNS, VECTOR_WIDTH, add_matmul, transpose
+from infer.int8_cpu.float_matmul import (
+    FLOAT32_VALUES_PER_CPU_VECTOR,
+    FLOAT_MATMUL_TILE_COLUMNS,
+    add_matmul,
+    transpose,
+)
 from infer.kernels import reference
 from infer.kernels.cpu import (
     bits_to_float,
@@ -25,10 +30,10 @@ from infer.kernels.cpu import (
     order_preserving_bits,
 )
 from infer.kernels.launch import (
-    ADDRESS_FIELD,
-    FLOAT_FIELD,
-    INTEGER_FIELD,
-    MIN_PARALLEL_CYCLES,
+    KERNEL_ARGUMENT_ADDRESS_TYPE,
+    KERNEL_ARGUMENT_FLOAT_TYPE,
+    KERNEL_ARGUMENT_INTEGER_TYPE,
+    MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL,
     KernelArguments,
     allocate_tensor,
     claim_work_item,
@@ -174,15 +179,15 @@ def add_query_key_products(
 
 @njit
 def add_row_sums(weights: np.ndarray, count: int, weight_sums: np.ndarray) -> None:
-    """Add the first `count` weights of each row (R, S), in order, to weight_sums (R, TILE_COLUMNS).
+    """Add the first `count` weights of each row (R, S), in order, to weight_sums (R, FLOAT_MATMUL_TILE_COLUMNS).
 
     It is a matmul with ones, so that four rows are summed at a time.
     """
-    ones = np.ones(TILE_COLUMNS, np.float32)
+    ones = np.ones(FLOAT_MATMUL_TILE_COLUMNS, np.float32)
     add_matmul(
         weights.ctypes.data, 4 * weights.shape[1], len(weights), count,
-        ones.ctypes.data, 0, TILE_COLUMNS,
-        weight_sums.ctypes.data, 4 * TILE_COLUMNS,
+        ones.ctypes.data, 0, FLOAT_MATMUL_TILE_COLUMNS,
+        weight_sums.ctypes.data, 4 * FLOAT_MATMUL_TILE_COLUMNS,
     )  # fmt: skip
 
 
@@ -201,7 +206,7 @@ def add_weighted_values(
 
     values: address of the first value; position_bytes: distance between values. padded_values
     (KEY_TILE_POSITIONS, padded E) is scratch memory for values whose size is not a multiple of
-    TILE_COLUMNS.
+    FLOAT_MATMUL_TILE_COLUMNS.
     """
     rows = len(weights)
     padded_size = weighted_values.shape[1]
@@ -225,21 +230,27 @@ class AttentionArguments(KernelArguments):
     """Arguments of `attention_kernel`."""
 
     _fields_ = [
-        ("queries", ADDRESS_FIELD),  # (N, K, G, E)
-        ("out", ADDRESS_FIELD),  # (N, K, G, E)
-        ("keys", ADDRESS_FIELD),  # (B, capacity, K, E), from the first visible position on
-        ("values", ADDRESS_FIELD),
-        ("mask", ADDRESS_FIELD),  # (B, Q, S) additive; 0: every query sees all S positions
+        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
+        (
+            "keys",
+            KERNEL_ARGUMENT_ADDRESS_TYPE,
+        ),  # (B, capacity, K, E), from the first visible position on
+        ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        (
+            "mask",
+            KERNEL_ARGUMENT_ADDRESS_TYPE,
+        ),  # (B, Q, S) additive; 0: every query sees all S positions
         # (B,) int64: end of each batch row among the N positions; 0: each has Q positions
-        ("row_ends", ADDRESS_FIELD),
-        ("batch_rows", INTEGER_FIELD),  # B
-        ("key_heads", INTEGER_FIELD),  # K
-        ("groups", INTEGER_FIELD),  # G
-        ("head_size", INTEGER_FIELD),  # E
-        ("capacity", INTEGER_FIELD),  # positions of a batch row in the cache
-        ("visible", INTEGER_FIELD),  # S
-        ("width", INTEGER_FIELD),  # Q
-        ("scale", FLOAT_FIELD),
+        ("row_ends", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("batch_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # B
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # K
+        ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # G
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # E
+        ("capacity", KERNEL_ARGUMENT_INTEGER_TYPE),  # positions of a batch row in the cache
+        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # S
+        ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # Q
+        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
 
@@ -268,14 +279,16 @@ def attention_kernel(address: int) -> None:
     sees_all = args.mask == 0
     mask = carray(float_pointer(args.mask), (batch_rows, width, visible))
     out = carray(float_pointer(args.out), (batch_rows * width, key_heads, groups, size))
-    padded_size = round_up(size, TILE_COLUMNS)
-    # The padding of VECTOR_WIDTH columns spreads the starts of rows over the sets of the CPU cache.
-    transposed_keys = np.zeros((size, KEY_TILE_POSITIONS + VECTOR_WIDTH), np.float32)
+    padded_size = round_up(size, FLOAT_MATMUL_TILE_COLUMNS)
+    # The padding of FLOAT32_VALUES_PER_CPU_VECTOR columns spreads the starts of rows over the sets of the CPU cache.
+    transposed_keys = np.zeros(
+        (size, KEY_TILE_POSITIONS + FLOAT32_VALUES_PER_CPU_VECTOR), np.float32
+    )
     padded_values = np.zeros((KEY_TILE_POSITIONS, padded_size), np.float32)
     queries = np.empty((tile_rows, size), np.float32)
-    weights = np.empty((tile_rows, round_up(visible, TILE_COLUMNS)), np.float32)
+    weights = np.empty((tile_rows, round_up(visible, FLOAT_MATMUL_TILE_COLUMNS)), np.float32)
     weighted_values = np.empty((tile_rows, padded_size), np.float32)
-    weight_sums = np.empty((tile_rows, TILE_COLUMNS), np.float32)
+    weight_sums = np.empty((tile_rows, FLOAT_MATMUL_TILE_COLUMNS), np.float32)
     visible_counts = np.empty(tile_queries, np.int64)  # up to the last position a query sees
     position_bytes = 4 * key_heads * size
     item = claim_work_item(address)
@@ -298,7 +311,7 @@ def attention_kernel(address: int) -> None:
         )  # fmt: skip
         for r in range(count):
             row_mask = queries[0] if sees_all else mask[row, start + r // groups]
-            scores = weights[r, : round_up(max_visible, VECTOR_WIDTH)]
+            scores = weights[r, : round_up(max_visible, FLOAT32_VALUES_PER_CPU_VECTOR)]
             exponentiate_scores(scores, row_mask, sees_all, args.scale, visible_counts[r // groups])
         add_row_sums(weights[:count], max_visible, weight_sums)
         add_weighted_values(
@@ -346,6 +359,6 @@ def attend(
     bind(layer_cache, mask)
     work_items = batch_rows * key_heads * -(-layer_cache.query_length // QUERY_TILE_POSITIONS)
     # Attention always runs on several threads.
-    cycles = max(queries.numel() * visible // 2, MIN_PARALLEL_CYCLES + 1)
+    cycles = max(queries.numel() * visible // 2, MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL + 1)
     launch_kernel(attention_kernel, arguments, work_items, cycles, bind, (layer_cache, mask))
     return out

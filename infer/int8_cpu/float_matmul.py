@@ -12,10 +12,10 @@ from infer.kernels.launch import float_pointer, llvm_intrinsic
 from infer.utils.jit import njit
 
 # float32 values per vector register. A tile's sums fill 16 registers of AVX2 or of AVX-512.
-VECTOR_WIDTH = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
-VECTOR_BYTES = 4 * VECTOR_WIDTH
-TILE_COLUMNS = 2 * VECTOR_WIDTH
-VECTOR_TYPE = ir.VectorType(ir.FloatType(), VECTOR_WIDTH)
+FLOAT32_VALUES_PER_CPU_VECTOR = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
+BYTES_PER_CPU_VECTOR = 4 * FLOAT32_VALUES_PER_CPU_VECTOR
+FLOAT_MATMUL_TILE_COLUMNS = 2 * FLOAT32_VALUES_PER_CPU_VECTOR
+LLVM_FLOAT32_VECTOR_TYPE = ir.VectorType(ir.FloatType(), FLOAT32_VALUES_PER_CPU_VECTOR)
 
 
 def int64_constant(number: int) -> ir.Constant:
@@ -30,10 +30,10 @@ def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) ->
 
 @llvm_intrinsic
 def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
-    """Add a product of a vector and a matrix to TILE_COLUMNS sums, for several vectors at once.
+    """Add a product of a vector and a matrix to FLOAT_MATMUL_TILE_COLUMNS sums, for several vectors at once.
 
     factors and sums are tuples of addresses. Vector i, `count` values at factors[i], is multiplied
-    by the matrix, `count` rows at distances of `row_bytes`, and added to the TILE_COLUMNS values at
+    by the matrix, `count` rows at distances of `row_bytes`, and added to the FLOAT_MATMUL_TILE_COLUMNS values at
     sums[i]. The rows are added in order, by fused multiply-adds.
     """
 
@@ -41,27 +41,35 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
         count, matrix, row_bytes = values[1:4]
         factor_addresses = cgutils.unpack_tuple(builder, values[0])
         sum_addresses = cgutils.unpack_tuple(builder, values[4])
-        offsets = [int64_constant(offset) for offset in range(0, 4 * TILE_COLUMNS, VECTOR_BYTES)]
+        offsets = [
+            int64_constant(offset)
+            for offset in range(0, 4 * FLOAT_MATMUL_TILE_COLUMNS, BYTES_PER_CPU_VECTOR)
+        ]
         vector_addresses = []  # of the sums
         accumulators = []
         for sum_address in sum_addresses:
             addresses = [builder.add(sum_address, offset) for offset in offsets]
             vector_addresses.append(addresses)
-            loaded_sums = [load_value(builder, address, VECTOR_TYPE) for address in addresses]
+            loaded_sums = [
+                load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses
+            ]
             accumulators.append(
                 [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
             )
-        fma_type = ir.FunctionType(VECTOR_TYPE, [VECTOR_TYPE] * 3)
+        fma_type = ir.FunctionType(LLVM_FLOAT32_VECTOR_TYPE, [LLVM_FLOAT32_VECTOR_TYPE] * 3)
         fma = cgutils.get_or_insert_function(
-            builder.module, fma_type, f"llvm.fma.v{VECTOR_WIDTH}f32"
+            builder.module, fma_type, f"llvm.fma.v{FLOAT32_VALUES_PER_CPU_VECTOR}f32"
         )
-        broadcast_mask = ir.Constant(ir.VectorType(ir.IntType(32), VECTOR_WIDTH), None)
-        undefined_vector = ir.Constant(VECTOR_TYPE, ir.Undefined)
+        broadcast_mask = ir.Constant(
+            ir.VectorType(ir.IntType(32), FLOAT32_VALUES_PER_CPU_VECTOR), None
+        )
+        undefined_vector = ir.Constant(LLVM_FLOAT32_VECTOR_TYPE, ir.Undefined)
 
         with cgutils.for_range(builder, count) as loop:
             row = builder.add(matrix, builder.mul(loop.index, row_bytes))
             row_vectors = [
-                load_value(builder, builder.add(row, offset), VECTOR_TYPE) for offset in offsets
+                load_value(builder, builder.add(row, offset), LLVM_FLOAT32_VECTOR_TYPE)
+                for offset in offsets
             ]
             factor_offset = builder.mul(loop.index, int64_constant(4))
             for address, row_accumulators in zip(factor_addresses, accumulators, strict=True):
@@ -76,7 +84,7 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
         for address, accumulator in zip(
             chain(*vector_addresses), chain(*accumulators), strict=True
         ):
-            pointer = builder.inttoptr(address, VECTOR_TYPE.as_pointer())
+            pointer = builder.inttoptr(address, LLVM_FLOAT32_VECTOR_TYPE.as_pointer())
             builder.store(builder.load(accumulator), pointer, align=4)
         return context.get_dummy_value()
 
@@ -86,22 +94,28 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
 
 @llvm_intrinsic
 def transpose_tile(typing, source, source_row_bytes, destination, destination_row_bytes):
-    """Transpose a matrix of VECTOR_WIDTH rows and columns of 4-byte values to another address.
+    """Transpose a matrix of FLOAT32_VALUES_PER_CPU_VECTOR rows and columns of 4-byte values to another address.
 
     The off-diagonal blocks of half the size are swapped, then those of a quarter, and so on.
     """
 
     def generate(context, builder, signature, values):
         source, source_row_bytes, destination, destination_row_bytes = values
-        indices = [int64_constant(n) for n in range(VECTOR_WIDTH)]
+        indices = [int64_constant(n) for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)]
         addresses = [builder.add(source, builder.mul(source_row_bytes, n)) for n in indices]
-        rows = [load_value(builder, address, VECTOR_TYPE) for address in addresses]
-        shuffle_type = ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
-        block = VECTOR_WIDTH // 2
+        rows = [load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses]
+        shuffle_type = ir.VectorType(ir.IntType(32), FLOAT32_VALUES_PER_CPU_VECTOR)
+        block = FLOAT32_VALUES_PER_CPU_VECTOR // 2
         while block:
-            low = [n + VECTOR_WIDTH - block if n & block else n for n in range(VECTOR_WIDTH)]
-            high = [n + VECTOR_WIDTH if n & block else n + block for n in range(VECTOR_WIDTH)]
-            for i in range(VECTOR_WIDTH):
+            low = [
+                n + FLOAT32_VALUES_PER_CPU_VECTOR - block if n & block else n
+                for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)
+            ]
+            high = [
+                n + FLOAT32_VALUES_PER_CPU_VECTOR if n & block else n + block
+                for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)
+            ]
+            for i in range(FLOAT32_VALUES_PER_CPU_VECTOR):
                 if i & block:
                     continue
                 pair = rows[i], rows[i + block]
@@ -110,7 +124,9 @@ def transpose_tile(typing, source, source_row_bytes, destination, destination_ro
             block //= 2
         for row, n in zip(rows, indices, strict=True):
             address = builder.add(destination, builder.mul(destination_row_bytes, n))
-            builder.store(row, builder.inttoptr(address, VECTOR_TYPE.as_pointer()), align=4)
+            builder.store(
+                row, builder.inttoptr(address, LLVM_FLOAT32_VECTOR_TYPE.as_pointer()), align=4
+            )
         return context.get_dummy_value()
 
     return types.none(types.intp, types.intp, types.intp, types.intp), generate
@@ -126,17 +142,21 @@ def transpose(
     destination_row_bytes: int,
 ) -> None:
     """Transpose a matrix (rows, columns) of 4-byte values to another address."""
-    for row in range(0, rows, VECTOR_WIDTH):
-        is_full = row + VECTOR_WIDTH <= rows
-        tiled_columns = columns // VECTOR_WIDTH * VECTOR_WIDTH if is_full else 0
-        for column in range(0, tiled_columns, VECTOR_WIDTH):
+    for row in range(0, rows, FLOAT32_VALUES_PER_CPU_VECTOR):
+        is_full = row + FLOAT32_VALUES_PER_CPU_VECTOR <= rows
+        tiled_columns = (
+            columns // FLOAT32_VALUES_PER_CPU_VECTOR * FLOAT32_VALUES_PER_CPU_VECTOR
+            if is_full
+            else 0
+        )
+        for column in range(0, tiled_columns, FLOAT32_VALUES_PER_CPU_VECTOR):
             transpose_tile(
                 source + row * source_row_bytes + 4 * column,
                 source_row_bytes,
                 destination + column * destination_row_bytes + 4 * row,
                 destination_row_bytes,
             )
-        for r in range(row, min(row + VECTOR_WIDTH, rows)):
+        for r in range(row, min(row + FLOAT32_VALUES_PER_CPU_VECTOR, rows)):
             for column in range(tiled_columns, columns):
                 source_row = float_pointer(source + r * source_row_bytes)
                 destination_row = float_pointer(destination + column * destination_row_bytes)
@@ -158,7 +178,7 @@ def add_matmul(
     """Add the product of matrices left (rows, count) and right (count, columns) to out.
 
     Matrices are given by address and distance between rows. Sums run from the first value to the
-    last. Columns are processed in tiles of TILE_COLUMNS, which may write padding columns; rows in
+    last. Columns are processed in tiles of FLOAT_MATMUL_TILE_COLUMNS, which may write padding columns; rows in
     fours, where the last row is computed several times if fewer are left.
     """
     for r in range(0, rows, 4):
@@ -171,7 +191,7 @@ def add_matmul(
             left + r2 * left_row_bytes,
             left + r3 * left_row_bytes,
         )
-        for column_offset in range(0, 4 * columns, 4 * TILE_COLUMNS):
+        for column_offset in range(0, 4 * columns, 4 * FLOAT_MATMUL_TILE_COLUMNS):
             sums = (
                 out + column_offset + r * out_row_bytes,
                 out + column_offset + r1 * out_row_bytes,

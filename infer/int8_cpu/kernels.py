@@ -20,7 +20,11 @@ from infer.int8_cpu.weights import Int8Weights
 from infer.kernels import cpu, reference
 from infer.kernels.operands import LinearWeights
 from infer.kernels.table import FastKernels
-from infer.kernels.validation import WRONG_TOKENS, describe_difference, make_normal_tensor
+from infer.kernels.validation import (
+    WRONG_KERNEL_TOKENS_MESSAGE,
+    describe_difference,
+    make_normal_tensor,
+)
 
 
 def compute_accumulators(
@@ -79,10 +83,10 @@ def check_int8_argmax_head(operation: Callable, device: torch.device) -> str:
     expected = linear(states.flatten(0, 1), weights).argmax(-1).view(2, 5)
     if torch.equal(operation(states, SimpleNamespace(int8_weights=weights)), expected):
         return ""
-    return WRONG_TOKENS
+    return WRONG_KERNEL_TOKENS_MESSAGE
 
 
-INT8_KERNELS = FastKernels(
+CPU_INT8_FAST_KERNEL_TABLE = FastKernels(
     operations=cpu.CPU_OPERATIONS
     | {"linear": linear, "argmax_head": argmax_head, "attend": attend},
     checks={"linear": check_int8_linear, "argmax_head": check_int8_argmax_head},

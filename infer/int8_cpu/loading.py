@@ -112,10 +112,10 @@ def make_int8_folder(
         source_files.append((file.name, status.st_size, status.st_mtime_ns))
     calibration_settings = [
         INT8_QUANT_METHOD,
-        calibration.CALIBRATION_SEQUENCES,
-        calibration.CALIBRATION_SEQUENCE_TOKENS,
+        calibration.INT8_CALIBRATION_SEQUENCE_COUNT,
+        calibration.INT8_CALIBRATION_TOKENS_PER_SEQUENCE,
         calibration.SMOOTHQUANT_ALPHAS,
-        calibration.MAX_SINGLE_CODE_ERROR,
+        calibration.MAX_ERROR_WITH_ONE_ACTIVATION_CODE,
     ]
     cache_key = repr([*calibration_settings, str(source.resolve()), source_files])
     folder = cache_folder(f"{source.name}-int8", cache_key)

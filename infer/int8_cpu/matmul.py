@@ -12,11 +12,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from infer.int8_cpu.float_matmul import VECTOR_WIDTH, int64_constant, load_value, transpose
+from infer.int8_cpu.float_matmul import (
+    FLOAT32_VALUES_PER_CPU_VECTOR,
+    int64_constant,
+    load_value,
+    transpose,
+)
 from infer.int8_cpu.quantisation import int32_pointer
 from infer.kernels.launch import (
-    ADDRESS_FIELD,
-    INTEGER_FIELD,
+    KERNEL_ARGUMENT_ADDRESS_TYPE,
+    KERNEL_ARGUMENT_INTEGER_TYPE,
     KernelArguments,
     allocate_tensor,
     claim_work_item,
@@ -29,14 +34,14 @@ from infer.utils.jit import njit
 
 # Bounds of the transposed matmul, weights (O, D) times codes (D, N). With more rows it is not
 # faster; more accumulators leave the cache before they are transposed back.
-MAX_TRANSPOSED_ROWS = 64
-MAX_TRANSPOSED_ACCUMULATORS = 2**20
-MAX_REMAINDER_ROWS = 4  # rows after the last full vector that are transposed one by one
+MAX_TRANSPOSED_MATMUL_ROWS = 64
+MAX_TRANSPOSED_MATMUL_ACCUMULATORS = 2**20
+MAX_ROWS_TRANSPOSED_ONE_BY_ONE = 4  # rows after the last full vector that are transposed one by one
 
 CODES_PER_REGISTER = 16  # of AVX2, widened to 16 bits
-MACS_PER_CYCLE = 24
-TILE_OUTPUTS = 4  # a tile's accumulators stay in registers
-TILE_ROWS = 2
+ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE = 24
+INT8_MATMUL_TILE_OUTPUTS = 4  # a tile's accumulators stay in registers
+INT8_MATMUL_TILE_ROWS = 2
 MATMUL_OUTPUTS_PER_WORK_ITEM = 32
 TRANSPOSE_OUTPUTS_PER_WORK_ITEM = 1024
 
@@ -57,16 +62,16 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
     transposed.
 
     With AMX, oneDNN packs the right operand before it multiplies, so the right operand should be
-    the smaller one. If more than MAX_REMAINDER_ROWS rows do not fill a vector, they are padded to a
+    the smaller one. If more than MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows do not fill a vector, they are padded to a
     full one, which is transposed back at once.
     """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
-    if rows > MAX_TRANSPOSED_ROWS or rows * outputs > MAX_TRANSPOSED_ACCUMULATORS:
+    if rows > MAX_TRANSPOSED_MATMUL_ROWS or rows * outputs > MAX_TRANSPOSED_MATMUL_ACCUMULATORS:
         return 0
-    if rows % VECTOR_WIDTH <= MAX_REMAINDER_ROWS:
+    if rows % FLOAT32_VALUES_PER_CPU_VECTOR <= MAX_ROWS_TRANSPOSED_ONE_BY_ONE:
         return rows
-    return -(-rows // VECTOR_WIDTH) * VECTOR_WIDTH
+    return -(-rows // FLOAT32_VALUES_PER_CPU_VECTOR) * FLOAT32_VALUES_PER_CPU_VECTOR
 
 
 def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
@@ -141,12 +146,12 @@ class MatmulArguments(KernelArguments):
     """Arguments of `avx2_matmul_kernel`."""
 
     _fields_ = [
-        ("codes", ADDRESS_FIELD),  # (N, D) int8
-        ("weights", ADDRESS_FIELD),  # (O, D) int8
-        ("accumulators", ADDRESS_FIELD),  # (N, O) int32, output
-        ("num_rows", INTEGER_FIELD),  # N
-        ("outputs", INTEGER_FIELD),  # O
-        ("inputs", INTEGER_FIELD),  # D
+        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D) int8
+        ("weights", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, D) int8
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
+        ("inputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
     ]
 
 
@@ -157,7 +162,7 @@ read_matmul_arguments = make_argument_reader(MatmulArguments)
 def avx2_matmul_kernel(address: int) -> None:
     """Multiply codes by weights. A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs of all rows.
 
-    A tile has TILE_OUTPUTS outputs and TILE_ROWS rows. At the edge, the last output or row is
+    A tile has INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. At the edge, the last output or row is
     computed several times.
     """
     args = read_matmul_arguments(address)
@@ -165,7 +170,7 @@ def avx2_matmul_kernel(address: int) -> None:
     while item * MATMUL_OUTPUTS_PER_WORK_ITEM < args.outputs:
         first_output = item * MATMUL_OUTPUTS_PER_WORK_ITEM
         end_output = min(args.outputs, (item + 1) * MATMUL_OUTPUTS_PER_WORK_ITEM)
-        for o in range(first_output, end_output, TILE_OUTPUTS):
+        for o in range(first_output, end_output, INT8_MATMUL_TILE_OUTPUTS):
             o1 = min(o + 1, args.outputs - 1)
             o2 = min(o + 2, args.outputs - 1)
             o3 = min(o + 3, args.outputs - 1)
@@ -175,14 +180,14 @@ def avx2_matmul_kernel(address: int) -> None:
                 args.weights + o2 * args.inputs,
                 args.weights + o3 * args.inputs,
             )
-            for n in range(0, args.num_rows, TILE_ROWS):
+            for n in range(0, args.num_rows, INT8_MATMUL_TILE_ROWS):
                 n1 = min(n + 1, args.num_rows - 1)
                 code_rows = args.codes + n * args.inputs, args.codes + n1 * args.inputs
                 sums = compute_dot_products(
                     weight_rows,
                     code_rows,
                     args.inputs // CODES_PER_REGISTER,
-                    TILE_OUTPUTS * args.inputs,
+                    INT8_MATMUL_TILE_OUTPUTS * args.inputs,
                 )
                 row = int32_pointer(args.accumulators + 4 * n * args.outputs)
                 next_row = int32_pointer(args.accumulators + 4 * n1 * args.outputs)
@@ -195,10 +200,10 @@ class TransposeArguments(KernelArguments):
     """Arguments of `transpose_kernel`."""
 
     _fields_ = [
-        ("transposed", ADDRESS_FIELD),  # (O, N) int32
-        ("accumulators", ADDRESS_FIELD),  # (N, O) int32, output
-        ("outputs", INTEGER_FIELD),  # O
-        ("num_rows", INTEGER_FIELD),  # N
+        ("transposed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, N) int32
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
     ]
 
 
@@ -255,8 +260,10 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
         outputs=outputs,
         inputs=inputs,
     )
-    # Reading a row of weights from memory takes as long as multiplying TILE_ROWS rows by it.
-    cycles = (rows + TILE_ROWS) * inputs * outputs // MACS_PER_CYCLE
+    # Reading a row of weights from memory takes as long as multiplying INT8_MATMUL_TILE_ROWS rows by it.
+    cycles = (
+        (rows + INT8_MATMUL_TILE_ROWS) * inputs * outputs // ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE
+    )
     work_items = -(-outputs // MATMUL_OUTPUTS_PER_WORK_ITEM)
     launch_kernel(avx2_matmul_kernel, arguments, work_items, cycles)
     return accumulators

@@ -11,14 +11,14 @@ from numba import carray, types
 
 from infer.int8_cpu.weights import Int8Weights
 from infer.kernels.cpu import (
-    ROUNDING_SHIFT,
+    FLOAT32_ROUND_TO_INTEGER_ADDEND,
     bits_to_float,
     float_to_bits,
     order_preserving_bits,
 )
 from infer.kernels.launch import (
-    ADDRESS_FIELD,
-    INTEGER_FIELD,
+    KERNEL_ARGUMENT_ADDRESS_TYPE,
+    KERNEL_ARGUMENT_INTEGER_TYPE,
     KernelArguments,
     allocate_tensor,
     claim_work_item,
@@ -30,7 +30,9 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-RESIDUAL_SCALE = 254  # the second code of an activation is that much finer than the first
+SECOND_ACTIVATION_CODE_SCALE = (
+    254  # the second code of an activation is that much finer than the first
+)
 ARGMAX_TILE_OUTPUTS = 1024  # float32 outputs per tile; fits in the L1 cache
 int8_pointer = make_pointer_cast(types.int8)
 int32_pointer = make_pointer_cast(types.int32)
@@ -40,14 +42,14 @@ class QuantiseArguments(KernelArguments):
     """Arguments of `quantise_kernel`."""
 
     _fields_ = [
-        ("states", ADDRESS_FIELD),  # (N, D)
-        ("smoothing", ADDRESS_FIELD),  # (D,) factors of the states
-        ("codes", ADDRESS_FIELD),  # (C N, D) int8, output
-        # (N,), output: a state is scale * (first code + second code / RESIDUAL_SCALE)
-        ("scales", ADDRESS_FIELD),
-        ("num_rows", INTEGER_FIELD),  # N
-        ("row_size", INTEGER_FIELD),  # D
-        ("codes_per_activation", INTEGER_FIELD),  # C
+        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
+        ("smoothing", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (D,) factors of the states
+        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C N, D) int8, output
+        # (N,), output: a state is scale * (first code + second code / SECOND_ACTIVATION_CODE_SCALE)
+        ("scales", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # C
     ]
 
 
@@ -76,15 +78,17 @@ def quantise_kernel(address: int) -> None:
         codes = carray(int8_pointer(args.codes + n * row_size), row_size)
         for d in range(row_size):
             row[d] *= factor
-            codes[d] = np.int8(float_to_bits(row[d] + ROUNDING_SHIFT))
+            codes[d] = np.int8(float_to_bits(row[d] + FLOAT32_ROUND_TO_INTEGER_ADDEND))
         if args.codes_per_activation == 2:
             second_codes = carray(
                 int8_pointer(args.codes + (args.num_rows + n) * row_size), row_size
             )
             for d in range(row_size):
-                rounded = (row[d] + ROUNDING_SHIFT) - ROUNDING_SHIFT
-                residual = (row[d] - rounded) * np.float32(RESIDUAL_SCALE)
-                second_codes[d] = np.int8(float_to_bits(residual + ROUNDING_SHIFT))
+                rounded = (
+                    row[d] + FLOAT32_ROUND_TO_INTEGER_ADDEND
+                ) - FLOAT32_ROUND_TO_INTEGER_ADDEND
+                residual = (row[d] - rounded) * np.float32(SECOND_ACTIVATION_CODE_SCALE)
+                second_codes[d] = np.int8(float_to_bits(residual + FLOAT32_ROUND_TO_INTEGER_ADDEND))
         scales[n] = max_value / np.float32(127)
         n = claim_work_item(address)
 
@@ -93,14 +97,14 @@ class DequantiseArguments(KernelArguments):
     """Arguments of `dequantise_kernel` and `argmax_kernel`."""
 
     _fields_ = [
-        ("accumulators", ADDRESS_FIELD),  # (C N, O) int32
-        ("activation_scales", ADDRESS_FIELD),  # (N,)
-        ("weight_scales", ADDRESS_FIELD),  # (O,)
-        ("bias", ADDRESS_FIELD),  # (O,); 0: no bias
-        ("out", ADDRESS_FIELD),  # (N, O) float32, or for argmax (N,) int64
-        ("num_rows", INTEGER_FIELD),  # N
-        ("row_size", INTEGER_FIELD),  # O
-        ("codes_per_activation", INTEGER_FIELD),  # C
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C N, O) int32
+        ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,)
+        ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,)
+        ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,); 0: no bias
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) float32, or for argmax (N,) int64
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # C
     ]
 
 
@@ -119,7 +123,7 @@ def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarra
         second_offset = args.num_rows * args.row_size + offset
         second_accumulators = carray(int32_pointer(args.accumulators + 4 * second_offset), size)
         for o in range(size):
-            residual = np.float32(second_accumulators[o]) / np.float32(RESIDUAL_SCALE)
+            residual = np.float32(second_accumulators[o]) / np.float32(SECOND_ACTIVATION_CODE_SCALE)
             total = np.float32(accumulators[o]) + residual
             out[o] = total * (activation_scale * weight_scales[o])
     else:

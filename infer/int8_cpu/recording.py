@@ -18,9 +18,9 @@ from numba import carray, types
 
 from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.kernels.launch import (
-    ACTIVE_RECORDER,
-    ADDRESS_FIELD,
-    INTEGER_FIELD,
+    ACTIVE_KERNEL_CALL_RECORDER,
+    KERNEL_ARGUMENT_ADDRESS_TYPE,
+    KERNEL_ARGUMENT_INTEGER_TYPE,
     KernelArguments,
     KernelCall,
     get_kernel_address,
@@ -32,11 +32,11 @@ from infer.kernels.launch import (
 from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, RotationsByLayerType
 from infer.utils.jit import njit
 
-MAX_RECORDINGS = 32  # per decoder
-MAX_RECORDING_BYTES = 2**25  # buffers of all recordings of a decoder
+MAX_INT8_CPU_CALL_RECORDINGS = 32  # per decoder
+MAX_INT8_CPU_RECORDING_BYTES = 2**25  # buffers of all recordings of a decoder
 # In longer passes, the kernels take much longer than the Python code between them.
-MAX_RECORDED_POSITIONS = 128
-FIELDS_PER_CALL = 6  # int64 per call in `CallListArguments.calls`
+MAX_RECORDED_INT8_CPU_POSITIONS = 128
+INT64_FIELDS_PER_RECORDED_CALL = 6  # int64 per call in `CallListArguments.calls`
 
 
 @llvm_intrinsic
@@ -55,10 +55,10 @@ class CallListArguments(KernelArguments):
     """Arguments of `call_list_kernel`."""
 
     _fields_ = [
-        # (count, FIELDS_PER_CALL) int64: function address, its four arguments, and the address of
+        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64: function address, its four arguments, and the address of
         # its work item counter
-        ("calls", ADDRESS_FIELD),
-        ("count", INTEGER_FIELD),
+        ("calls", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("count", KERNEL_ARGUMENT_INTEGER_TYPE),
     ]
 
 
@@ -69,7 +69,7 @@ read_call_list_arguments = make_argument_reader(CallListArguments)
 def call_list_kernel(address: int) -> None:
     """Call compiled kernels one after the other, without Python between them."""
     args = read_call_list_arguments(address)
-    calls = carray(int64_pointer(args.calls), (args.count, FIELDS_PER_CALL))
+    calls = carray(int64_pointer(args.calls), (args.count, INT64_FIELDS_PER_RECORDED_CALL))
     for i in range(args.count):
         int64_pointer(calls[i, 5])[0] = 0
         call_function_address(calls[i, 0], calls[i, 1], calls[i, 2], calls[i, 3], calls[i, 4])
@@ -132,12 +132,12 @@ class Recording:
     @contextmanager
     def activate(self) -> Generator[None]:
         """Record all calls of this thread within the block."""
-        ACTIVE_RECORDER.recorder = self
+        ACTIVE_KERNEL_CALL_RECORDER.recorder = self
         try:
             with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
-            ACTIVE_RECORDER.recorder = None
+            ACTIVE_KERNEL_CALL_RECORDER.recorder = None
         self.inputs = []
         self.calls = merge_kernel_calls(self.calls)
         self.addresses = self.read_addresses()
@@ -241,7 +241,7 @@ class RecordedDecoder(KernelDecoder):
         """Implement `KernelDecoder.run`. The outputs of recorded passes are always copies."""
         positions = len(states)
         # Packed layers are an iterator and cannot be recorded.
-        if not isinstance(layer_views, list) or positions > MAX_RECORDED_POSITIONS:
+        if not isinstance(layer_views, list) or positions > MAX_RECORDED_INT8_CPU_POSITIONS:
             return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
         layer_views = cast(list[LayerCacheView], layer_views)
         first = layer_views[0]
@@ -271,11 +271,11 @@ class RecordedDecoder(KernelDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Keep the most recently used recordings, at most MAX_RECORDINGS with MAX_RECORDING_BYTES
+        """Keep the most recently used recordings, at most MAX_INT8_CPU_CALL_RECORDINGS with MAX_INT8_CPU_RECORDING_BYTES
         in total. Other threads may take out recordings meanwhile."""
         total_bytes = 0
         most_recent_first = reversed(list(self.recordings.items()))
         for number, (key, recording) in enumerate(most_recent_first):
             total_bytes += recording.buffer_bytes
-            if number >= MAX_RECORDINGS or total_bytes > MAX_RECORDING_BYTES:
+            if number >= MAX_INT8_CPU_CALL_RECORDINGS or total_bytes > MAX_INT8_CPU_RECORDING_BYTES:
                 self.recordings.pop(key, None)

@@ -17,9 +17,9 @@ from numba import carray, types
 from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.kernels import cpu_search, reference
 from infer.kernels.launch import (
-    ADDRESS_FIELD,
-    FLOAT_FIELD,
-    INTEGER_FIELD,
+    KERNEL_ARGUMENT_ADDRESS_TYPE,
+    KERNEL_ARGUMENT_FLOAT_TYPE,
+    KERNEL_ARGUMENT_INTEGER_TYPE,
     KernelArguments,
     allocate_tensor,
     claim_work_item,
@@ -41,7 +41,9 @@ LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-ROUNDING_SHIFT = np.float32(1.5 * 2**23)  # adding it rounds a float32 to an integer
+FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(
+    1.5 * 2**23
+)  # adding it rounds a float32 to an integer
 EXP_UNDERFLOW = np.float32(-87)  # e^x is returned as 0 below
 
 
@@ -75,8 +77,8 @@ def exp(x: np.float32) -> np.float32:
 
     The compiler vectorises it, unlike numpy's exp. The caller must not be compiled with REORDERS.
     """
-    shifted = max(x, EXP_UNDERFLOW) * LOG2_E + ROUNDING_SHIFT
-    n = shifted - ROUNDING_SHIFT  # an integer
+    shifted = max(x, EXP_UNDERFLOW) * LOG2_E + FLOAT32_ROUND_TO_INTEGER_ADDEND
+    n = shifted - FLOAT32_ROUND_TO_INTEGER_ADDEND  # an integer
     r = (max(x, EXP_UNDERFLOW) - n * LN2_HIGH) - n * LN2_LOW
     # 2^n: the lowest bits of `shifted` hold n.
     power = bits_to_float(np.int32(float_to_bits(shifted) << 23) + np.int32(127 << 23))
@@ -123,15 +125,18 @@ class AddRMSNormArguments(KernelArguments):
     """Arguments of `add_rms_norm_kernel`."""
 
     _fields_ = [
-        ("states", ADDRESS_FIELD),  # (N, D)
-        ("sublayer_output", ADDRESS_FIELD),  # (N, D), added times `scale`; 0: nothing is added
-        ("weight", ADDRESS_FIELD),  # (D,)
-        ("summed", ADDRESS_FIELD),  # (N, D), output: the sum
-        ("normed", ADDRESS_FIELD),  # (N, D), output: the norm of the sum
-        ("num_rows", INTEGER_FIELD),  # N
-        ("row_size", INTEGER_FIELD),  # D
-        ("scale", FLOAT_FIELD),
-        ("eps", FLOAT_FIELD),
+        ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
+        (
+            "sublayer_output",
+            KERNEL_ARGUMENT_ADDRESS_TYPE,
+        ),  # (N, D), added times `scale`; 0: nothing is added
+        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (D,)
+        ("summed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the sum
+        ("normed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the norm of the sum
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
+        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),
+        ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
 
@@ -166,12 +171,15 @@ class GatedActivationArguments(KernelArguments):
     """Arguments of `gated_activation_kernel`."""
 
     _fields_ = [
-        ("gate_up", ADDRESS_FIELD),  # (N, 2 I)
-        ("out", ADDRESS_FIELD),  # (N, I)
-        ("num_rows", INTEGER_FIELD),  # N
-        ("row_size", INTEGER_FIELD),  # 2 I
-        ("linear", FLOAT_FIELD),  # of the activation x * sigmoid(linear * x + cubic * x^3)
-        ("cubic", FLOAT_FIELD),
+        ("gate_up", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, 2 I)
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, I)
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # 2 I
+        (
+            "linear",
+            KERNEL_ARGUMENT_FLOAT_TYPE,
+        ),  # of the activation x * sigmoid(linear * x + cubic * x^3)
+        ("cubic", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
 
@@ -195,23 +203,23 @@ class QKNormRopeWriteArguments(KernelArguments):
     """Arguments of `qk_norm_rope_write_kernel`."""
 
     _fields_ = [
-        ("projected", ADDRESS_FIELD),  # (N, L, H + 2 K, E)
-        ("queries", ADDRESS_FIELD),  # (N, L, H, E), output
-        ("weight", ADDRESS_FIELD),  # (L, H + K, E) of the norm; 0: no norm
-        ("cosines", ADDRESS_FIELD),  # (N, R)
-        ("sines", ADDRESS_FIELD),  # (N, R)
-        ("cache_slots", ADDRESS_FIELD),  # (N,) int64
+        ("projected", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H + 2 K, E)
+        ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H, E), output
+        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (L, H + K, E) of the norm; 0: no norm
+        ("cosines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
+        ("sines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
+        ("cache_slots", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,) int64
         # (slots, K E) of the first layer. The planes of its values and of the other layers' keys
         # and values follow at distances of `plane_bytes`.
-        ("keys", ADDRESS_FIELD),
-        ("plane_bytes", INTEGER_FIELD),
-        ("num_rows", INTEGER_FIELD),  # N
-        ("layers", INTEGER_FIELD),  # L
-        ("query_heads", INTEGER_FIELD),  # H
-        ("key_heads", INTEGER_FIELD),  # K
-        ("head_size", INTEGER_FIELD),  # E
-        ("rotated_size", INTEGER_FIELD),  # R
-        ("eps", FLOAT_FIELD),
+        ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # L
+        ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # H
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # K
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # E
+        ("rotated_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # R
+        ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
 
@@ -372,4 +380,4 @@ CPU_OPERATIONS = {
     "qk_norm_rope_write": qk_norm_rope_write,
     "best_first_search": cpu_search.best_first_search,
 }
-CPU_KERNELS = FastKernels(CPU_OPERATIONS)
+CPU_FAST_KERNEL_TABLE = FastKernels(CPU_OPERATIONS)

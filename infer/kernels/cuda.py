@@ -69,4 +69,4 @@ CUDA_OPERATIONS = {
     "attend": partial(reference.attend_with, attention),
     "best_first_search": best_first_search,
 }
-CUDA_KERNELS = FastKernels(CUDA_OPERATIONS)
+CUDA_FAST_KERNEL_TABLE = FastKernels(CUDA_OPERATIONS)

@@ -22,11 +22,13 @@ from numba.extending import intrinsic
 from infer.utils.jit import c_function_address
 
 # Types of the fields of `KernelArguments`.
-ADDRESS_FIELD = ctypes.c_int64
-INTEGER_FIELD = ctypes.c_int64
-FLOAT_FIELD = ctypes.c_float
+KERNEL_ARGUMENT_ADDRESS_TYPE = ctypes.c_int64
+KERNEL_ARGUMENT_INTEGER_TYPE = ctypes.c_int64
+KERNEL_ARGUMENT_FLOAT_TYPE = ctypes.c_float
 
-MIN_PARALLEL_CYCLES = 6 * 10**4  # for less work, waking other threads takes longer than the kernel
+MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL = (
+    6 * 10**4
+)  # for less work, waking other threads takes longer than the kernel
 KERNEL_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
@@ -60,13 +62,13 @@ class ActiveRecorder(threading.local):
     recorder: Recorder | None = None
 
 
-ACTIVE_RECORDER = ActiveRecorder()
+ACTIVE_KERNEL_CALL_RECORDER = ActiveRecorder()
 
 
 class KernelArguments(ctypes.Structure):
     """The arguments of a compiled kernel. A subclass declares them in `_fields_`."""
 
-    _fields_ = [("next_work_item", INTEGER_FIELD)]
+    _fields_ = [("next_work_item", KERNEL_ARGUMENT_INTEGER_TYPE)]
 
     def __init__(self, **values: torch.Tensor | float | None) -> None:
         """Set fields: a tensor is stored as its address, None as 0.
@@ -184,7 +186,7 @@ def launch_kernel(
 ) -> None:
     """Run a compiled kernel over its work items, and record the call if a recorder is active.
 
-    Several threads are used if the kernel takes more than MIN_PARALLEL_CYCLES. The result for a
+    Several threads are used if the kernel takes more than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL. The result for a
     work item does not depend on the thread that computes it.
 
     cycles: an estimate of the CPU cycles that the kernel takes on one thread. bind: has set, as
@@ -193,7 +195,7 @@ def launch_kernel(
     address = get_kernel_address(kernel)
     arguments_address = ctypes.addressof(arguments)
     threads = min(torch.get_num_threads(), work_items)
-    if cycles > MIN_PARALLEL_CYCLES and threads > 1 and find_openmp_parallel():
+    if cycles > MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL and threads > 1 and find_openmp_parallel():
         call_arguments = (address, arguments_address, threads, 0)
         call = KernelCall(find_openmp_parallel(), call_arguments, arguments)
     else:
@@ -209,8 +211,8 @@ def run_and_record(
 ) -> None:
     """Make a call, and record it if a recorder is active. See `Recorder.record_call`."""
     call()
-    if ACTIVE_RECORDER.recorder is not None:
-        ACTIVE_RECORDER.recorder.record_call(call, tensors, bind, inputs)
+    if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
+        ACTIVE_KERNEL_CALL_RECORDER.recorder.record_call(call, tensors, bind, inputs)
 
 
 def allocate_tensor(
@@ -221,6 +223,6 @@ def allocate_tensor(
     scratch: a name for memory that is used within one operation only; a recording uses the same
     memory for all scratch tensors of that name.
     """
-    if ACTIVE_RECORDER.recorder is not None:
-        return ACTIVE_RECORDER.recorder.allocate_tensor(shape, dtype, scratch)
+    if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
+        return ACTIVE_KERNEL_CALL_RECORDER.recorder.allocate_tensor(shape, dtype, scratch)
     return torch.empty(shape, dtype=dtype)

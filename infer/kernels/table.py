@@ -63,9 +63,9 @@ REFERENCE_KERNELS = Kernels(
 # Device type and dtype of the weights (None: any dtype) -> "module:name" of a `FastKernels`.
 # The dtype torch.int8 stands for quantised weights, whose activations are float32.
 FAST_KERNELS = {
-    ("cuda", None): "infer.kernels.cuda:CUDA_KERNELS",
-    ("cpu", torch.float32): "infer.kernels.cpu:CPU_KERNELS",
-    ("cpu", torch.int8): "infer.int8_cpu.kernels:INT8_KERNELS",
+    ("cuda", None): "infer.kernels.cuda:CUDA_FAST_KERNEL_TABLE",
+    ("cpu", torch.float32): "infer.kernels.cpu:CPU_FAST_KERNEL_TABLE",
+    ("cpu", torch.int8): "infer.int8_cpu.kernels:CPU_INT8_FAST_KERNEL_TABLE",
 }
 
 # Validated kernels by import path, device type and device index. This is a dict and not
@@ -90,7 +90,7 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
 
     Warns about each fast version that fails or whose results differ from the reference.
     """
-    from infer.kernels.validation import OPERATION_CHECKS
+    from infer.kernels.validation import KERNEL_CHECKS_BY_OPERATION
 
     try:
         fast_kernels: FastKernels = resolve_name(import_path)
@@ -99,7 +99,7 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
             return REFERENCE_KERNELS
         raise
 
-    checks = OPERATION_CHECKS | dict(fast_kernels.checks)
+    checks = KERNEL_CHECKS_BY_OPERATION | dict(fast_kernels.checks)
     operations = {}
     for name, operation in fast_kernels.operations.items():
         reason = run_check(checks[name], operation, device)

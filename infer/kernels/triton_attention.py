@@ -16,9 +16,9 @@ import triton.language as tl  # ty: ignore[import-not-found]
 
 from infer.attention.masks import AttentionMask
 
-TARGET_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
-MAX_KEY_SPLITS = 32
-MAX_KEY_TILE_BYTES = 2**15  # shared memory holds no larger tile of keys
+WANTED_TRITON_ATTENTION_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
+MAX_TRITON_ATTENTION_KEY_SPLITS = 32
+MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15  # shared memory holds no larger tile of keys
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
@@ -147,12 +147,14 @@ def tree_attention(
         num_warps = 8
         num_stages = 2
     block_e = max(16, triton.next_power_of_2(head_size))
-    block_k = min(block_k, MAX_KEY_TILE_BYTES // (block_e * queries.element_size()))
+    block_k = min(
+        block_k, MAX_TRITON_ATTENTION_KEY_TILE_BYTES // (block_e * queries.element_size())
+    )
 
     query_tiles = triton.cdiv(num_queries, block_q)
     key_tiles = triton.cdiv(keys.shape[2], block_k)
-    wanted_splits = TARGET_PROGRAMS // (rows * heads * query_tiles)
-    key_splits = max(1, min(MAX_KEY_SPLITS, wanted_splits, key_tiles))
+    wanted_splits = WANTED_TRITON_ATTENTION_PROGRAMS // (rows * heads * query_tiles)
+    key_splits = max(1, min(MAX_TRITON_ATTENTION_KEY_SPLITS, wanted_splits, key_tiles))
 
     split_shape = (rows * heads, key_splits, num_queries)
     partial_out = queries.new_empty(*split_shape, head_size, dtype=torch.float32)
@@ -170,6 +172,6 @@ def tree_attention(
     out = torch.empty_like(queries)
     _combine_splits[num_queries, rows * heads](
         partial_out, partial_stats, out, num_queries, key_splits,
-        E=head_size, BLOCK_E=block_e, MAX_SPLITS=MAX_KEY_SPLITS,
+        E=head_size, BLOCK_E=block_e, MAX_SPLITS=MAX_TRITON_ATTENTION_KEY_SPLITS,
     )  # fmt: skip
     return out

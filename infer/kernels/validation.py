@@ -17,9 +17,9 @@ from infer.kernels import reference
 from infer.kernels.operands import SILU_COEFFICIENTS, Activation, LinearWeights, RMSNormWeights
 from infer.kernels.reference_search import search_tree_by_depth
 
-MAX_ABSOLUTE_DIFFERENCE = 1e-2
-WRONG_TOKENS = "it returns other tokens than the reference"
-WRONG_NODES = "it finds other nodes than the reference"
+MAX_KERNEL_OUTPUT_DIFFERENCE = 1e-2
+WRONG_KERNEL_TOKENS_MESSAGE = "it returns other tokens than the reference"
+WRONG_KERNEL_NODES_MESSAGE = "it finds other nodes than the reference"
 
 
 def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
 def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
     """Return a sentence if two results differ by more than rounding, otherwise ""."""
     largest = float((actual - expected).abs().max())
-    if largest < MAX_ABSOLUTE_DIFFERENCE:
+    if largest < MAX_KERNEL_OUTPUT_DIFFERENCE:
         return ""
     return f"its results differ from the reference by {largest:.3g}"
 
@@ -123,7 +123,7 @@ def check_argmax_head(operation: Callable, device: torch.device) -> str:
 
     if torch.equal(operation(states, head), reference.argmax_head(states, head)):
         return ""
-    return WRONG_TOKENS
+    return WRONG_KERNEL_TOKENS_MESSAGE
 
 
 def check_best_first_search(operation: Callable, device: torch.device) -> str:
@@ -136,10 +136,10 @@ def check_best_first_search(operation: Callable, device: torch.device) -> str:
     expected = search_tree_by_depth(candidates, 9)
     if all(map(torch.equal, actual[:3], expected[:3])):
         return describe_difference(actual[3], expected[3])
-    return WRONG_NODES
+    return WRONG_KERNEL_NODES_MESSAGE
 
 
-OPERATION_CHECKS = {
+KERNEL_CHECKS_BY_OPERATION = {
     "rms_norm": check_rms_norm,
     "add_rms_norm": check_add_rms_norm,
     "qk_norm_rope_write": check_qk_norm_rope_write,

@@ -27,8 +27,10 @@ from infer.masked.ngram_statistics import SequenceStatistics
 Write = tuple[int, int]  # position, token
 State = frozenset[Write]
 
-PREDICTED_TOKENS = 2  # K: likeliest tokens of every position that are considered
-MIN_WRITE_PROBABILITY = 1e-300  # avoids log(0)
+CANDIDATE_TOKENS_PER_MASKED_POSITION = (
+    2  # K: likeliest tokens of every position that are considered
+)
+PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # avoids log(0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def summarise_logits(
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
-    top_scores, tokens = scores.topk(PREDICTED_TOKENS, dim=-1)  # (P, K)
+    top_scores, tokens = scores.topk(CANDIDATE_TOKENS_PER_MASKED_POSITION, dim=-1)  # (P, K)
     log_probs = top_scores - scores.logsumexp(-1, keepdim=True)
     first_token = tokens[:, :1]
     other_mass = logits.scatter(-1, first_token, -math.inf).logsumexp(-1, keepdim=True)
@@ -95,8 +97,8 @@ def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int])
     """Return rows of `summarise_logits`, on the host, as predictions of the given positions."""
     predictions = {}
     for position, row in zip(positions, rows, strict=True):
-        tokens = [int(token) for token in row[1 + PREDICTED_TOKENS :]]
-        log_probs = list(row[1 : 1 + PREDICTED_TOKENS])
+        tokens = [int(token) for token in row[1 + CANDIDATE_TOKENS_PER_MASKED_POSITION :]]
+        log_probs = list(row[1 : 1 + CANDIDATE_TOKENS_PER_MASKED_POSITION])
         predictions[position] = Prediction(tokens, log_probs, confidence=row[0])
     return predictions
 
@@ -170,7 +172,9 @@ def search_guided_states(
                 predictions[position], position, dict(state), statistics
             )
             for token, token_probability in tokens:
-                probability = max(position_probability * token_probability, MIN_WRITE_PROBABILITY)
+                probability = max(
+                    position_probability * token_probability, PROBABILITY_FLOOR_BEFORE_LOGARITHM
+                )
                 new_state = state | {(position, token)}
                 new_cost = cost - math.log(probability)
                 heappush(heap, (new_cost, next(tie_breaker), new_state, position))

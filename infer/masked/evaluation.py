@@ -26,7 +26,7 @@ from infer.targets.target import Target
 
 EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)  # each with as many states as a chain has
 # States of a guided round with the longest drafts: the last method.
-MAX_EVALUATED_STATES = 16
+EVALUATED_STATES_OF_GUIDED_ROUND = 16
 
 
 def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
@@ -52,7 +52,7 @@ def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
             variants.append(make_variant(f"{method} {length}", states, method_options))
 
     length = max(EVALUATED_DRAFT_LENGTHS)
-    states = MAX_EVALUATED_STATES
+    states = EVALUATED_STATES_OF_GUIDED_ROUND
     guided_options = replace(options, method="guided", draft_length=length, budget=states)
     variants.append(make_variant(f"guided {length}, {states} states", states, guided_options))
     return variants

@@ -44,11 +44,11 @@ from infer.targets.loading import (
     resolve_dtype,
     resolve_path,
 )
-from infer.targets.masked_models import MASKED_DIFFUSION, read_config_dict
+from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_config_dict
 from infer.targets.support import get_head_size
 
 # Model types that run on transformers' own code, which accepts any 4-D attention mask.
-NATIVE_MODEL_TYPES = ("qwen3",)
+MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
 # `MASKED.model_types`, which run on the code of their repositories -> the mask token if config.json
 # has none, and whether the model is shifted.
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
@@ -112,7 +112,7 @@ class MaskedModel:
     @cached_property
     def takes_attention_masks(self) -> bool:
         """Whether the model accepts any attention mask and our cache."""
-        return self.config.model_type in NATIVE_MODEL_TYPES
+        return self.config.model_type in MASKED_MODEL_TYPES_IN_TRANSFORMERS
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
@@ -279,16 +279,16 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
     """Return the mask token, and whether the model is shifted, from a config.json. Raises
     ValueError if the model is no masked diffusion model, or has no mask token."""
     model_type = config["model_type"].lower()
-    diffusion_config = config.get(MASKED_DIFFUSION.config_key)
+    diffusion_config = config.get(MASKED_DIFFUSION_TARGET_KIND.config_key)
     if model_type in REMOTE_CODE_MODEL_TYPES:
         default_mask_token, shifted = REMOTE_CODE_MODEL_TYPES[model_type]
-    elif model_type in NATIVE_MODEL_TYPES and diffusion_config is not None:
+    elif model_type in MASKED_MODEL_TYPES_IN_TRANSFORMERS and diffusion_config is not None:
         default_mask_token = None
         shifted = bool(diffusion_config.get("shifted", False))
     else:
         raise ValueError(
             f"target.path={path}: this {config['model_type']} model is no masked diffusion model "
-            f"(no {MASKED_DIFFUSION.config_key} in its config.json): give one of ours, LLaDA or Dream"
+            f"(no {MASKED_DIFFUSION_TARGET_KIND.config_key} in its config.json): give one of ours, LLaDA or Dream"
         )
 
     mask_token_id = config.get("mask_token_id")

@@ -9,7 +9,7 @@ followed the same few tokens earlier in the sequence often follows them again. G
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MAX_NGRAM_CONTEXT = 3  # tokens to the left of a position
+MAX_NGRAM_LEFT_CONTEXT_TOKENS = 3  # tokens to the left of a position
 
 
 @dataclass
@@ -31,8 +31,8 @@ class HitRate:
 
 
 def make_context_hit_rates() -> list[HitRate]:
-    """Return an initial hit rate for each context length, 0 to MAX_NGRAM_CONTEXT."""
-    return [HitRate() for _ in range(MAX_NGRAM_CONTEXT + 1)]
+    """Return an initial hit rate for each context length, 0 to MAX_NGRAM_LEFT_CONTEXT_TOKENS."""
+    return [HitRate() for _ in range(MAX_NGRAM_LEFT_CONTEXT_TOKENS + 1)]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class SequenceStatistics:
 
             self.tokens[position] = token
             self.last_position = position
-            for affected_position in range(position, position + MAX_NGRAM_CONTEXT + 1):
+            for affected_position in range(position, position + MAX_NGRAM_LEFT_CONTEXT_TOKENS + 1):
                 self._learn(affected_position)
 
     def predict(self, position: int, drafted: dict[int, int]) -> tuple[int, int]:
@@ -79,9 +79,9 @@ class SequenceStatistics:
 
     def _get_context(self, position: int, drafted: dict[int, int]) -> tuple[int, ...]:
         """Return the known tokens directly to the left of a position, at most
-        MAX_NGRAM_CONTEXT."""
+        MAX_NGRAM_LEFT_CONTEXT_TOKENS."""
         context = []
-        for left_position in range(position - 1, position - 1 - MAX_NGRAM_CONTEXT, -1):
+        for left_position in range(position - 1, position - 1 - MAX_NGRAM_LEFT_CONTEXT_TOKENS, -1):
             token = drafted.get(left_position, self.tokens.get(left_position))
             if token is None:
                 break

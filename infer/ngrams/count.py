@@ -17,12 +17,12 @@ import numpy as np
 from infer.ngrams.model import NGramModel, write_ngram_file
 
 NGRAM_KEY_BITS = 64
-MAX_DEFAULT_ORDER = 6
+MAX_DEFAULT_NGRAM_ORDER = 6
 
 
 def default_ngram_order(vocabulary: int) -> int:
     """Return the default order: as many tokens as a 64-bit key holds, at most 6."""
-    return min(MAX_DEFAULT_ORDER, NGRAM_KEY_BITS // vocabulary.bit_length())
+    return min(MAX_DEFAULT_NGRAM_ORDER, NGRAM_KEY_BITS // vocabulary.bit_length())
 
 
 def count_ngrams(

@@ -6,12 +6,12 @@ ids, counted or not, so that its node numbers are token ids. Level k, for k = 2 
 k-grams that were counted; siblings are sorted by token. Node numbers run over all levels. The file,
 little endian, sections aligned to 64 bytes:
 
-    header           HEADER_DTYPE: the format, the offsets of the sections, a CRC32 of the header
+    header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, a CRC32 of the header
     entries          uint32 per node: token << count_bits | code; the code is the node's count, or
                      the largest code if the count does not fit
     low, base        uint32 per inner node and one more; int64 per 65,536 of these. The children of
                      node i are child(i) .. child(i + 1) - 1, where
-                     child(i) = base[i >> CHILD_GROUP_BITS] + low[i]
+                     child(i) = base[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + low[i]
     overflow_nodes   int64, sorted: the nodes whose counts do not fit into a code
     overflow_counts  int64: the counts of these nodes
 
@@ -36,10 +36,10 @@ from infer.utils.jit import njit
 
 NGRAM_FILE_MAGIC = b"ngrams\r\n"  # the line ending reveals transfers in text mode
 NGRAM_FILE_VERSION = 1
-SECTION_ALIGNMENT_BYTES = 64
-CHILD_GROUP_BITS = 16
+NGRAM_FILE_SECTION_ALIGNMENT_BYTES = 64
+LOG2_TRIE_NODES_PER_CHILD_BASE = 16
 MAX_NGRAM_ORDER = 64
-HEADER_DTYPE = np.dtype(
+NGRAM_FILE_HEADER_DTYPE = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
@@ -55,7 +55,7 @@ HEADER_DTYPE = np.dtype(
         ("checksum", "<u4"),
     ]
 )
-SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
+NGRAM_FILE_SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
 
 
 # Node numbers, token ids and counts in compiled code, where both types are the same.
@@ -70,7 +70,7 @@ class TrieArrays(NamedTuple):
 
     entries: np.ndarray  # (N,) uint32
     low: np.ndarray  # (inner_nodes + 1,) uint32
-    base: np.ndarray  # ((inner_nodes >> CHILD_GROUP_BITS) + 1,) int64
+    base: np.ndarray  # ((inner_nodes >> LOG2_TRIE_NODES_PER_CHILD_BASE) + 1,) int64
     overflow_nodes: np.ndarray  # int64, sorted
     overflow_counts: np.ndarray  # int64
     count_bits: int
@@ -92,15 +92,18 @@ def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> n
     sizes = [
         4 * sum(level_nodes),
         4 * (inner_nodes + 1),
-        8 * ((inner_nodes >> CHILD_GROUP_BITS) + 1),
+        8 * ((inner_nodes >> LOG2_TRIE_NODES_PER_CHILD_BASE) + 1),
         8 * overflow_count,
         8 * overflow_count,
     ]
     sections = []
-    offset = HEADER_DTYPE.itemsize
+    offset = NGRAM_FILE_HEADER_DTYPE.itemsize
     for size in sizes:
         sections.append((offset, size))
-        offset = -(-(offset + size) // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
+        offset = (
+            -(-(offset + size) // NGRAM_FILE_SECTION_ALIGNMENT_BYTES)
+            * NGRAM_FILE_SECTION_ALIGNMENT_BYTES
+        )
     return np.array([*sections, (offset, 0)], np.uint64)
 
 
@@ -126,7 +129,7 @@ def write_ngram_file(
     counted in the corpus. digest: of the tokenizer.
     """
     vocabulary = level_nodes[0]
-    group_size = 1 << CHILD_GROUP_BITS
+    group_size = 1 << LOG2_TRIE_NODES_PER_CHILD_BASE
     count_bits = compute_count_bits(vocabulary)
     largest_code = (1 << count_bits) - 1
     overflow_nodes = np.flatnonzero(counts >= largest_code)
@@ -136,13 +139,15 @@ def write_ngram_file(
     assert low.max() < 1 << 32, "too many continuations of neighbouring n-grams for this format"
 
     sections = compute_section_layout(level_nodes, len(overflow_nodes))
-    body = np.zeros(int(sections[-1, 0]) - HEADER_DTYPE.itemsize, np.uint8)
-    body_sections = sections[:-1].astype(np.int64) - [HEADER_DTYPE.itemsize, 0]
+    body = np.zeros(int(sections[-1, 0]) - NGRAM_FILE_HEADER_DTYPE.itemsize, np.uint8)
+    body_sections = sections[:-1].astype(np.int64) - [NGRAM_FILE_HEADER_DTYPE.itemsize, 0]
     arrays = (entries, low, base, overflow_nodes, counts[overflow_nodes])
-    for (offset, size), array, dtype in zip(body_sections, arrays, SECTION_DTYPES, strict=True):
+    for (offset, size), array, dtype in zip(
+        body_sections, arrays, NGRAM_FILE_SECTION_DTYPES, strict=True
+    ):
         body[offset : offset + size] = array.astype(dtype).view(np.uint8)
 
-    header = np.zeros(1, HEADER_DTYPE)[0]
+    header = np.zeros(1, NGRAM_FILE_HEADER_DTYPE)[0]
     header["magic"] = NGRAM_FILE_MAGIC
     header["version"] = NGRAM_FILE_VERSION
     header["order"] = len(level_nodes)
@@ -164,10 +169,13 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
 
     Raises ValueError if it contradicts itself, its checksum or the size of the file.
     """
-    content = file.read(HEADER_DTYPE.itemsize)
-    if content[: len(NGRAM_FILE_MAGIC)] != NGRAM_FILE_MAGIC or len(content) < HEADER_DTYPE.itemsize:
+    content = file.read(NGRAM_FILE_HEADER_DTYPE.itemsize)
+    if (
+        content[: len(NGRAM_FILE_MAGIC)] != NGRAM_FILE_MAGIC
+        or len(content) < NGRAM_FILE_HEADER_DTYPE.itemsize
+    ):
         raise ValueError(f"{path}: not an n-gram file of this program")
-    header = np.frombuffer(content, HEADER_DTYPE)[0]
+    header = np.frombuffer(content, NGRAM_FILE_HEADER_DTYPE)[0]
     if header["version"] != NGRAM_FILE_VERSION:
         raise ValueError(
             f"{path}: version {header['version']} of the n-gram format, this program reads "
@@ -241,7 +249,7 @@ class NGramModel:
         sections = header["sections"][:-1].astype(np.int64)
         arrays = [
             content[offset : offset + size].view(dtype)
-            for (offset, size), dtype in zip(sections, SECTION_DTYPES, strict=True)
+            for (offset, size), dtype in zip(sections, NGRAM_FILE_SECTION_DTYPES, strict=True)
         ]
         vocabulary = int(header["vocabulary"])
         nodes = tuple(map(int, header["nodes"][: header["order"]]))
@@ -256,7 +264,7 @@ class NGramModel:
         entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
         empty_sizes = (1, 1, 0, 0)
         arrays = [entries]
-        for size, dtype in zip(empty_sizes, SECTION_DTYPES[1:], strict=True):
+        for size, dtype in zip(empty_sizes, NGRAM_FILE_SECTION_DTYPES[1:], strict=True):
             arrays.append(np.zeros(size, dtype))
         for array in arrays:
             # Read-only like the arrays of a mapped file: compiled code is specialised for that.
@@ -273,7 +281,7 @@ class NGramModel:
 def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
     """Return the first child of an inner node (or of the node after the last inner node)."""
     num_nodes = len(trie.entries)
-    base = min(max(trie.base[node >> CHILD_GROUP_BITS], 0), num_nodes)
+    base = min(max(trie.base[node >> LOG2_TRIE_NODES_PER_CHILD_BASE], 0), num_nodes)
     return min(base + np.int64(trie.low[node]), num_nodes)
 
 

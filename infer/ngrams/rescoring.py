@@ -37,10 +37,18 @@ from infer.utils.jit import njit
 NGRAM_PROBABILITY_EPSILON = (
     1e-5  # added to n-gram probabilities, so that unseen tokens have a score
 )
-MAX_ADDED_CANDIDATES = 16  # per node: tokens that n-grams add to those of the drafter
-MAX_NODE_CHILDREN = 64  # a trie node with more children says little and adds no candidates
-MAX_MATCHED_TOKENS = 8  # the longest end of a path that is searched for earlier in the sequence
-MIN_LOG_PROB = -1e30  # of tokens that a sampling filter forbids: below all others, and finite
+MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = (
+    16  # per node: tokens that n-grams add to those of the drafter
+)
+MAX_CHILDREN_FOR_NGRAM_CANDIDATES = (
+    64  # a trie node with more children says little and adds no candidates
+)
+MAX_NGRAM_PATH_SUFFIX_TOKENS = (
+    8  # the longest end of a path that is searched for earlier in the sequence
+)
+FORBIDDEN_TOKEN_LOG_PROBABILITY = (
+    -1e30
+)  # of tokens that a sampling filter forbids: below all others, and finite
 
 
 class NGramRescorer(NamedTuple):
@@ -63,17 +71,17 @@ class NGramRescorer(NamedTuple):
     # (L, V) float32: log q of every token by itself; or (L, 1): log q of all unlisted tokens
     marginal_log_probs: np.ndarray
     # Memory of the search, filled for each node when it is opened:
-    # (N, K + MAX_ADDED_CANDIDATES) int64: columns of a node's candidates, -1 for added ones
+    # (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates, -1 for added ones
     candidate_columns: np.ndarray
     suffix_nodes: np.ndarray  # (N, O - 1) int64
-    # (N, O, K + MAX_ADDED_CANDIDATES) int64: suffix nodes after each of a node's candidates
+    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes after each of a node's candidates
     child_suffix_nodes: np.ndarray
-    recent_tokens: np.ndarray  # (N, MAX_MATCHED_TOKENS) int64: `fill_recent_tokens`
+    recent_tokens: np.ndarray  # (N, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: `fill_recent_tokens`
 
 
 @njit
 def fill_recent_tokens(sequence: np.ndarray, recent_tokens: np.ndarray) -> None:
-    """Fill recent_tokens (MAX_MATCHED_TOKENS,) with the last tokens of a sequence (T,) int64, the
+    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of a sequence (T,) int64, the
     newest first, -1 where the sequence is too short."""
     length = len(sequence)
     for k in range(len(recent_tokens)):
@@ -89,7 +97,7 @@ def find_path_matches(
 ) -> Int64:
     """Find earlier occurrences of the last tokens of a path in the sequence (T,) int64.
 
-    recent_tokens (MAX_MATCHED_TOKENS,): the path's last tokens, the newest first. Fills match_ends
+    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the path's last tokens, the newest first. Fills match_ends
     (T,) with the positions of the path's last token, the latest first, and match_lengths (T,) with
     the number of tokens that match there. Returns the number of occurrences.
     """
@@ -122,10 +130,10 @@ def apply_context_counts(
     earlier occurrences of the path's last tokens (`find_path_matches`).
 
     Prediction by partial matching (Cleary and Witten 1984): for the last token, the last two, up to
-    the last MAX_MATCHED_TOKENS, p becomes (times the token followed + p) / (occurrences + 1).
+    the last MAX_NGRAM_PATH_SUFFIX_TOKENS, p becomes (times the token followed + p) / (occurrences + 1).
     """
-    occurrences = np.zeros(MAX_MATCHED_TOKENS)
-    follow_counts = np.zeros((MAX_MATCHED_TOKENS, len(tokens)))
+    occurrences = np.zeros(MAX_NGRAM_PATH_SUFFIX_TOKENS)
+    follow_counts = np.zeros((MAX_NGRAM_PATH_SUFFIX_TOKENS, len(tokens)))
     for match in range(num_matches):
         next_token = sequence[match_ends[match] + 1]
         i = np.searchsorted(tokens, next_token)
@@ -134,7 +142,7 @@ def apply_context_counts(
             occurrences[k] += 1
             if is_candidate:
                 follow_counts[k, i] += 1
-    for k in range(MAX_MATCHED_TOKENS):
+    for k in range(MAX_NGRAM_PATH_SUFFIX_TOKENS):
         if occurrences[k] == 0:
             break
         for i in range(len(tokens)):
@@ -168,9 +176,9 @@ def add_ngram_candidates(
     columns: np.ndarray,
     num_drafted: Int64,
 ) -> Int64:
-    """Insert up to MAX_ADDED_CANDIDATES tokens below `vocabulary` that the drafter did not list.
+    """Insert up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens below `vocabulary` that the drafter did not list.
 
-    tokens and columns (K + MAX_ADDED_CANDIDATES,) start with the drafter's `num_drafted`
+    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) start with the drafter's `num_drafted`
     candidates. The tokens inserted are those that followed the path: first in the sequence, at
     `match_ends`, the latest first; then in the corpus, after the longest suffix of the path whose
     trie node has few children. Returns the number of candidates.
@@ -185,7 +193,7 @@ def add_ngram_candidates(
             count = insert_candidate(token, tokens, columns, count)
     for k in range(len(suffix_nodes) - 1, -1, -1):
         first, end = get_child_range(trie, suffix_nodes[k])
-        if end - first > MAX_NODE_CHILDREN:
+        if end - first > MAX_CHILDREN_FOR_NGRAM_CANDIDATES:
             return count
         for child in range(first, end):
             if count == max_candidates:
@@ -201,7 +209,7 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
     """Add `weight` times the n-gram log-probabilities to log_q (K,), and subtract the constant that
     leaves the candidates the total probability that they have under the drafter.
 
-    Log-probabilities are at least MIN_LOG_PROB, so that all results are finite, even if every
+    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite, even if every
     candidate is forbidden.
     """
     highest = -np.inf
@@ -209,11 +217,16 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
     drafter_total = 0.0
     for i in range(len(log_q)):
         drafter_total += np.exp(log_q[i])
-        log_q[i] += max(weight * np.log(probabilities[i] + NGRAM_PROBABILITY_EPSILON), MIN_LOG_PROB)
+        log_q[i] += max(
+            weight * np.log(probabilities[i] + NGRAM_PROBABILITY_EPSILON),
+            FORBIDDEN_TOKEN_LOG_PROBABILITY,
+        )
         highest = max(highest, log_q[i])
     for i in range(len(log_q)):
         rescored_total += np.exp(log_q[i] - highest)
-    log_drafter_total = min(np.log(drafter_total), 0.0) if drafter_total > 0 else MIN_LOG_PROB
+    log_drafter_total = (
+        min(np.log(drafter_total), 0.0) if drafter_total > 0 else FORBIDDEN_TOKEN_LOG_PROBABILITY
+    )
     norm = highest + np.log(rescored_total) - log_drafter_total
     for i in range(len(log_q)):
         log_q[i] = min(log_q[i] - norm, 0.0)
@@ -248,7 +261,9 @@ def fill_drafter_log_probs(
         if columns[i] >= 0 and has_row:
             row = get_table_row(depth, rescorer.rows_per_position, max(previous_column, 0))
             value = rescorer.log_prob_table[row, columns[i]]
-        log_q[i] = value if value > MIN_LOG_PROB else MIN_LOG_PROB  # also for NaN
+        log_q[i] = (
+            value if value > FORBIDDEN_TOKEN_LOG_PROBABILITY else FORBIDDEN_TOKEN_LOG_PROBABILITY
+        )  # also for NaN
 
 
 @njit
@@ -256,7 +271,7 @@ def score_node_children(
     rescorer: NGramRescorer, node: Int64, depth: Int64, parent: Int64, child: Int64,
     log_q: np.ndarray, tokens: np.ndarray,
 ) -> None:  # fmt: skip
-    """Open a node: fill its rows of tokens (N, K + MAX_ADDED_CANDIDATES) with its candidates,
+    """Open a node: fill its rows of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) with its candidates,
     ascending, and of log_q (the same shape, float64) with their scores, NaN after the last one.
 
     The node is at `depth` (0: the root) and is the candidate with index `child` of its parent.
@@ -275,7 +290,7 @@ def score_node_children(
         for k in range(len(suffix_nodes)):
             suffix_nodes[k] = rescorer.child_suffix_nodes[parent, k, child]
         recent_tokens[0] = tokens[parent, child]
-        for k in range(1, MAX_MATCHED_TOKENS):
+        for k in range(1, MAX_NGRAM_PATH_SUFFIX_TOKENS):
             recent_tokens[k] = rescorer.recent_tokens[parent, k - 1]
     for i in range(num_drafted):
         tokens[node, i] = rescorer.candidate_tokens[depth, i]

@@ -20,14 +20,22 @@ from infer.serving.regeneration_task import opens_reasoning
 from infer.utils.chat_template import tool_arguments_to_json
 
 # Names of the reasoning field in response templates.
-REASONING_FIELDS = ("reasoning_content", "thinking")
+REASONING_FIELDS_OF_RESPONSE_TEMPLATES = ("reasoning_content", "thinking")
 # Marks of reasoning and tool calls, which may be special tokens.
-ANSWER_MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+REASONING_AND_TOOL_CALL_MARKS = {
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+}
 # llguidance's options for JSON with the white space that models learnt.
 JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-SHARED_SCHEMA_KEYS = ("$defs", "definitions")
-SPECIAL_MARK_PATTERN = re.compile(r"<\|?\w+\|?>")
-OPENING_TAG_SEARCH_TOKENS = 16  # tokens at the end of a prompt that may open the reasoning
+JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
+ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
+PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
+    16  # tokens at the end of a prompt that may open the reasoning
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
         "additionalProperties": False,
         "x-guidance": JSON_WHITESPACE,
     }
-    for key in SHARED_SCHEMA_KEYS:
+    for key in JSON_SCHEMA_DEFINITION_KEYS:
         if key in tool.parameters:
             schema[key] = tool.parameters[key]
     return schema
@@ -161,11 +169,13 @@ class AnswerFormat:
         """Whether answers must be decoded with special tokens, because marks are among them."""
         if self.response_template is not None:
             return True
-        return not ANSWER_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
+        return not REASONING_AND_TOOL_CALL_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
 
     def prompt_opens_reasoning(self, prompt: list[int]) -> bool:
         """Return whether a prompt ends with "<think>"."""
-        return opens_reasoning(self.tokenizer.decode(prompt[-OPENING_TAG_SEARCH_TOKENS:]))
+        return opens_reasoning(
+            self.tokenizer.decode(prompt[-PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG:])
+        )
 
     def parser_prefix(self, prompt: list[int]) -> str:
         """Return the text before the answer that its parser must know.
@@ -211,7 +221,7 @@ class AnswerFormat:
         special_tokens = [
             token
             for token in self.tokenizer.all_special_tokens
-            if SPECIAL_MARK_PATTERN.fullmatch(token)
+            if ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN.fullmatch(token)
         ]
         opening, closing = call_format.call_delimiters
         opening = to_lark_literal(opening, special_tokens)
@@ -280,7 +290,8 @@ class AnswerParser:
         tools = cast(list[Any], [vars(tool) for tool in self.tools])
         self.parser = ResponseParser(template, prefix=self.prefix, tools=tools)
         self.has_reasoning = any(
-            event["field"] in REASONING_FIELDS for event in self.parser.initial_events
+            event["field"] in REASONING_FIELDS_OF_RESPONSE_TEMPLATES
+            for event in self.parser.initial_events
         )
 
     def parse(self, text: str, is_final: bool) -> dict:
@@ -314,7 +325,7 @@ class AnswerParser:
 
         White space around reasoning, and between content and calls, is dropped.
         """
-        name = "reasoning_content" if field in REASONING_FIELDS else "content"
+        name = "reasoning_content" if field in REASONING_FIELDS_OF_RESPONSE_TEMPLATES else "content"
         if name == "reasoning_content":
             self.has_reasoning = True
         text = self.trailing_spaces.pop(name, "") + text

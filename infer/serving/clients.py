@@ -27,10 +27,10 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
 # Tasks that are started for each concurrent request. Records are yielded in order, so a slow task
 # must not keep the others from starting.
-TASKS_PER_REQUEST = 4
+MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST = 4
 RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes
 # `owned_by` of models whose server supports return_token_ids: vLLM and our server.
-TOKEN_ID_MODEL_OWNERS = ("vllm", "local")
+MODEL_OWNERS_RETURNING_TOKEN_IDS = ("vllm", "local")
 # Sampling options that OpenAI's API does not have. They are sent only if they have an effect.
 EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 
@@ -131,7 +131,7 @@ class OpenAIClient:
             )
             model = response.json()["data"][0]
             self.model = str(model["id"])
-            self.reports_token_ids = model.get("owned_by") in TOKEN_ID_MODEL_OWNERS
+            self.reports_token_ids = model.get("owned_by") in MODEL_OWNERS_RETURNING_TOKEN_IDS
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"server={url}: there are no models there ({error}); the address usually ends in "
@@ -156,7 +156,10 @@ class OpenAIClient:
             for example in examples:
                 answer = self._answer_example(http, request_slots, example, on_finished)
                 started.append(loop.create_task(answer))
-                if len(started) == TASKS_PER_REQUEST * self.max_concurrent_requests:
+                if (
+                    len(started)
+                    == MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST * self.max_concurrent_requests
+                ):
                     yield loop.run_until_complete(started.popleft())
             while started:
                 yield loop.run_until_complete(started.popleft())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from infer.utils.checks import require_at_least
 
 # Environment variable with the API key that the server requires and the chat sends.
-KEY_VARIABLE = "BLOCKDRAFT_API_KEY"
-MIN_KEY_CHARACTERS = 16
+API_KEY_ENVIRONMENT_VARIABLE = "BLOCKDRAFT_API_KEY"
+MIN_API_KEY_CHARACTERS = 16
 
 
 def is_loopback(host: str) -> bool:
@@ -59,7 +59,7 @@ class ServerConfig:
         )
         if self.key() is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
-                f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a "
+                f"server.host={self.host}: other machines can reach that; set {API_KEY_ENVIRONMENT_VARIABLE} to a "
                 "key, or give server.allow_unauthenticated=true"
             )
 
@@ -75,11 +75,11 @@ class ServerConfig:
 
         Raises ValueError for a malformed key. The message does not contain the key.
         """
-        key = os.environ.get(KEY_VARIABLE, "")
+        key = os.environ.get(API_KEY_ENVIRONMENT_VARIABLE, "")
         is_ascii_word = key.isascii() and len(key.split()) == 1
-        if key and (len(key) < MIN_KEY_CHARACTERS or not is_ascii_word):
+        if key and (len(key) < MIN_API_KEY_CHARACTERS or not is_ascii_word):
             raise ValueError(
-                f"{KEY_VARIABLE}: a key is one word of at least {MIN_KEY_CHARACTERS} ASCII "
+                f"{API_KEY_ENVIRONMENT_VARIABLE}: a key is one word of at least {MIN_API_KEY_CHARACTERS} ASCII "
                 "characters"
             )
         return key.encode() or None

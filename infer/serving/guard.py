@@ -19,15 +19,15 @@ from infer.serving.responses import make_error_response
 MAX_HEADER_BYTES = 16 * 1024  # names and values together
 MAX_CONNECTIONS = 1024  # open at the same time; further ones get status 503
 # Bytes of chunk sizes, chunk extensions and trailers, beyond as many bytes as the body has.
-MAX_FRAMING_BYTES = 64 * 1024
-MAX_READ_BYTES = 16 * 1024  # processed before the limits are checked again
-MAX_PAUSE_SECONDS = 60  # between two parts of a body
+MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
+HTTP_BYTES_BETWEEN_LIMIT_CHECKS = 16 * 1024  # processed before the limits are checked again
+MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # between two parts of a body
 # `ApiServer` ends running answers after one second; after this time connections are closed.
 SHUTDOWN_TIMEOUT_SECONDS = 2
 MAX_QUOTED_HOST_CHARACTERS = 100
 CLOSE_CONNECTION = {"Connection": "close"}  # the rest of the request is not read
 # Key in a request's state: `LimitedH11Protocol` has found that the request is too large.
-TOO_LARGE_STATE = "too_large"
+TOO_LARGE_REQUEST_STATE_KEY = "too_large"
 
 
 class RequestGuard:
@@ -85,17 +85,19 @@ class RequestGuard:
         async def receive_limited() -> Message:
             nonlocal received_bytes, is_complete
             try:
-                async with asyncio.timeout(None if is_complete else MAX_PAUSE_SECONDS):
+                async with asyncio.timeout(
+                    None if is_complete else MAX_PAUSE_IN_REQUEST_BODY_SECONDS
+                ):
                     message = await receive()
             except TimeoutError as error:
                 raise HTTPException(
                     408,
-                    f"nothing more of the request came for {MAX_PAUSE_SECONDS} s",
+                    f"nothing more of the request came for {MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s",
                     CLOSE_CONNECTION,
                 ) from error
             received_bytes += len(message.get("body", b""))
             is_complete = not message.get("more_body", False)
-            is_too_large = TOO_LARGE_STATE in scope.get("state", ())
+            is_too_large = TOO_LARGE_REQUEST_STATE_KEY in scope.get("state", ())
             if received_bytes > self.max_body_bytes or is_too_large:
                 raise HTTPException(413, self.too_large_message, CLOSE_CONNECTION)
             return message
@@ -118,10 +120,10 @@ class LimitedH11Protocol(H11Protocol):
         self.is_too_large = False
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), MAX_READ_BYTES):
+        for start in range(0, len(data), HTTP_BYTES_BETWEEN_LIMIT_CHECKS):
             if self.is_too_large or self.transport.is_closing():
                 return
-            self.process_bytes(data[start : start + MAX_READ_BYTES])
+            self.process_bytes(data[start : start + HTTP_BYTES_BETWEEN_LIMIT_CHECKS])
 
     def process_bytes(self, data: bytes) -> None:
         """Process bytes of a request, then check the limits."""
@@ -138,14 +140,14 @@ class LimitedH11Protocol(H11Protocol):
             self.framing_bytes = 0
         # After the response, nothing reads the rest of the body.
         is_answered = self.cycle.response_complete
-        max_framing_bytes = MAX_FRAMING_BYTES + (self.max_body if is_answered else 0)
+        max_framing_bytes = MAX_HTTP_BODY_FRAMING_BYTES + (self.max_body if is_answered else 0)
         # h11 has no public name for the size of a chunk whose bytes have not arrived.
         reader = getattr(self.conn, "_reader", None)
         chunk_bytes = getattr(reader, "_bytes_in_chunk", 0)
         if chunk_bytes <= self.max_body and self.framing_bytes <= max_framing_bytes:
             return
         self.is_too_large = True
-        self.scope["state"][TOO_LARGE_STATE] = True
+        self.scope["state"][TOO_LARGE_REQUEST_STATE_KEY] = True
         self.cycle.message_event.set()
         if is_answered:
             self.transport.close()

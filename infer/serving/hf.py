@@ -30,7 +30,7 @@ from infer.targets.target import Target
 
 # Processors that `infer.engine.sampling.adjust` applies itself, in this order, to all rows and
 # nodes at once: (their attribute, option of `TextOptions`).
-PROCESSOR_OPTIONS: dict[type, tuple[str, str]] = {
+SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
     TopKLogitsWarper: ("top_k", "top_k"),
@@ -38,9 +38,12 @@ PROCESSOR_OPTIONS: dict[type, tuple[str, str]] = {
     MinPLogitsWarper: ("min_p", "min_p"),
 }
 # Processors that store the prompts of the whole batch.
-BATCH_PROCESSORS = (EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor)
+LOGITS_PROCESSORS_STORING_BATCH_PROMPTS = (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+)
 # Arguments that `generate` prepares for its own loops. They are not needed here.
-UNUSED_ARGUMENTS = {
+IGNORED_GENERATE_ARGUMENTS = {
     "past_key_values",
     "use_cache",
     "cache_position",
@@ -181,7 +184,7 @@ def _adapt_processor_to_row(
 
     Raises ValueError for processors that store the prompts of the batch, if there are several.
     """
-    if isinstance(processor, BATCH_PROCESSORS) and batch_size > 1:
+    if isinstance(processor, LOGITS_PROCESSORS_STORING_BATCH_PROMPTS) and batch_size > 1:
         raise ValueError(
             "encoder_repetition_penalty and encoder_no_repeat_ngram_size: give one prompt at a time"
         )
@@ -266,11 +269,11 @@ def _extract_options(
     whole prompt and nothing before it, so a penalty with another start than the end of the row's
     padding stays a processor.
     """
-    order = list(PROCESSOR_OPTIONS)
+    order = list(SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR)
     positions = []
     for processor in processors:
         processor_type = type(processor)
-        if processor_type not in PROCESSOR_OPTIONS:
+        if processor_type not in SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR:
             return {}, processors
         positions.append(order.index(processor_type))
     if positions != sorted(set(positions)):
@@ -282,7 +285,7 @@ def _extract_options(
             ignored_length = processor.prompt_ignore_length or 0
             if ignored_length != padding_length:
                 return {}, processors
-        attribute, option = PROCESSOR_OPTIONS[type(processor)]
+        attribute, option = SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR[type(processor)]
         options[option] = vars(processor)[attribute]
     return options, ()
 
@@ -297,7 +300,7 @@ def _refuse_unsupported(
     unsupported += sorted(
         name
         for name, value in arguments.items()
-        if value is not None and name not in UNUSED_ARGUMENTS
+        if value is not None and name not in IGNORED_GENERATE_ARGUMENTS
     )
     if config.num_beams not in (None, 1):
         raise ValueError(

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from infer.serving.regeneration_task import parse_call_arguments
 
 # For lists: report the first invalid element only. A list may have 100,000 of them.
-FAIL_FAST = Field(fail_fast=True)
-MAX_TOOL_CALLS = 128  # in one message
+FAIL_FAST_LIST_FIELD = Field(fail_fast=True)
+MAX_TOOL_CALLS_PER_MESSAGE = 128  # in one message
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Message(LenientModel):
     """A message of a chat. Answers of this server and of others are accepted as they were sent."""
 
     role: str
-    content: str | Annotated[list[ContentPart], FAIL_FAST] = ""
+    content: str | Annotated[list[ContentPart], FAIL_FAST_LIST_FIELD] = ""
     refusal: str | None = None  # OpenAI sends it in place of the content
     reasoning_content: str | None = None  # name of this server
     reasoning: str | None = None  # name of vLLM
     thinking: str | None = None  # name of Ollama
     name: str | None = None  # of the participant
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS_PER_MESSAGE)
     tool_call_id: str | None = None  # in messages with role "tool": the call that it answers
     audio: None = None  # not supported: the words of the answer would be missing
     function_call: None = None  # not supported: OpenAI's predecessor of tool_calls

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from infer.config import TextOptions
 from infer.engine.sampling import derive_seed
 from infer.serving.messages import (
-    FAIL_FAST,
+    FAIL_FAST_LIST_FIELD,
     Message,
     NamedTool,
     ResponseFormat,
@@ -19,11 +19,11 @@ from infer.serving.messages import (
 )
 from infer.utils.chat_template import tool_arguments_to_json
 
-MAX_PROMPTS = 4096  # in one request; checked before the prompts themselves
+MAX_PROMPTS_PER_REQUEST = 4096  # in one request; checked before the prompts themselves
 MAX_METADATA_PAIRS = 64
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 # Fields that have the same name and meaning in `TextOptions`.
-SHARED_TEXT_OPTIONS = {
+REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
     "temperature",
     "top_p",
     "min_p",
@@ -39,12 +39,18 @@ def as_list(value: Any) -> Any:
 
 
 def check_prompt_count(value: Any) -> Any:
-    """Return prompts as a list. Raises ValueError if there are more than MAX_PROMPTS."""
+    """Return prompts as a list. Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST."""
     prompts = as_list(value)
     is_list_of_prompts = isinstance(prompts, list) and len(prompts) > 0
     # A list of integers is the token ids of one prompt.
-    if is_list_of_prompts and len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
-        raise ValueError(f"{len(prompts)} prompts in a request, {MAX_PROMPTS} are allowed")
+    if (
+        is_list_of_prompts
+        and len(prompts) > MAX_PROMPTS_PER_REQUEST
+        and not isinstance(prompts[0], int)
+    ):
+        raise ValueError(
+            f"{len(prompts)} prompts in a request, {MAX_PROMPTS_PER_REQUEST} are allowed"
+        )
     return prompts
 
 
@@ -55,7 +61,7 @@ def check_metadata_count(value: Any) -> Any:
     return value
 
 
-TokenIds = Annotated[list[int], FAIL_FAST]
+TokenIds = Annotated[list[int], FAIL_FAST_LIST_FIELD]
 StopString = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -178,7 +184,9 @@ class CompletionRequest(StrictModel):
     def to_text_options(self, max_new_tokens: int, index: int) -> TextOptions:
         """Return the options of sequence number `index` of the request."""
         seed = random.getrandbits(62) if self.seed is None else derive_seed(self.seed, index)
-        shared_options: dict[str, Any] = self.model_dump(include=SHARED_TEXT_OPTIONS)
+        shared_options: dict[str, Any] = self.model_dump(
+            include=REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS
+        )
         grammar_options: dict[str, Any] = self.grammar_options()
         return TextOptions(
             max_new_tokens,
@@ -194,7 +202,9 @@ class PromptRequest(CompletionRequest):
     """A request to /v1/completions."""
 
     prompt: Annotated[
-        TokenIds | Annotated[list[str], FAIL_FAST] | Annotated[list[TokenIds], FAIL_FAST],
+        TokenIds
+        | Annotated[list[str], FAIL_FAST_LIST_FIELD]
+        | Annotated[list[TokenIds], FAIL_FAST_LIST_FIELD],
         BeforeValidator(check_prompt_count),
         Field(min_length=1),
     ]

@@ -30,11 +30,13 @@ from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
 # Settings that change no answer. Earlier versions wrote the first one.
-SETTINGS_WITHOUT_EFFECT = ("data.bad_rows", "data.max_invalid_fraction")
+SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
 # Tasks that are started for each batch row of the engine. Records are yielded in order, so a slow
 # task must not keep the others from starting.
-TASKS_PER_BATCH_ROW = 4
-PROMPT_END_TOKENS = 8  # tokens at the end of a prompt that may open the reasoning
+STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
+REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
+    8  # tokens at the end of a prompt that may open the reasoning
+)
 
 
 @dataclass
@@ -70,7 +72,9 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
         remaining_examples = iter(examples)
         engine_tasks: list[EngineTask] = []  # in the order of the examples
         while True:
-            missing_tasks = TASKS_PER_BATCH_ROW * options.max_num_seqs - len(engine_tasks)
+            missing_tasks = STARTED_TASKS_PER_ENGINE_BATCH_ROW * options.max_num_seqs - len(
+                engine_tasks
+            )
             for example in islice(remaining_examples, missing_tasks):
                 task = RegenerationTask(example)
                 engine_tasks.append(EngineTask(task, submit(task)))
@@ -123,7 +127,7 @@ def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> Targ
     special_ids = set(target.tokenizer.all_special_ids)
     if finish_reason != "stop string" and special_ids.intersection(inner_ids):
         text = target.tokenizer.decode(inner_ids)
-    prompt_end = target.tokenizer.decode(sequence.prompt[-PROMPT_END_TOKENS:])
+    prompt_end = target.tokenizer.decode(sequence.prompt[-REGENERATION_PROMPT_END_TOKENS_SEARCHED:])
     return TargetOutput(restore_reasoning_tag(text, prompt_end), finish_reason, ids)
 
 
@@ -202,7 +206,7 @@ def check_and_save_settings(out: Path, settings: dict) -> None:
         if "content" not in saved:  # an earlier version did not write it
             saved["content"] = settings.get("content")
         message = f"out={out} was started with another {{keys}}: give another out, or delete it"
-        refuse_changed_settings(saved, settings, message, SETTINGS_WITHOUT_EFFECT)
+        refuse_changed_settings(saved, settings, message, SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS)
     elif out.exists():
         raise ValueError(
             f"out={out} exists already and was not written by this command: give another out"

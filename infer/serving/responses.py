@@ -13,7 +13,11 @@ from infer.engine.sequence import TokenLogprob
 from infer.serving.protocol import CompletionRequest
 from infer.targets.target import Target
 
-ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+OPENAI_ERROR_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def make_error_response(status: int, message: str) -> JSONResponse:
     """Return an error in the form that OpenAI's clients expect."""
     # The message may quote half of a surrogate pair from the request.
     message = message.encode(errors="replace").decode()
-    error_type = ERROR_TYPES.get(status, "invalid_request_error")
+    error_type = OPENAI_ERROR_TYPE_BY_STATUS.get(status, "invalid_request_error")
     if status >= 500:
         error_type = "server_error"
     error = {"message": message, "type": error_type, "param": None, "code": None}

@@ -27,7 +27,7 @@ from infer.serving.worker import OUT_OF_MEMORY_DELTA
 from infer.utils.errors import RunAborted
 
 SECONDS_TO_FINISH_ANSWERS = 1.0  # for running answers when the server stops
-MAX_QUOTED_CHARACTERS = 100  # of a header in an error message
+MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # of a header in an error message
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> Response:
@@ -50,7 +50,7 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
         return make_error_response(
             400,
             "send JSON, with the header Content-Type: application/json "
-            f"(it is '{content_type[:MAX_QUOTED_CHARACTERS]}')",
+            f"(it is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}')",
         )
     first_error = error.errors()[0]
     field = ".".join(str(key) for key in first_error["loc"] if key != "body")

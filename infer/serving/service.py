@@ -45,7 +45,7 @@ from infer.utils.optional import is_installed, require_installed
 # reasoning, content and tool calls.
 ANSWER_FORMAT_ENTRY_POINT = "infer.serving.calls:find_answer_format"
 SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
-DECODING_LABELS = ("method", "budget")  # options of the engine that /metrics shows
+ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # options of the engine that /metrics shows
 DISCONNECT_POLL_SECONDS = 0.1
 CLIENT_CLOSED_REQUEST = 499  # HTTP status of nginx
 
@@ -69,7 +69,9 @@ class CompletionService:
         engine_options = vars(engine.options)
         # The options of a masked model's engine have no budget.
         labels = {
-            name: str(engine_options[name]) for name in DECODING_LABELS if name in engine_options
+            name: str(engine_options[name])
+            for name in ENGINE_OPTIONS_IN_METRICS_LABELS
+            if name in engine_options
         }
         self.metrics = ServerMetrics(labels)
         self.worker = EngineThread(engine, self.metrics)

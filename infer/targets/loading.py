@@ -41,7 +41,7 @@ from infer.targets.checks import (
     read_json_object,
     read_tensor_shapes,
 )
-from infer.targets.gguf import PACKAGED_MODELS, convert_gguf_once, find_packaged_file
+from infer.targets.gguf import GGUF_MODELS_IN_PYTHON_PACKAGES, convert_gguf_once, find_packaged_file
 from infer.targets.layer_weights import load_layer_weights
 from infer.targets.support import (
     get_decoder_layers,
@@ -53,7 +53,7 @@ from infer.targets.target import Target
 from infer.utils.optional import require_installed
 from infer.utils.progress import report_activity
 
-LOAD_FAILURE = "this model cannot be loaded"
+MODEL_LOAD_FAILURE_MESSAGE = "this model cannot be loaded"
 INT8_LOADING_MODULE = "infer.int8_cpu.loading"
 # `quant_method` in the config.json of targets that `infer.int8_cpu` wrote
 INT8_QUANT_METHOD = "blockdraft-int8"
@@ -65,7 +65,7 @@ TARGET_DTYPES = {
     "float64": torch.float64,
 }
 NVIDIA_DEVICE_FILE = Path("/dev/nvidia0")
-TORCH_CUDA_HINT = (
+UNUSABLE_GPU_TORCH_HINT = (
     f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use: "
     "install a torch built for the driver's CUDA"
 )
@@ -80,7 +80,7 @@ def resolve_device(name: str) -> torch.device:
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if NVIDIA_DEVICE_FILE.exists() and not has_cuda and not hides_gpus:
             raise ValueError(
-                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {TORCH_CUDA_HINT}; "
+                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {UNUSABLE_GPU_TORCH_HINT}; "
                 "or choose the CPU with target.device=cpu"
             )
         return torch.device("cuda" if has_cuda else "cpu")
@@ -93,7 +93,7 @@ def resolve_device(name: str) -> torch.device:
             f"target.device={name}: torch {torch.__version__} finds no Metal here; use cpu"
         )
     if device.type == "cuda" and not has_cuda:
-        raise ValueError(f"target.device={name}: there is no GPU that {TORCH_CUDA_HINT}")
+        raise ValueError(f"target.device={name}: there is no GPU that {UNUSABLE_GPU_TORCH_HINT}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"target.device={name}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
@@ -119,7 +119,7 @@ def resolve_path(path: str) -> str:
     """
     if path == "embedded":
         return str(EMBEDDED_TARGET_FOLDER)
-    file = find_packaged_file(path) if path in PACKAGED_MODELS else Path(path)
+    file = find_packaged_file(path) if path in GGUF_MODELS_IN_PYTHON_PACKAGES else Path(path)
     if file.suffix.lower() == ".gguf" and file.is_file():
         return str(convert_gguf_once(file))
     return path
@@ -166,7 +166,7 @@ def load_generation_config(path: str) -> GenerationConfig | None:
 
 
 @contextmanager
-def explain_load_errors(path: str, failure: str = LOAD_FAILURE) -> Generator[None]:
+def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) -> Generator[None]:
     """Convert any exception that transformers raises while it reads a model to one sentence with a
     remedy.
 
@@ -362,7 +362,7 @@ def load_model(
 
 
 def load_and_check_model(
-    path: str, options: dict[str, Any], failure: str = LOAD_FAILURE
+    path: str, options: dict[str, Any], failure: str = MODEL_LOAD_FAILURE_MESSAGE
 ) -> PreTrainedModel:
     """Load a causal language model with transformers.
 

@@ -29,7 +29,7 @@ class OptionalTargetKind:
         return has_model_type or config.get(self.config_key) is not None
 
 
-MASKED_DIFFUSION = OptionalTargetKind(
+MASKED_DIFFUSION_TARGET_KIND = OptionalTargetKind(
     title="masked diffusion model",
     model_types=("llada", "dream"),
     config_key="masked_diffusion",
@@ -51,8 +51,8 @@ class NoOptions:
 def masked_diffusion_options_class() -> type:
     """Return the options class of masked diffusion models; `NoOptions` if their package is not
     installed."""
-    if is_installed(MASKED_DIFFUSION.options_class):
-        return resolve_name(MASKED_DIFFUSION.options_class)
+    if is_installed(MASKED_DIFFUSION_TARGET_KIND.options_class):
+        return resolve_name(MASKED_DIFFUSION_TARGET_KIND.options_class)
     return NoOptions
 
 
@@ -76,8 +76,8 @@ def is_masked_diffusion(path: str) -> bool:
     Raises FileNotFoundError if there is none, and ValueError for a masked diffusion model if the
     package that decodes it is not installed.
     """
-    if not MASKED_DIFFUSION.matches(read_config_dict(path)):
+    if not MASKED_DIFFUSION_TARGET_KIND.matches(read_config_dict(path)):
         return False
-    feature = f"target.path={path}: the decoder for a {MASKED_DIFFUSION.title}"
-    require_installed(MASKED_DIFFUSION.load, feature)
+    feature = f"target.path={path}: the decoder for a {MASKED_DIFFUSION_TARGET_KIND.title}"
+    require_installed(MASKED_DIFFUSION_TARGET_KIND.load, feature)
     return True

@@ -10,10 +10,10 @@ from functools import cached_property
 
 import torch
 
-POSITIONS_PER_SEGMENT = 64  # positions of a chain that are solved together
+CHAIN_POSITIONS_SOLVED_TOGETHER = 64  # positions of a chain that are solved together
 # Values of `Predecessors.previous` for positions that no other new position precedes.
-FOLLOWS_STATE = -1  # the committed state comes before it
-FOLLOWS_NOTHING = -2  # it is the first token of a document
+CACHED_STATE_PREDECESSOR_INDEX = -1  # the committed state comes before it
+NO_PREDECESSOR_INDEX = -2  # it is the first token of a document
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RecurrenceSegment:
 class Predecessors:
     """The predecessor of each of Q new positions in every row."""
 
-    # (B, Q) int64: index of the previous new position, FOLLOWS_STATE or FOLLOWS_NOTHING
+    # (B, Q) int64: index of the previous new position, CACHED_STATE_PREDECESSOR_INDEX or NO_PREDECESSOR_INDEX
     previous: torch.Tensor
     ancestors: torch.Tensor | None = None  # (B, Q, Q) bool, for trees, parents before children
     documents: torch.Tensor | None = None  # (B, Q) int64 document numbers, for packed rows
@@ -47,7 +47,7 @@ class Predecessors:
         """
         is_root = torch.zeros_like(parents)
         is_root[:, 0] = 1
-        return cls(torch.where(is_root.bool(), FOLLOWS_STATE, parents), ancestors)
+        return cls(torch.where(is_root.bool(), CACHED_STATE_PREDECESSOR_INDEX, parents), ancestors)
 
     @classmethod
     def of_chains(cls, counts: list[int], width: int, device: torch.device) -> "Predecessors":
@@ -65,7 +65,7 @@ class Predecessors:
         previous = previous.expand_as(documents)
         is_first = torch.ones_like(documents, dtype=torch.bool)
         is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        return cls(torch.where(is_first, FOLLOWS_NOTHING, previous), documents=documents)
+        return cls(torch.where(is_first, NO_PREDECESSOR_INDEX, previous), documents=documents)
 
     @cached_property
     def segments(self) -> list[RecurrenceSegment]:
@@ -75,8 +75,8 @@ class Predecessors:
         rows, width = self.previous.shape
         device = self.previous.device
         segments = []
-        for start in range(0, width, POSITIONS_PER_SEGMENT):
-            size = min(POSITIONS_PER_SEGMENT, width - start)
+        for start in range(0, width, CHAIN_POSITIONS_SOLVED_TOGETHER):
+            size = min(CHAIN_POSITIONS_SOLVED_TOGETHER, width - start)
             ancestors = torch.ones(size, size, dtype=torch.bool, device=device).tril()
             ancestors = ancestors.expand(rows, 1, -1, -1)
             continues_state = None
@@ -116,7 +116,7 @@ class Predecessors:
         previous_new = torch.where(
             self.previous >= 0,
             self.previous + kernel_size,
-            self.previous.eq(FOLLOWS_STATE) * (kernel_size - 1),
+            self.previous.eq(CACHED_STATE_PREDECESSOR_INDEX) * (kernel_size - 1),
         )
         previous_old = torch.arange(-1, kernel_size - 1, device=device).clamp(min=0)
         previous = torch.cat([previous_old.expand(rows, -1), previous_new], 1)  # (B, W + Q)

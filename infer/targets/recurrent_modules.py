@@ -14,7 +14,7 @@ from infer.attention.kv_cache import CacheView
 from infer.targets.recurrent import PackedCacheView, RecurrentStates
 
 # function that transformers' layers call -> method of `RecurrentStates` that replaces it
-REPLACED_FUNCTIONS: dict[str, Callable] = {
+REPLACEMENTS_OF_RECURRENT_FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": RecurrentStates.convolve,
     "torch_chunk_gated_delta_rule": RecurrentStates.gated_delta_rule,
     "chunk_kimi_delta_attention": RecurrentStates.gated_delta_rule,
@@ -44,7 +44,7 @@ def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
     for module in find_recurrent_modules(decoder):
         names = get_names_in_forward(type(module))
         has_state = "update_recurrent_state" in names
-        replaces_recurrence = len(names & REPLACED_FUNCTIONS.keys()) >= 2
+        replaces_recurrence = len(names & REPLACEMENTS_OF_RECURRENT_FUNCTIONS.keys()) >= 2
         if "causal_conv1d_fn" not in names or (has_state and not replaces_recurrence):
             return type(module).__name__
     return None
@@ -67,11 +67,11 @@ class PatchedModule:
 @cache
 def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward method calls `RecurrentStates` in place of the functions in
-    REPLACED_FUNCTIONS, if one of its arguments is one of our caches."""
+    REPLACEMENTS_OF_RECURRENT_FUNCTIONS, if one of its arguments is one of our caches."""
     if issubclass(module_class, PatchedModule):
         return module_class
     original = cast(FunctionType, inspect.unwrap(module_class.forward))
-    names = REPLACED_FUNCTIONS.keys() & get_names_in_forward(module_class)
+    names = REPLACEMENTS_OF_RECURRENT_FUNCTIONS.keys() & get_names_in_forward(module_class)
 
     @wraps(module_class.forward)  # so that `get_names_in_forward` finds the original code
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
@@ -84,7 +84,8 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
             return module_class.forward(self, *args, **kwargs)
         states = views[0].recurrent_states
         replacements = {
-            name: partial(REPLACED_FUNCTIONS[name], states, self.layer_idx) for name in names
+            name: partial(REPLACEMENTS_OF_RECURRENT_FUNCTIONS[name], states, self.layer_idx)
+            for name in names
         }
         # the same code, which finds the replacements among its global variables
         function = FunctionType(

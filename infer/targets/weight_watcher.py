@@ -8,8 +8,8 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
-SAMPLED_VALUES_PER_MATRIX = 16  # compared with their earlier values
-ROUND_CHECK_PARAMETERS = 32  # whose identity and address are compared in every round
+WATCHED_VALUES_PER_WEIGHT_MATRIX = 16  # compared with their earlier values
+WATCHED_PARAMETERS_CHECKED_PER_ROUND = 32  # whose identity and address are compared in every round
 get_version = attrgetter("_version")  # how many in-place writes to a tensor PyTorch has counted
 
 
@@ -67,7 +67,7 @@ class WeightWatcher:
         self.versioned_weights = [weight for weight in first_weights if not weight.is_inference()]
         self.version_sum = sum(map(get_version, self.versioned_weights))  # versions only increase
 
-        step = 1 + len(entries) // ROUND_CHECK_PARAMETERS
+        step = 1 + len(entries) // WATCHED_PARAMETERS_CHECKED_PER_ROUND
         self.checked_entries = entries[::step]
         self.checked_weights = [parameters[name] for parameters, name in self.checked_entries]
         self.checked_addresses = get_addresses(self.checked_weights)
@@ -98,4 +98,4 @@ def first_values_of_middle_row(weight: torch.Tensor) -> torch.Tensor:
         return weight.reshape(-1)
     for size in weight.shape[:-1]:
         weight = weight[size // 2]
-    return weight.reshape(-1)[:SAMPLED_VALUES_PER_MATRIX]
+    return weight.reshape(-1)[:WATCHED_VALUES_PER_WEIGHT_MATRIX]

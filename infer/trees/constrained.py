@@ -22,7 +22,7 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
 # Renormalise over a conditional head's candidates only if the allowed ones have at least this
 # probability together; otherwise search the whole vocabulary.
-MIN_ALLOWED_CANDIDATE_PROBABILITY = 1e-3
+MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY = 1e-3
 
 
 class TokenScores(NamedTuple):
@@ -93,7 +93,7 @@ class RowDistributions:
 
         candidates = self._candidates_after(path)
         usable = allowed[candidates.tokens] & (candidates.log_q > -np.inf)
-        if np.exp(candidates.log_q[usable]).sum() > MIN_ALLOWED_CANDIDATE_PROBABILITY:
+        if np.exp(candidates.log_q[usable]).sum() > MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY:
             return normalise_and_keep_top(
                 candidates.log_q[usable], candidates.tokens[usable], count
             )

@@ -15,21 +15,21 @@ import torch
 from infer.kernels.cpu_search import find_next_best
 from infer.kernels.reference_search import replace_nan_log_probs
 from infer.ngrams.model import extend_path, find_suffix_nodes
-from infer.ngrams.rescoring import MIN_LOG_PROB
+from infer.ngrams.rescoring import FORBIDDEN_TOKEN_LOG_PROBABILITY
 from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
 from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 from infer.utils.jit import njit
 
 # DART appendix D
-BEAM_WIDTH = 20  # prefixes kept per depth
-LOGIT_DECAY = 0.9  # per position
+DART_BEAM_WIDTH_PREFIXES = 20  # prefixes kept per depth
+DART_LOGIT_DECAY_PER_POSITION = 0.9  # per position
 DART_NGRAM_WEIGHT = 0.5
 DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
 DART_PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
-LOG_UNSEEN_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
+DART_UNSEEN_NGRAM_LOG_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
 # Larger than any score, so that prefixes that end with an end token are extended last.
-END_TOKEN_PENALTY = 1e6
+DART_END_TOKEN_SCORE_PENALTY = 1e6
 
 
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
@@ -45,17 +45,17 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
     log_q = (
         replace_nan_log_probs(top_log_q.cpu().double())
         .gather(-1, token_order)
-        .clamp(min=MIN_LOG_PROB)
+        .clamp(min=FORBIDDEN_TOKEN_LOG_PROBABILITY)
     )
     rows, length, num_candidates = tokens.shape
 
-    decay = LOGIT_DECAY ** np.arange(length)[:, None]
+    decay = DART_LOGIT_DECAY_PER_POSITION ** np.arange(length)[:, None]
     drafter_scores = decay * np.log(log_q.softmax(-1).numpy() + DART_PROBABILITY_EPSILON)
     is_end = np.isin(tokens.numpy(), list(proposal.eos_token_ids))
 
     num_visited = count_visited_prefixes(length, num_candidates)
     num_nodes = min(proposal.budget, num_visited)
-    suffixes = np.empty((BEAM_WIDTH, max(proposal.ngram.order - 1, 1)), np.int64)
+    suffixes = np.empty((DART_BEAM_WIDTH_PREFIXES, max(proposal.ngram.order - 1, 1)), np.int64)
     nodes = torch.empty(rows, 3, num_nodes, dtype=torch.long)
     log_probs = torch.empty(rows, num_nodes)
     for row, context in enumerate(get_contexts(proposal)):
@@ -88,7 +88,7 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
     num_active = 1
     for _ in range(length):
         num_visited = num_visited + num_active * num_candidates
-        num_active = min(BEAM_WIDTH, num_active * num_candidates)
+        num_active = min(DART_BEAM_WIDTH_PREFIXES, num_active * num_candidates)
     return num_visited
 
 
@@ -98,7 +98,7 @@ def ngram_log_prob(probability: float) -> float:
     there."""
     if probability:
         return np.log(probability + DART_PROBABILITY_EPSILON)
-    return LOG_UNSEEN_PROBABILITY
+    return DART_UNSEEN_NGRAM_LOG_PROBABILITY
 
 
 @njit
@@ -141,7 +141,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (
-                    END_TOKEN_PENALTY if is_end[level, i] else 0.0
+                    DART_END_TOKEN_SCORE_PENALTY if is_end[level, i] else 0.0
                 )
                 prefixes[0, size] = tokens[level, i]
                 prefixes[1, size] = parent

@@ -12,7 +12,11 @@ import torch
 
 from infer.kernels import cpu_search
 from infer.kernels.reference_search import count_tree_nodes, stack_log_prob_tables
-from infer.ngrams.rescoring import MAX_ADDED_CANDIDATES, MAX_MATCHED_TOKENS, NGramRescorer
+from infer.ngrams.rescoring import (
+    MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,
+    MAX_NGRAM_PATH_SUFFIX_TOKENS,
+    NGramRescorer,
+)
 from infer.trees.ddtree import MarginalConditionals
 from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, with_root
 
@@ -73,7 +77,7 @@ def make_ngram_guides(
     table = stack_log_prob_tables(conditionals).float().cpu().contiguous()
     unlisted_log_q = unlisted_log_q.float().cpu().contiguous()
 
-    num_candidates = conditionals.tokens.shape[2] + MAX_ADDED_CANDIDATES
+    num_candidates = conditionals.tokens.shape[2] + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE
     max_suffixes = max(ngram.order - 1, 1)
     vocab_size = vocabulary.size or marginals.shape[-1]
     candidates_before = conditionals.table[1].shape[2]
@@ -100,7 +104,7 @@ def make_ngram_guides(
             candidate_columns=np.empty((num_nodes, num_candidates), np.int64),
             suffix_nodes=np.empty((num_nodes, max_suffixes), np.int64),
             child_suffix_nodes=np.empty((num_nodes, max_suffixes + 1, num_candidates), np.int64),
-            recent_tokens=np.empty((num_nodes, MAX_MATCHED_TOKENS), np.int64),
+            recent_tokens=np.empty((num_nodes, MAX_NGRAM_PATH_SUFFIX_TOKENS), np.int64),
         )
         guides.append(guide)
     return guides

@@ -92,7 +92,9 @@ TREE_METHODS = {
     if is_installed(row.builder)
 }
 # An additional method of evaluations: DDTree over n-grams, with prompt lookup as the drafter.
-NGRAMS_ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True)
+NGRAMS_WITHOUT_DRAFTER_METHOD = TreeMethod(
+    "n-grams alone", "n-grams alone", "", "#56b4e9", needs_ngrams=True
+)
 
 
 def require_method(name: str) -> None:

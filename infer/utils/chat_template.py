@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 # Keys of a message under which chat templates read reasoning. The first one that a template names
 # is used.
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CHAT_TEMPLATE_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: object) -> list[dict]:
@@ -95,7 +95,9 @@ def place_reasoning(messages: Sequence[dict], template: str) -> list[dict]:
     dropped.
     """
     template_keys = (
-        key for key in REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)
+        key
+        for key in CHAT_TEMPLATE_REASONING_KEYS
+        if re.search(rf"\.{key}\b|['\"]{key}['\"]", template)
     )
     reasoning_key = next(template_keys, None)
 

@@ -7,10 +7,10 @@ from typing import Any
 from infer.utils.files import read_limited_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Options that a command with SECTIONS_FROM_RUN takes from the run of its checkpoint. The device is
+# Options that a command with OPTION_SECTIONS_TAKEN_FROM_RUN takes from the run of its checkpoint. The device is
 # not among them because this machine may have another one. Neither is trust_remote_code, because
 # only the user may allow a model to run its own code.
-RUN_OPTION_KEYS = {
+OPTIONS_TAKEN_FROM_CHECKPOINT_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": (
         "source",
@@ -30,11 +30,11 @@ def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict
 
     config: the command's composed configuration
     chosen: the keys and groups that the user gave, which take precedence
-    options_class: the command's dataclass; its SECTIONS_FROM_RUN names the sections to take
+    options_class: the command's dataclass; its OPTION_SECTIONS_TAKEN_FROM_RUN names the sections to take
 
     A section is left out if the user chose its path, source or datasets.
     """
-    section_names = getattr(options_class, "SECTIONS_FROM_RUN", ())
+    section_names = getattr(options_class, "OPTION_SECTIONS_TAKEN_FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")
     if not (section_names and checkpoints and checkpoints[0]):
         return {}
@@ -49,7 +49,7 @@ def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict
             continue
         options[section] = {
             key: run_config[section][key]
-            for key in RUN_OPTION_KEYS[section]
+            for key in OPTIONS_TAKEN_FROM_CHECKPOINT_RUN[section]
             if key in run_config[section] and f"{section}.{key}" not in chosen
         }
     return options

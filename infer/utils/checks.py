@@ -9,7 +9,7 @@ from typing import Any
 
 # Key in the metadata of a dataclass field. The option takes text as it is typed, or "@FILE" for a
 # file that contains the text.
-TEXT_OR_FILE = "text or @file"
+TEXT_OR_FILE_METADATA_KEY = "text or @file"
 
 MIN_TEMPERATURE = 0.001  # smaller divisors make logits overflow
 

@@ -14,9 +14,9 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-HUB_TIMEOUT_SECONDS = 3.0
-HTTP_PORT = 80
-HTTPS_PORT = 443
+HUB_REACHABILITY_TIMEOUT_SECONDS = 3.0
+DEFAULT_PORT_OF_HTTP_URLS = 80
+DEFAULT_PORT_OF_HTTPS_URLS = 443
 HUB_NAME_PATTERN = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # Options whose values may be names on the hub.
 HUB_OPTION_KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}
@@ -44,7 +44,7 @@ def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> N
 @cache
 def is_hub_reachable() -> bool:
     """Return whether the hub, or the proxy in front of it, accepts a connection in
-    HUB_TIMEOUT_SECONDS."""
+    HUB_REACHABILITY_TIMEOUT_SECONDS."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -52,19 +52,23 @@ def is_hub_reachable() -> bool:
     hub = urlsplit(constants.ENDPOINT)
     proxy = urlsplit(getproxies().get(hub.scheme, ""))
     address = proxy if proxy.hostname else hub
-    default_port = HTTP_PORT if address.scheme == "http" else HTTPS_PORT
+    default_port = (
+        DEFAULT_PORT_OF_HTTP_URLS if address.scheme == "http" else DEFAULT_PORT_OF_HTTPS_URLS
+    )
     connections = []
 
     def connect() -> None:
         port = address.port or default_port
         with (
             suppress(OSError),
-            socket.create_connection((address.hostname or "", port), HUB_TIMEOUT_SECONDS),
+            socket.create_connection(
+                (address.hostname or "", port), HUB_REACHABILITY_TIMEOUT_SECONDS
+            ),
         ):
             connections.append(address)
 
     # A thread, because resolving the host name may take longer than the timeout.
     thread = Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(HUB_TIMEOUT_SECONDS)
+    thread.join(HUB_REACHABILITY_TIMEOUT_SECONDS)
     return bool(connections)

@@ -34,7 +34,7 @@ CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
 HELP_FLAGS = {"--help", "-h"}
 # Groups without a choice, and the default target and data: not chosen by the user.
-DEFAULT_GROUP_CHOICES = (None, "embedded")
+DEFAULT_HYDRA_GROUP_CHOICES = (None, "embedded")
 # Allocated objects before a garbage collection. With Python's default of 700, a tenth of the time
 # to start a command is spent in collections that free nothing.
 GC_THRESHOLD_OBJECTS = 10_000
@@ -217,7 +217,7 @@ def find_chosen_keys(hydra_config: Any) -> set[str]:
     for override in hydra_config.overrides.task:
         keys.add(re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL))
     for group, choice in hydra_config.runtime.choices.items():
-        if choice not in DEFAULT_GROUP_CHOICES:
+        if choice not in DEFAULT_HYDRA_GROUP_CHOICES:
             keys.add(group)
     return keys
 

@@ -10,17 +10,17 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from infer.utils.checks import TEXT_OR_FILE
+from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY
 from infer.utils.files import read_limited_text
 
-MAX_ABS_NUMBER = 2**62  # seeds and counts are 64-bit integers
-MAX_TEXT_FILE_BYTES = 16 << 20
+NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62  # seeds and counts are 64-bit integers
+MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
 # Groups of presets. A later one overrides the options of an earlier one.
 PRESET_GROUPS = ("model", "recipe", "experiment")
 # target=VALUE and data=VALUE mean target.path=VALUE and data.path=VALUE if VALUE looks like a path
 # or a name on the hub.
-PATH_GROUPS = ("target", "data")
-PATH_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
+HYDRA_GROUPS_ACCEPTING_PATHS = ("target", "data")
+PATH_OR_HUB_NAME_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
 
 
 def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
@@ -68,7 +68,7 @@ def check_numbers(options: Any) -> None:
     for key, value in iterate_leaf_values(asdict(options)):
         if not isinstance(value, (int, float)):
             continue
-        if not isfinite(value) or abs(value) >= MAX_ABS_NUMBER:
+        if not isfinite(value) or abs(value) >= NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND:
             raise ValueError(f"{key}={value}: must be a finite number of at most 62 bits")
 
 
@@ -96,14 +96,14 @@ def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
         group, _, value = argument.partition("=")
         if group.removeprefix("+") in PRESET_GROUPS:
             argument = argument.removeprefix("+")
-        elif group in PATH_GROUPS and PATH_PATTERN.fullmatch(value):
+        elif group in HYDRA_GROUPS_ACCEPTING_PATHS and PATH_OR_HUB_NAME_PATTERN.fullmatch(value):
             argument = f"{group}.path={value}"
         rewritten.append(argument)
     return rewritten
 
 
 def resolve_text_options(options: Any) -> None:
-    """Replace "@FILE" by the file's content in every option marked TEXT_OR_FILE.
+    """Replace "@FILE" by the file's content in every option marked TEXT_OR_FILE_METADATA_KEY.
 
     Nested dataclasses are included. Raises ValueError if a file cannot be read.
     """
@@ -111,9 +111,9 @@ def resolve_text_options(options: Any) -> None:
         value = getattr(options, field.name)
         if is_dataclass(value):
             resolve_text_options(value)
-        elif TEXT_OR_FILE in field.metadata and isinstance(value, list):
+        elif TEXT_OR_FILE_METADATA_KEY in field.metadata and isinstance(value, list):
             setattr(options, field.name, [resolve_text_option(field.name, text) for text in value])
-        elif TEXT_OR_FILE in field.metadata and value is not None:
+        elif TEXT_OR_FILE_METADATA_KEY in field.metadata and value is not None:
             setattr(options, field.name, resolve_text_option(field.name, value))
 
 
@@ -136,7 +136,7 @@ def resolve_text_option(key: str, text: str) -> str:
     if not text.startswith("@") or "\n" in text:
         return text
     try:
-        return read_limited_text(Path(text[1:]).expanduser(), MAX_TEXT_FILE_BYTES)
+        return read_limited_text(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key}={text}: could not be read ({error}); write @{text} for the text itself"

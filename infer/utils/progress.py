@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-SECONDS_BETWEEN_LINES = 60.0  # if the output is not a terminal
-SECONDS_TO_FIRST_LINE = 25.0  # if a command has printed nothing yet
-SECONDS_BETWEEN_REWRITES = 0.1  # of the progress line on a terminal
+SECONDS_BETWEEN_PROGRESS_LINES = 60.0  # if the output is not a terminal
+SECONDS_TO_FIRST_PROGRESS_LINE = 25.0  # if a command has printed nothing yet
+SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = 0.1  # of the progress line on a terminal
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -32,8 +32,8 @@ def format_duration(seconds: float) -> str:
 class Heartbeat(threading.Thread):
     """A thread that prints what the command is doing if nothing else is printed.
 
-    The first line comes after SECONDS_TO_FIRST_LINE without output, later ones after
-    SECONDS_BETWEEN_LINES. Work that updates a `Progress` prints its own lines.
+    The first line comes after SECONDS_TO_FIRST_PROGRESS_LINE without output, later ones after
+    SECONDS_BETWEEN_PROGRESS_LINES. Work that updates a `Progress` prints its own lines.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class Heartbeat(threading.Thread):
         """Print the activity if nothing was printed for long enough."""
         now = time.monotonic()
         activity = self.activity
-        max_silence = SECONDS_BETWEEN_LINES if self.has_printed else SECONDS_TO_FIRST_LINE
+        max_silence = (
+            SECONDS_BETWEEN_PROGRESS_LINES if self.has_printed else SECONDS_TO_FIRST_PROGRESS_LINE
+        )
         if activity is None or now - self.last_output_time < max_silence:
             return
         self.last_output_time = now
@@ -161,7 +163,11 @@ class Progress:
         HEARTBEAT.last_output_time = now
 
         is_terminal = self.stream.isatty()
-        min_interval = SECONDS_BETWEEN_REWRITES if is_terminal else SECONDS_BETWEEN_LINES
+        min_interval = (
+            SECONDS_BETWEEN_PROGRESS_LINE_REWRITES
+            if is_terminal
+            else SECONDS_BETWEEN_PROGRESS_LINES
+        )
         if now - self.last_line_time < min_interval and not finished:
             return
         self.last_line_time = now

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from data.chat import NO_ANSWER_REASON
+from data.chat import NO_ANSWER_EXCLUSION_REASON
 from data.packing import (
     best_fit_decreasing,
     get_shuffled_index,
@@ -21,7 +21,7 @@ from data.packing import (
     tokenize_example,
 )
 from data.rows import (
-    CACHE_FORMAT_VERSION,
+    DATA_CACHE_FORMAT_VERSION,
     DataConfig,
     DataPart,
     compute_source_digest,
@@ -156,7 +156,7 @@ def test_examples_are_read_again_only_when_something_changed(tokenizer, tmp_path
 
 
 def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, tmp_path):
-    """The cache key contains CACHE_FORMAT_VERSION, not the code. If this digest changes, raise the
+    """The cache key contains DATA_CACHE_FORMAT_VERSION, not the code. If this digest changes, raise the
     version and update the digest."""
     chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
     records = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)]
@@ -164,7 +164,7 @@ def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, t
     path = write_jsonl(tmp_path / "a.jsonl", records)
     columns = packed_columns(DataConfig(source="jsonl", path=path, length=32), tokenizer)
     digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
-    assert (CACHE_FORMAT_VERSION, digest[:16]) == (6, "300ace5da3ca6e63")
+    assert (DATA_CACHE_FORMAT_VERSION, digest[:16]) == (6, "300ace5da3ca6e63")
 
 
 def test_the_source_digest_depends_on_what_determines_the_examples(tmp_path):
@@ -207,7 +207,7 @@ def test_counts_of_a_cached_data_set_equal_those_of_the_first_run(tokenizer, tmp
     assert (counts.used, counts.held_out, counts.total) == (10, 2, 16)
     assert counts.excluded == {
         "the chat template does not show the reasoning of an answer": 1,
-        NO_ANSWER_REASON: 1,
+        NO_ANSWER_EXCLUSION_REASON: 1,
     }
     assert counts.invalid == {
         "token_ids are outside the vocabulary": 1,

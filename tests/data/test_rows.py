@@ -272,7 +272,7 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
 
 
 def test_an_overlong_line_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.rows.MAX_LINE_CHARS", 1000)
+    monkeypatch.setattr("data.rows.MAX_JSONL_LINE_CHARACTERS", 1000)
     monkeypatch.setattr("data.rows.MAX_EXAMPLE_FILE_BYTES", 1000)
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 1500}, {"text": "fine"}])
     assert [

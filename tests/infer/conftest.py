@@ -231,7 +231,7 @@ def recalled() -> Callable:
     def correct(
         text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray
     ) -> np.ndarray:
-        for length in range(1, min(rescoring.MAX_MATCHED_TOKENS, len(path)) + 1):
+        for length in range(1, min(rescoring.MAX_NGRAM_PATH_SUFFIX_TOKENS, len(path)) + 1):
             ends = [
                 at + length
                 for at in range(len(text) - length)
@@ -278,11 +278,11 @@ def widened() -> Callable:
         for length in range(min(model.order - 1, len(path)), 0, -1):
             ids = np.array(path[-length:], np.int64)
             nodes = range(*get_child_range(model.trie, find_ngram_node(model.trie, ids, 0, length)))
-            if len(nodes) > rescoring.MAX_NODE_CHILDREN:
+            if len(nodes) > rescoring.MAX_CHILDREN_FOR_NGRAM_CANDIDATES:
                 break
             found += [int(get_node_token(model.trie, node)) for node in nodes]
         return [token for token in dict.fromkeys(found) if token not in listed][
-            : rescoring.MAX_ADDED_CANDIDATES
+            : rescoring.MAX_NGRAM_CANDIDATES_ADDED_PER_NODE
         ]
 
     return add

@@ -145,7 +145,7 @@ KNOWN_MUTANTS = [
     (
         "a template that rewrites history goes unnoticed",
         "data/template.py",
-        ('raise ExcludedExample(ANSWER_CHANGED_REASON, f"message {index}")', "pass"),
+        ('raise ExcludedExample(ANSWER_CHANGED_EXCLUSION_REASON, f"message {index}")', "pass"),
         CHAT_TESTS,
     ),
     (
@@ -208,7 +208,7 @@ KNOWN_MUTANTS = [
     (
         "continuity: texts that ended are gone on with",
         "infer/trees/continuity.py",
-        ("END_TOKEN_PENALTY if is_end[level, i] else 0.0", "0.0"),
+        ("DART_END_TOKEN_SCORE_PENALTY if is_end[level, i] else 0.0", "0.0"),
         CONTINUITY_TESTS,
     ),
     (
@@ -468,8 +468,8 @@ KNOWN_MUTANTS = [
         "a prefix is one block longer than what is kept",
         "infer/engine/runner.py",
         (
-            "sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks)",
-            "sequence.cached_length = PREFIX_BLOCK_TOKENS * len(sequence.prefix_blocks) + 1",
+            "sequence.cached_length = PREFIX_CACHE_BLOCK_TOKENS * len(sequence.prefix_blocks)",
+            "sequence.cached_length = PREFIX_CACHE_BLOCK_TOKENS * len(sequence.prefix_blocks) + 1",
         ),
         "tests/infer/engine/test_prefix_cache.py",
     ),
@@ -536,7 +536,10 @@ KNOWN_MUTANTS = [
     (
         "nothing is ever disturbed",
         "infer/evaluation/measurement.py",
-        ("DISTURBED_TIME_RATIO * statistics.median(seconds_per_token)", "DISTURBED * max(paces)"),
+        (
+            "REMEASURED_PROMPT_TIME_RATIO * statistics.median(seconds_per_token)",
+            "DISTURBED * max(paces)",
+        ),
         "tests/infer/evaluation/test_evaluate.py",
     ),
 ]

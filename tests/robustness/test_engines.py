@@ -18,7 +18,7 @@ from benchmarks.assisted import build_assistant_options
 from infer import generate, load_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.export import export_drafter
-from infer.formats.gguf import CONVERTER_FILE_NAME, GGUF_FILE_NAME, convert_to_gguf
+from infer.formats.gguf import GGUF_CONVERTER_SCRIPT_NAME, GGUF_FILE_NAME, convert_to_gguf
 from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 
 pytestmark = pytest.mark.robustness
@@ -121,8 +121,8 @@ def test_transformers_reads_its_native_folder_and_drafts_with_it(
 @pytest.fixture(scope="module")
 def llama_cpp_folder() -> Path:
     folder = Path(os.environ.get("LLAMA_CPP", "nowhere")).absolute()
-    if not (folder / CONVERTER_FILE_NAME).is_file():
-        pytest.skip(f"LLAMA_CPP names no folder with {CONVERTER_FILE_NAME}")
+    if not (folder / GGUF_CONVERTER_SCRIPT_NAME).is_file():
+        pytest.skip(f"LLAMA_CPP names no folder with {GGUF_CONVERTER_SCRIPT_NAME}")
     return folder
 
 
@@ -130,12 +130,12 @@ def llama_cpp_folder() -> Path:
 def converted_folder(llama_cpp_folder, drafter_without_selector, tmp_path_factory) -> Path:
     """A drafter's export with its GGUF file beside it, written by llama.cpp's converter."""
     folder = tmp_path_factory.mktemp("gguf")
-    (folder / CONVERTER_FILE_NAME).write_text(
+    (folder / GGUF_CONVERTER_SCRIPT_NAME).write_text(
         TOKENIZER_FIX_SCRIPT.format(folder=str(llama_cpp_folder))
     )
     export_drafter(drafter_without_selector, "dflash", None, folder / "drafter")
     try:
-        convert_to_gguf(folder / "drafter", "embedded", folder / CONVERTER_FILE_NAME)
+        convert_to_gguf(folder / "drafter", "embedded", folder / GGUF_CONVERTER_SCRIPT_NAME)
     except ValueError as failed:
         if "sentencepiece" in str(failed) or "gguf" in str(failed):
             pytest.skip(f"the converter lacks a package: {failed}")
@@ -176,7 +176,7 @@ def test_llama_cpps_program_drafts_with_the_gguf_file(
         pytest.skip(f"{program.name} is not built")
     command = [
         sys.executable,
-        str(converted_folder / CONVERTER_FILE_NAME),
+        str(converted_folder / GGUF_CONVERTER_SCRIPT_NAME),
         str(EMBEDDED_TARGET_FOLDER.resolve()),
         "--outtype",
         "f32",

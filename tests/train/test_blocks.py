@@ -417,7 +417,7 @@ def test_masks_equal_a_double_loop(monkeypatch, causal, window):
 def test_attention_by_groups_equals_attention_with_the_full_mask(monkeypatch, causal, window):
     """Forward and backward. One of the two packed sequences has anchors in two documents, and an
     unused slot."""
-    monkeypatch.setattr(masks, "QUERIES_PER_CHUNK", 2 * BLOCK_SIZE)
+    monkeypatch.setattr(masks, "QUERIES_PER_MASK_CHUNK", 2 * BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 20 + [-1] * 4])
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])

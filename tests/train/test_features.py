@@ -15,7 +15,7 @@ from infer.drafters.dflash.model import DFlash
 from train.batches import draw_blocks
 from train.config import FeaturesConfig, TrainConfig
 from train.features import (
-    MAX_SHARD_BYTES,
+    APPROXIMATE_FEATURE_SHARD_BYTES,
     StoredFeatures,
     dequantise_features,
     feature_dependencies,
@@ -55,7 +55,9 @@ def stored_folder(bfloat16_target, dataset, tmp_path_factory):
     """The folder of twelve packed sequences in three shards."""
     folder = tmp_path_factory.mktemp("features") / "bf16"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.features.count_stored_bytes", lambda *sizes: MAX_SHARD_BYTES // 4)
+        patch.setattr(
+            "train.features.count_stored_bytes", lambda *sizes: APPROXIMATE_FEATURE_SHARD_BYTES // 4
+        )
         return write_features(
             make_config(folder), bfloat16_target, FEATURE_LAYERS, dataset, ignore_progress
         )
@@ -136,7 +138,9 @@ def test_a_drafter_starts_the_same_from_a_target_with_few_layers(bfloat16_target
 
 
 def test_a_stopped_run_is_continued(bfloat16_target, dataset, stored_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.features.count_stored_bytes", lambda *sizes: MAX_SHARD_BYTES // 4)
+    monkeypatch.setattr(
+        "train.features.count_stored_bytes", lambda *sizes: APPROXIMATE_FEATURE_SHARD_BYTES // 4
+    )
 
     def stop(num_stored: int, total: int) -> None:
         if num_stored == 8:

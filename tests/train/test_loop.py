@@ -171,7 +171,7 @@ def test_resuming_with_other_processes_and_zero_stages(start_command, small, few
     script = tmp_path / "all_states.py"
     script.write_text(
         "import train.main as main, train.run.checkpoints as checkpoints\n"
-        "checkpoints.MAX_CHECKPOINT_STATES = 5\n"
+        "checkpoints.CHECKPOINTS_KEEPING_TRAINING_STATE = 5\n"
         "main.main()\n"
     )
     options = [

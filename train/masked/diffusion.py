@@ -35,7 +35,7 @@ from data.packing import (
 )
 from data.rows import read_held_out_examples
 from infer.drafters.build import choose_mask_token
-from infer.masked.model import NATIVE_MODEL_TYPES
+from infer.masked.model import MASKED_MODEL_TYPES_IN_TRANSFORMERS
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
 from infer.utils.errors import abort_on_write_error, explain_interrupt
@@ -52,18 +52,18 @@ from train.masked.objective import (
 from train.optim import make_optimizer, set_learning_rate, warmup_decay_factor
 from train.seeding import seeded_generator
 
-WARMUP_SHARE = 0.05  # of all steps
-DECAY_SHARE = 0.9  # of all steps
+LEARNING_RATE_WARMUP_STEP_SHARE = 0.05  # of all steps
+LEARNING_RATE_DECAY_STEP_SHARE = 0.9  # of all steps
 MUON_WEIGHT_DECAY = 0.05
 DIFFUSION_MAX_GRADIENT_NORM = 1.0
 # keys of `seeded_generator`, so that training and evaluation have different noise
 TRAINING_NOISE_STREAM = 0
 HELD_OUT_NOISE_STREAM = 1
 # fraction of the sequences that are masked without blocks, whatever the block length
-UNBLOCKED_SHARE = 0.25
+SHARE_OF_SEQUENCES_WITHOUT_BLOCKS = 0.25
 SAVE_INTERVAL_STEPS = 40  # between saves, and between measurements of the held-out bound
 MAX_HELD_OUT_SEQUENCES = 32
-HELD_OUT_NOISE_LEVELS = 4  # each held-out sequence is masked so many times
+MASKINGS_PER_HELD_OUT_SEQUENCE = 4  # each held-out sequence is masked so many times
 HELD_OUT_BATCH_SIZE = 16
 
 
@@ -74,10 +74,10 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
     architecture is not supported, and if no token id is free for the mask.
     """
     start = load_target(config.init, "float32")
-    if start.config.model_type not in NATIVE_MODEL_TYPES:
+    if start.config.model_type not in MASKED_MODEL_TYPES_IN_TRANSFORMERS:
         raise ValueError(
             f"init={config.init}: model_type {start.config.model_type} is not supported, give a "
-            f"model of {', '.join(NATIVE_MODEL_TYPES)}"
+            f"model of {', '.join(MASKED_MODEL_TYPES_IN_TRANSFORMERS)}"
         )
     mask_token_id = config.mask_token_id
     vocab_size = start.config.vocab_size
@@ -141,14 +141,14 @@ def measure_held_out_bound(
     mask_token_id = model.config.mask_token_id
     # sampled for all repetitions together, so that their noise levels are evenly spread
     noise = sample_noise(
-        held_out["documents"].repeat(HELD_OUT_NOISE_LEVELS, 1),
+        held_out["documents"].repeat(MASKINGS_PER_HELD_OUT_SEQUENCE, 1),
         seeded_generator(config.seed, HELD_OUT_NOISE_STREAM),
     )
     held_out = remove_unpredictable_loss(held_out, mask_token_id)
     held_out = {name: column.to(model.device) for name, column in held_out.items()}
     count, length = held_out["ids"].shape
     order = torch.randperm(
-        HELD_OUT_NOISE_LEVELS * count,
+        MASKINGS_PER_HELD_OUT_SEQUENCE * count,
         generator=seeded_generator(config.seed, HELD_OUT_NOISE_STREAM, 1),
     )
     total = 0.0
@@ -162,7 +162,7 @@ def measure_held_out_bound(
         )
         with torch.no_grad(), bfloat16_autocast(model):
             total += estimate_bound(model, columns, masked_ids, weights, mask_token_id).item()
-    return total / HELD_OUT_NOISE_LEVELS / held_out["loss"].sum().item()
+    return total / MASKINGS_PER_HELD_OUT_SEQUENCE / held_out["loss"].sum().item()
 
 
 def bfloat16_autocast(model: PreTrainedModel) -> torch.autocast:
@@ -194,7 +194,9 @@ def compute_gradients(
     count, length = columns["ids"].shape
     order = torch.randperm(count, generator=generator).to(model.device)
     block_lengths = torch.where(
-        order < round(UNBLOCKED_SHARE * count), length, config.block_length or length
+        order < round(SHARE_OF_SEQUENCES_WITHOUT_BLOCKS * count),
+        length,
+        config.block_length or length,
     )
     masked_ids, weights = mask_tokens(columns, noise, block_lengths, mask_token_id)
     if config.weighting == "flat":
@@ -231,7 +233,9 @@ def run_optimizer_steps(
     optimizer = make_optimizer(model, optim, weight_decay=MUON_WEIGHT_DECAY)
     progress = Progress("training", "steps", stream=sys.stdout)
     for step in range(num_steps):
-        factor = warmup_decay_factor(step, num_steps, WARMUP_SHARE, DECAY_SHARE)
+        factor = warmup_decay_factor(
+            step, num_steps, LEARNING_RATE_WARMUP_STEP_SHARE, LEARNING_RATE_DECAY_STEP_SHARE
+        )
         set_learning_rate(optimizer, peak_rate * factor)
         loss = backward(step)
         nn.utils.clip_grad_norm_(model.parameters(), DIFFUSION_MAX_GRADIENT_NORM)

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 CHECKPOINT_MANIFEST_FILE = "manifest.json"
-STATE_FILE = "state.safetensors"
+CHECKPOINT_TRAINING_STATE_FILE = "state.safetensors"
 # so many newest checkpoints keep their training state; all keep drafter and evaluation
-MAX_CHECKPOINT_STATES = 2
+CHECKPOINTS_KEEPING_TRAINING_STATE = 2
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -123,7 +123,7 @@ def _write_checkpoint(
         folder.parent.mkdir(exist_ok=True)
         with atomic_create_folder(folder) as partial:
             (partial / "state").mkdir()
-            save_file(state, partial / "state" / STATE_FILE)
+            save_file(state, partial / "state" / CHECKPOINT_TRAINING_STATE_FILE)
             if drafter is not None:
                 config, dtype = drafter
                 save_drafter(config, _select_weights(state, dtype), partial / "drafter")
@@ -163,7 +163,7 @@ def remove_superseded_states(run: Path, step: int) -> None:
     """Remove training states that the one of `step` supersedes. If the process is killed meanwhile,
     the next start finishes it. Newer checkpoints are damaged ones; they stay until overwritten."""
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
-    for folder in checkpoints[:-MAX_CHECKPOINT_STATES]:
+    for folder in checkpoints[:-CHECKPOINTS_KEEPING_TRAINING_STATE]:
         shutil.rmtree(folder / "state", ignore_errors=True)
     for folder in list_rolling_states(run):
         if parse_step(folder) < step or checkpoint_folder(run, step).exists():
@@ -187,8 +187,8 @@ def describe_damage(folder: Path) -> str | None:
         files = dict(json.loads(manifest.read_text())["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return "its manifest cannot be read"
-    if f"state/{STATE_FILE}" not in files:
-        return f"its manifest does not list state/{STATE_FILE}"
+    if f"state/{CHECKPOINT_TRAINING_STATE_FILE}" not in files:
+        return f"its manifest does not list state/{CHECKPOINT_TRAINING_STATE_FILE}"
     for name, expected in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -215,7 +215,7 @@ def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
     `find_newest_checkpoint` has checked; empty for None."""
     if folder is None:
         return {}
-    return load_file(folder / "state" / STATE_FILE)
+    return load_file(folder / "state" / CHECKPOINT_TRAINING_STATE_FILE)
 
 
 def link_best_checkpoint(run: Path, best: Path) -> None:

@@ -47,7 +47,7 @@ from train.run.checkpoints import link_best_checkpoint, list_checkpoints, parse_
 from train.run.log import RunLog, read_step_metrics
 from train.run.state import RunState
 
-FAILURE_FILE = "failed.txt"
+EVALUATION_FAILURE_FILE = "failed.txt"
 
 
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
@@ -87,7 +87,7 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
                     assert drafter is not None
                     assert prompt_sets is not None
                     write_evaluation(folder, target, drafter, prompt_sets, shares, log)
-                    (out / FAILURE_FILE).unlink(missing_ok=True)
+                    (out / EVALUATION_FAILURE_FILE).unlink(missing_ok=True)
                 if not is_last:  # after the last one, `finish_report` does it
                     update_report(run.folder)
             except OSError:
@@ -226,7 +226,7 @@ def describe_error(error: BaseException) -> str:
 def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
     """Replace the evaluation in folder `out` by the reason why it failed."""
     (out / "evaluation.json").unlink(missing_ok=True)
-    atomic_write(out / FAILURE_FILE, "\n".join(errors))
+    atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
     log.print_line(
         f"evaluating step {parse_step(out.parent)} failed, training continues: "
         f"{errors[0].splitlines()[0]}"
@@ -237,7 +237,7 @@ def describe_failures(run: Path) -> list[str]:
     """Return one sentence for every failed evaluation, sorted by step."""
     sentences = []
     for folder in list_checkpoints(run):
-        file = folder / "evaluation" / FAILURE_FILE
+        file = folder / "evaluation" / EVALUATION_FAILURE_FILE
         if file.exists():
             reason = file.read_text().splitlines()[0]
             sentences.append(f"The evaluation at step {parse_step(folder)} failed: {reason}")

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 RUN_CONFIG_FILE = "config.json"
-SOURCES_FILE = "sources.json"
+RUN_INPUT_IDENTITY_FILE = "sources.json"
 HYDRA_CONFIG_FILE = "config.yaml"  # for Hydra: --config-dir <run> --config-name config
 RUN_LOCK_FILE = "lock"
 # n-grams that occur once are two thirds of the file, and trees are no better with them: LOG.md
 MIN_NGRAM_COUNT = 2
 # options that a resumed run may change: they change nothing that is learned, except for rounding
-CHANGEABLE_OPTIONS = (
+OPTIONS_CHANGEABLE_ON_RESUME = (
     "runs_dir",
     "save_interval_minutes",
     "wandb",
@@ -134,7 +134,7 @@ def refuse_other_run(config: TrainConfig, run: Path) -> None:
         f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
     )
     current = add_removed_options(config_to_json(config))
-    refuse_changed_settings(recorded, current, message, CHANGEABLE_OPTIONS)
+    refuse_changed_settings(recorded, current, message, OPTIONS_CHANGEABLE_ON_RESUME)
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def remove_unstarted_run(run: Path) -> None:
     names = (
         RUN_CONFIG_FILE,
         HYDRA_CONFIG_FILE,
-        SOURCES_FILE,
+        RUN_INPUT_IDENTITY_FILE,
         NGRAM_FILE_NAME,
         WANDB_ID_FILE,
         RUN_LOCK_FILE,
@@ -191,16 +191,18 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
     version without a record gets one.
     """
     with abort_on_write_error(str(run)):
-        if has_started(run) and (run / SOURCES_FILE).exists():
+        if has_started(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
             message = (
                 f"{run} started with other contents under the same paths ({{keys}} differ), so "
                 "examples that were "
                 "held out then could be trained on now: restore the contents, or choose another "
                 "name="
             )
-            refuse_changed_settings(read_recorded_json(run / SOURCES_FILE), sources, message)
+            refuse_changed_settings(
+                read_recorded_json(run / RUN_INPUT_IDENTITY_FILE), sources, message
+            )
         else:
-            write_json(run / SOURCES_FILE, sources)
+            write_json(run / RUN_INPUT_IDENTITY_FILE, sources)
         if not has_started(run):
             options = config_to_json(config)
             write_json(run / RUN_CONFIG_FILE, options)

@@ -24,13 +24,13 @@ from infer.targets.target import Target
 from train.config import TrainConfig
 from train.seeding import seeded_generator
 
-COLD_START_WARNING = (
+RANDOM_DRAFTER_WEIGHTS_WARNING = (
     "the drafter starts from random weights, because the target's layers differ from the drafter's "
     "(for example, DFlash "
     "normalises queries and keys, and Llama does not): drafter.warm_start=false turns this warning "
     "off"
 )
-MAX_QUOTED_ERROR_CHARACTERS = 300  # of an error that a message quotes
+MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = 300  # of an error that a message quotes
 
 
 def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
@@ -86,7 +86,7 @@ def load_drafter_weights(
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:MAX_QUOTED_ERROR_CHARACTERS]
+        reason = " ".join(str(error).split())[:MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS]
         raise ValueError(
             f"{checkpoint} holds the weights of another drafter: choose another name= ({reason})"
         ) from error
@@ -139,7 +139,7 @@ def _create_new_drafter(
         restrict_vocabulary(drafter, draft_tokens)
     copied_layers = drafter.initialize(target, seeded_generator(config.seed), options.warm_start)
     if options.warm_start and not copied_layers:
-        warnings.warn(COLD_START_WARNING, stacklevel=3)
+        warnings.warn(RANDOM_DRAFTER_WEIGHTS_WARNING, stacklevel=3)
     return drafter
 
 

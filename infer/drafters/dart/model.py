@@ -56,7 +56,9 @@ from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
 CAUSAL_PATTERN: AttentionPattern = (True, None)
-NUM_MASK_INIT_TOKENS = 128  # random tokens from which the mask vector of a warm start is averaged
+RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR = (
+    128  # random tokens from which the mask vector of a warm start is averaged
+)
 
 
 class DARTLayer(DrafterLayer):
@@ -214,10 +216,10 @@ class DART(Drafter):
         if any(weight.is_meta for weight in target.decoder.parameters()):
             return
 
-        shape = (1, NUM_MASK_INIT_TOKENS)
+        shape = (1, RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR)
         ids = torch.randint(target.config.vocab_size, shape, generator=generator)
         ids = ids.to(target.device)
-        positions = torch.arange(NUM_MASK_INIT_TOKENS)[None].to(ids)
+        positions = torch.arange(RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR)[None].to(ids)
         features = target.compute_packed_features(
             ids, positions, torch.zeros_like(ids), self.layer_ids
         )

@@ -33,7 +33,7 @@ class CheckpointLayout(NamedTuple):
     last_tap: str = "normed"
 
 
-PUBLIC_LAYOUT = CheckpointLayout("dflash")
+PUBLIC_DFLASH_LAYOUT = CheckpointLayout("dflash")
 # Also the layout of the fork AngelSpec. It has no dflash_config, and never a block size.
 TORCHSPEC_LAYOUT = CheckpointLayout(
     "TorchSpec",
@@ -44,8 +44,8 @@ TORCHSPEC_LAYOUT = CheckpointLayout(
     },
     last_tap="raw",
 )
-TRANSFORMERS_MODEL_TYPE = "muse_glimmer_assistant"
-TRANSFORMERS_ARCHITECTURE = "MuseGlimmerAssistantModel"
+TRANSFORMERS_DRAFTER_MODEL_TYPE = "muse_glimmer_assistant"
+TRANSFORMERS_DRAFTER_ARCHITECTURE = "MuseGlimmerAssistantModel"
 LAYOUTS_BY_MODEL_TYPE = {
     "dflash": TORCHSPEC_LAYOUT,
     "dspark": TORCHSPEC_LAYOUT._replace(drafts_from_anchor=True, required_keys=("markov_rank",)),
@@ -76,7 +76,7 @@ LAYOUTS_BY_PROJECTOR_TYPE = {
 }
 # By the first name under `architectures`; the public layout has the family's architecture.
 LAYOUTS_BY_ARCHITECTURE = {
-    "Qwen3DFlashDraftModel": PUBLIC_LAYOUT,  # NeMo Automodel
+    "Qwen3DFlashDraftModel": PUBLIC_DFLASH_LAYOUT,  # NeMo Automodel
     "QwenDFlashDraftModel": CheckpointLayout("AngelSlim"),
     "QwenDFlareDraftModel": CheckpointLayout("AngelSlim", defaults={"layer_fusion": True}),
     "Qwen3XPressModel": CheckpointLayout(
@@ -96,7 +96,7 @@ LAYOUTS_BY_ARCHITECTURE = {
     "TreeFlashDraftModel": CheckpointLayout(
         "treeflash", required_keys=("ar_approximation",), tensor_prefixes={"model.": ""}
     ),
-    TRANSFORMERS_ARCHITECTURE: CheckpointLayout(  # of transformers 5.23, without dflash_config
+    TRANSFORMERS_DRAFTER_ARCHITECTURE: CheckpointLayout(  # of transformers 5.23, without dflash_config
         "transformers",
         defaults={
             "rms_norm_eps": 1e-5,
@@ -141,12 +141,12 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
             first_layer_id=1,
             last_tap="raw",
         )
-    if raw.get("model_type") == TRANSFORMERS_MODEL_TYPE:
-        return LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]
+    if raw.get("model_type") == TRANSFORMERS_DRAFTER_MODEL_TYPE:
+        return LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
 
     layout = LAYOUTS_BY_ARCHITECTURE.get(architecture or "")
     if architecture == family.architecture:
-        layout = PUBLIC_LAYOUT
+        layout = PUBLIC_DFLASH_LAYOUT
     has_family_object = raw.get(family.config_key) is not None
     if layout is None or has_family_object or "target_layer_ids" not in raw:
         return layout
@@ -181,7 +181,7 @@ def read_config(
     keys = CheckedKeys(raw, objects, layout.defaults, layout.key_names)
     if layout.name not in ("speculators", "transformers", "TorchSpec"):
         layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
-    if layout is LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]:
+    if layout is LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
         # It does not store the vocabulary's size: take the smallest one with the mask token.
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)
         keys.setdefault("layer_types", ["sliding_attention"] * keys.get("num_hidden_layers", 1))

@@ -56,11 +56,13 @@ from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
 # Drafters with fewer layers than public ones read three layers of a target that has at least
-# MIN_DEEP_TARGET_LAYERS, since fewer layers carry too little information (LOG.md).
-MIN_DEEP_TARGET_LAYERS = 12
-MIN_PUBLIC_DRAFTER_LAYERS = 3
+# MIN_LAYERS_OF_DEEP_TARGET, since fewer layers carry too little information (LOG.md).
+MIN_LAYERS_OF_DEEP_TARGET = 12
+MIN_LAYERS_OF_PUBLIC_DRAFTERS = 3
 MAX_CONVOLUTION_GROUP_SIZE = 16  # channels that share a kernel
-PREFERRED_LAYER_LOGIT = 2.0  # of the target layer that a new drafter's fusion prefers
+INITIAL_PREFERRED_FUSION_LAYER_LOGIT = (
+    2.0  # of the target layer that a new drafter's fusion prefers
+)
 
 
 def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
@@ -232,7 +234,7 @@ class DFlash(Drafter):
         drafters read three layers of a deep target, and a drafter of one layer reads the middle
         layer of a shallow one.
         """
-        if layers < MIN_PUBLIC_DRAFTER_LAYERS and target_layers >= MIN_DEEP_TARGET_LAYERS:
+        if layers < MIN_LAYERS_OF_PUBLIC_DRAFTERS and target_layers >= MIN_LAYERS_OF_DEEP_TARGET:
             first = target_layers // 4 - 1
             last = target_layers - 3
             return [first, (first + last) // 2, last]
@@ -297,7 +299,7 @@ class DFlash(Drafter):
             nn.init.zeros_(self.layer_fusion_weights)
             for i, logits in enumerate(self.layer_fusion_weights):
                 preferred = i * len(logits) // len(self.layers)
-                logits.data[preferred] = PREFERRED_LAYER_LOGIT
+                logits.data[preferred] = INITIAL_PREFERRED_FUSION_LAYER_LOGIT
         for layer in self.typed_layers:
             if layer.has_convolutions:
                 layer.attention_conv.init_weights()

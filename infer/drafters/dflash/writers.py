@@ -18,8 +18,8 @@ from infer.drafters.config_keys import build_public_config
 from infer.drafters.dflash.layouts import (
     LAYOUTS_BY_ARCHITECTURE,
     LAYOUTS_BY_PROJECTOR_TYPE,
-    TRANSFORMERS_ARCHITECTURE,
-    TRANSFORMERS_MODEL_TYPE,
+    TRANSFORMERS_DRAFTER_ARCHITECTURE,
+    TRANSFORMERS_DRAFTER_MODEL_TYPE,
     CheckpointLayout,
 )
 from infer.targets.target import Target
@@ -28,8 +28,8 @@ Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
 # Identity convolutions have the kernel size and the group size of published drafters.
-IDENTITY_KERNEL_SIZE = 2
-MAX_IDENTITY_GROUP_SIZE = 16
+IDENTITY_CONVOLUTION_KERNEL_SIZE = 2
+MAX_IDENTITY_CONVOLUTION_GROUP_CHANNELS = 16
 DEEPSPEC_NUM_ANCHORS = 512  # a training option that DeepSpec's config.json must have
 SPECULATORS_TYPE_BY_HEAD = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
 SPECULATORS_CLASS_BY_TYPE = {
@@ -72,10 +72,10 @@ def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
 
     hidden_size = drafter.config.hidden_size
     weight = drafter.norm.weight
-    group_size = math.gcd(hidden_size, MAX_IDENTITY_GROUP_SIZE)
-    identity = weight.new_zeros(2, IDENTITY_KERNEL_SIZE, hidden_size)
+    group_size = math.gcd(hidden_size, MAX_IDENTITY_CONVOLUTION_GROUP_CHANNELS)
+    identity = weight.new_zeros(2, IDENTITY_CONVOLUTION_KERNEL_SIZE, hidden_size)
     identity[:, 0] = 1
-    projection_rows = 2 * IDENTITY_KERNEL_SIZE * hidden_size // group_size
+    projection_rows = 2 * IDENTITY_CONVOLUTION_KERNEL_SIZE * hidden_size // group_size
     tensors = {}
     for i in range(drafter.config.num_hidden_layers):
         for name in ("attention_conv", "mlp_conv"):
@@ -84,7 +84,7 @@ def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
             tensors[f"{prefix}.kernel_projection.weight"] = weight.new_zeros(
                 projection_rows, hidden_size
             )
-    keys |= {"conv_kernel_size": IDENTITY_KERNEL_SIZE, "conv_group_size": group_size}
+    keys |= {"conv_kernel_size": IDENTITY_CONVOLUTION_KERNEL_SIZE, "conv_group_size": group_size}
     return keys, tensors
 
 
@@ -156,8 +156,8 @@ def write_transformers(
     config = drafter.config
     assert config.layer_types is not None and config.rope_parameters is not None
     layout_config = {
-        "architectures": [TRANSFORMERS_ARCHITECTURE],
-        "model_type": TRANSFORMERS_MODEL_TYPE,
+        "architectures": [TRANSFORMERS_DRAFTER_ARCHITECTURE],
+        "model_type": TRANSFORMERS_DRAFTER_MODEL_TYPE,
         "block_size": config.block_size,
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(drafter.family_config["target_layer_ids"]),
@@ -180,7 +180,7 @@ def write_transformers(
     all_keys = config.to_dict()
     for name in shared_names:
         layout_config[name] = all_keys.get(name)
-    layout = LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_ARCHITECTURE]
+    layout = LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
     return layout_config, rename_for_layout(weights, layout)
 
 

@@ -24,7 +24,7 @@ from infer.drafters.state import DrafterState
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
-MAX_SCORES_IN_MEMORY = 1 << 24  # elements of the largest tensor of scores
+MAX_HEAD_SCORE_TENSOR_ELEMENTS = 1 << 24  # elements of the largest tensor of scores
 
 # scores (B, Q, R) and their slots (Q,) -> scores after a sequence's temperature, filters and the
 # target's noise
@@ -77,7 +77,7 @@ class ConditionalDraft:
             )
 
         self.length, vocabulary_size = self.base_scores.shape[1:]
-        max_scores = MAX_SCORES_IN_MEMORY
+        max_scores = MAX_HEAD_SCORE_TENSOR_ELEMENTS
         if transform is not None:
             max_scores //= 2  # a transform copies the scores
         # queries whose scores are in memory at a time

@@ -136,7 +136,7 @@ _HEAD_SPECS = (
     ),
 )
 CONDITIONAL_HEADS = {spec.name: spec for spec in _HEAD_SPECS}
-TOKEN_TABLE_NAMES = tuple(name for spec in _HEAD_SPECS for name in spec.token_tables)
+HEAD_TOKEN_TABLE_WEIGHT_NAMES = tuple(name for spec in _HEAD_SPECS for name in spec.token_tables)
 
 
 def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:

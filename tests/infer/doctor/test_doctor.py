@@ -27,7 +27,11 @@ from infer.doctor.replay import (
     replay_chains,
 )
 from infer.doctor.variations import copy_with_config, list_feature_layers, share_first_key_norm
-from infer.evaluation.acceptance import REFERENCE_FILE_NAME, find_reference, measure_reference
+from infer.evaluation.acceptance import (
+    ACCEPTANCE_REFERENCE_FILE_NAME,
+    find_reference,
+    measure_reference,
+)
 from infer.evaluation.card import write_card
 from infer.evaluation.results import (
     AcceptanceCounts,
@@ -48,7 +52,7 @@ def drafter():
 def reference(embedded, drafter):
     plain = load_outside_prompts(embedded.tokenizer, 48, False)
     chats = load_outside_prompts(embedded.tokenizer, 48, True)
-    with patch("infer.evaluation.acceptance.REFERENCE_ANSWER_TOKENS", 32):
+    with patch("infer.evaluation.acceptance.MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS", 32):
         return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]])
 
 
@@ -56,7 +60,7 @@ def reference(embedded, drafter):
 def short_reference(embedded, drafter):
     """The reference of one short plain prompt."""
     prompt = load_outside_prompts(embedded.tokenizer, 24, False)[0]
-    with patch("infer.evaluation.acceptance.REFERENCE_ANSWER_TOKENS", 24):
+    with patch("infer.evaluation.acceptance.MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS", 24):
         return measure_reference(embedded, drafter, [prompt])
 
 
@@ -341,7 +345,7 @@ def test_the_advice_for_a_changed_folder_says_what_to_write(
 ):
     altered = copy_with_config(drafter, {"sample_from_anchor": True})
     save_drafter(altered.config, altered.state_dict(), tmp_path)
-    write_result(tmp_path / REFERENCE_FILE_NAME, reference)
+    write_result(tmp_path / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
     assert find_reference(tmp_path) == reference
     with pytest.raises(SystemExit):
         run_doctor(DoctorCommand(checkpoint=str(tmp_path)))
@@ -357,7 +361,7 @@ def test_the_card_shows_the_acceptance_to_expect_of_an_engine(reference, tmp_pat
     out = tmp_path / "out"
     for folder in (source, out):
         save_drafter(drafter.config, drafter.state_dict(), folder)
-    write_result(source / REFERENCE_FILE_NAME, reference)
+    write_result(source / ACCEPTANCE_REFERENCE_FILE_NAME, reference)
     card = write_card(source, out, None, "embedded").read_text()
     rates = " | ".join(f"{100 * rate:.1f} %" for rate in reference.acceptance.acceptance_rates)
     assert f"| accepted | {rates} |" in card

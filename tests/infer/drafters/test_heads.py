@@ -207,7 +207,7 @@ def test_scores_in_memory_are_bounded(make_drafter_with_head, head, monkeypatch)
     assert max(score_sizes) > max_size
 
     score_sizes.clear()
-    monkeypatch.setattr(draft, "MAX_SCORES_IN_MEMORY", 2 * max_size)
+    monkeypatch.setattr(draft, "MAX_HEAD_SCORE_TENSOR_ELEMENTS", 2 * max_size)
     bounded = ConditionalDraft(drafter, target, bonus, block, transform, 5)
     assert torch.equal(bounded.tokens, expected.tokens)
     for log_probs, expected_log_probs in zip(bounded.table, expected_table, strict=True):

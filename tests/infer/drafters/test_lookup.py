@@ -9,8 +9,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from infer.api import decode_prompts, generate
 from infer.config import DecodeOptions
 from infer.drafters.lookup import (
-    MATCH_LENGTH_FACTOR,
-    MAX_MATCH_TOKENS,
+    LOOKUP_WEIGHT_FACTOR_PER_TOKEN,
+    MAX_LOOKUP_SUFFIX_TOKENS,
     PromptLookup,
     compute_continuations,
 )
@@ -19,9 +19,9 @@ from infer.formats.checkpoint import load_drafter
 
 def match_length(sequence: list[int], position: int) -> int:
     """Return how many tokens up to `position` equal the last tokens of the sequence, at most
-    MAX_MATCH_TOKENS."""
+    MAX_LOOKUP_SUFFIX_TOKENS."""
     length = 0
-    while length < min(MAX_MATCH_TOKENS, position + 1):
+    while length < min(MAX_LOOKUP_SUFFIX_TOKENS, position + 1):
         if sequence[position - length] != sequence[len(sequence) - 1 - length]:
             break
         length += 1
@@ -38,7 +38,7 @@ def search_continuations(sequence: list[int], length: int, vocab_size: int) -> n
         extended = list(sequence)
         for slot in range(length):
             extended.append(extended[position + 1 + slot])
-        weight = MATCH_LENGTH_FACTOR**matched_tokens * (1 + position / len(sequence))
+        weight = LOOKUP_WEIGHT_FACTOR_PER_TOKEN**matched_tokens * (1 + position / len(sequence))
         for slot, token in enumerate(extended[len(sequence) :]):
             weights[slot, token] += weight
     total = weights.sum(-1, keepdims=True)

@@ -107,7 +107,7 @@ def test_replayed_rounds_decode_the_same_as_eager_rounds(
     """Sequences of several lengths come and go. A graph serves all lengths; there is one for each
     bucket of rows, and for each kind of sampling in it."""
     # Make a sliding cache drop positions of these sequences.
-    monkeypatch.setattr("infer.drafters.state.MAX_SLIDING_PASS_POSITIONS", 6)
+    monkeypatch.setattr("infer.drafters.state.MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE", 6)
     kind = {"sliding_window": 7} if family == "sliding" else {"family": family}
     target, drafter = make_tiny(seed=3, block_size=6, head=HeadConfig(name=head), **kind)
     dice = random.Random(1)

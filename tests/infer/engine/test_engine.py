@@ -24,8 +24,12 @@ from transformers import (
 from infer import Engine, Generation, generate
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.drafters.lookup import PromptLookup
-from infer.engine.budget import UNMEASURED_EXPLORE_INTERVAL, WARMUP_ROUNDS, AutoNodeBudget
-from infer.engine.round_cost import NODE_COUNTS, Calibration, calibrate
+from infer.engine.budget import (
+    MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS,
+    ROUNDS_BEFORE_SPEED_COMPARISON,
+    AutoNodeBudget,
+)
+from infer.engine.round_cost import CANDIDATE_DRAFTED_NODE_COUNTS, Calibration, calibrate
 from infer.engine.sampling import SamplingTensors, adjust_logits
 from infer.engine.sequence import Sequence
 from infer.trees.tree import DraftTree
@@ -239,7 +243,10 @@ def test_the_budget_follows_the_load(ragged):
             if round_index >= 100:
                 total_seconds += seconds(rows, nodes)
                 total_tokens += rows * commits(nodes)
-        best = max(rows * commits(size) / seconds(rows, size) for size in (0, *NODE_COUNTS))
+        best = max(
+            rows * commits(size) / seconds(rows, size)
+            for size in (0, *CANDIDATE_DRAFTED_NODE_COUNTS)
+        )
         assert total_tokens / total_seconds > 0.95 * best
         assert (budget.choose_nodes(rows, 64) == 0) == (rows == 64)
 
@@ -280,7 +287,7 @@ def test_the_best_budget_is_chosen_despite_noise(acceptance_factor):
     accepted `acceptance_factor` times as often as the drafter says, and trees differ between
     rounds. From round 50 on, throughput is at least 0.97 of the best fixed budget or baseline."""
     dice = random.Random(1)
-    sizes = (0, *NODE_COUNTS)
+    sizes = (0, *CANDIDATE_DRAFTED_NODE_COUNTS)
     measured_ms = np.interp(sizes, (0, 1, 8, 16, 64, 255), (7.4, 10.3, 12.4, 14.6, 27, 90))
     times = dict(zip(sizes, measured_ms, strict=True))
     average_probabilities = torch.tensor([1.0, *(0.5 / size for size in range(1, 256))])
@@ -396,16 +403,18 @@ def test_a_small_tree_is_not_drafted_because_a_large_one_would_pay_off():
     budget = AutoNodeBudget(calibration, 64)
     budget.gains[1:5] = [0.1, 0.1, 0.6, 0.7]
     budget.gain_rows += 1
-    budget.num_rounds = WARMUP_ROUNDS
+    budget.num_rounds = ROUNDS_BEFORE_SPEED_COMPARISON
     assert budget.choose_nodes(4, 64) >= 5 and budget.choose_nodes(4, 2) == 0
-    assert [budget.choose_nodes(4, 64) for _ in range(UNMEASURED_EXPLORE_INTERVAL)].count(0) == 1
+    assert [
+        budget.choose_nodes(4, 64) for _ in range(MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
+    ].count(0) == 1
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_rounds_without_drafting_change_no_output(make_tiny, family, monkeypatch):
     """Sequences start and finish while drafting stops and resumes. The drafter's cache is brought
     up to date."""
-    monkeypatch.setattr("infer.engine.batch_state.MAX_PENDING_ROUNDS", 5)
+    monkeypatch.setattr("infer.engine.batch_state.MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE", 5)
     family_options = {"family": "dart", "layers": 1} if family == "dart" else {}
     target, drafter = make_tiny(seed=11, block_size=6, **family_options)
     options = [TextOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]

@@ -19,7 +19,7 @@ from infer.config import DecodeOptions, DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.build import create_drafter
 from infer.engine import grammar
 from infer.engine.grammar import MAX_GRAMMAR_CHARS, make_grammar_state
-from infer.engine.grammar_sandbox import PARSER_LIMITS, GrammarSandbox
+from infer.engine.grammar_sandbox import GRAMMAR_PARSER_LIMITS, GrammarSandbox
 from infer.targets.target import Target
 from infer.trees.constrained import GrammarRule, search_constrained
 from infer.trees.tree import Proposal
@@ -274,7 +274,7 @@ def test_a_grammar_beyond_its_limits_is_refused(embedded):
     source = "start: " + " ".join(rules)
     with pytest.raises(ValueError, match="grammar"):
         generate(embedded, None, "x", method="plain", grammar=source * 3)
-    assert PARSER_LIMITS["max_grammar_size"] < 500_000
+    assert GRAMMAR_PARSER_LIMITS["max_grammar_size"] < 500_000
 
 
 def test_forced_text_is_bounded(embedded):
@@ -293,7 +293,7 @@ def test_a_slow_grammar_is_not_used_for_drafts(embedded, drafter, monkeypatch):
     options = {"regex": GRAMMAR_SOURCES["regex"], "max_new_tokens": 20}
     expected = generate(embedded, None, CODE_PROMPTS[0], method="plain", **options)
     allowed_tokens = Mock(wraps=grammar.GrammarState.allowed_tokens)
-    monkeypatch.setattr(grammar, "SLOW_MASK_SECONDS", -1.0)
+    monkeypatch.setattr(grammar, "SLOW_GRAMMAR_TOKEN_MASK_SECONDS", -1.0)
     monkeypatch.setattr(
         grammar.GrammarState, "allowed_tokens", lambda *arguments: allowed_tokens(*arguments)
     )

@@ -9,7 +9,7 @@ from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.build import create_drafter
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.lookup import PromptLookup
-from infer.engine.prefix_cache import PREFIX_BLOCK_TOKENS, PrefixCache
+from infer.engine.prefix_cache import PREFIX_CACHE_BLOCK_TOKENS, PrefixCache
 from infer.engine.sequence import Sequence
 
 SAMPLED_OPTIONS = TextOptions(max_new_tokens=14, temperature=0.8, seed=3)
@@ -95,7 +95,7 @@ def test_outputs_and_drafts_are_the_same_and_less_is_computed(target, drafters, 
         assert all_positions == sum(map(len, prompts))
         assert count_cached_tokens(expected) == [0] * 4
         cached_blocks = [0, 2, 3, 1]
-        cached_tokens = [blocks * PREFIX_BLOCK_TOKENS for blocks in cached_blocks]
+        cached_tokens = [blocks * PREFIX_CACHE_BLOCK_TOKENS for blocks in cached_blocks]
         assert count_cached_tokens(actual) == cached_tokens, name
         assert computed == all_positions - sum(cached_tokens), name
 
@@ -107,7 +107,7 @@ def test_an_output_is_cached_with_its_prompt(target, drafter, prompts):
     expected, _ = decode_prompts(target, drafter, turns, 0)
     actual, _ = decode_prompts(target, drafter, turns, 64)
     assert_same_outputs_and_drafts(actual, expected)
-    assert actual[1].stats.cached_tokens == 2 * PREFIX_BLOCK_TOKENS > len(prompt)
+    assert actual[1].stats.cached_tokens == 2 * PREFIX_CACHE_BLOCK_TOKENS > len(prompt)
 
 
 def test_a_shared_prefix_is_computed_once(target, drafter, prompts):
@@ -116,35 +116,37 @@ def test_a_shared_prefix_is_computed_once(target, drafter, prompts):
     expected, _ = decode_prompts(target, drafter, batch, 0, max_num_seqs=6, together=True)
     actual, computed = decode_prompts(target, drafter, batch, 64, max_num_seqs=6, together=True)
     assert [sequence.ids for sequence in actual] == [sequence.ids for sequence in expected]
-    assert count_cached_tokens(actual) == [0] + [3 * PREFIX_BLOCK_TOKENS] * 5
-    assert computed < len(prefix) + 6 * (200 - 3 * PREFIX_BLOCK_TOKENS + 10)
+    assert count_cached_tokens(actual) == [0] + [3 * PREFIX_CACHE_BLOCK_TOKENS] * 5
+    assert computed < len(prefix) + 6 * (200 - 3 * PREFIX_CACHE_BLOCK_TOKENS + 10)
 
 
 def test_the_least_recently_used_blocks_are_evicted_first_and_the_end_of_a_sequence_first():
-    block_bytes = 4 * PREFIX_BLOCK_TOKENS
+    block_bytes = 4 * PREFIX_CACHE_BLOCK_TOKENS
     cache = PrefixCache(6 * block_bytes)
 
     def insert(ids):
         def copy_block(start):
-            return [torch.full((1, PREFIX_BLOCK_TOKENS, 1), float(ids[start]))], []
+            return [torch.full((1, PREFIX_CACHE_BLOCK_TOKENS, 1), float(ids[start]))], []
 
         cache.insert(ids, copy_block)
 
     def count_blocks(*sequences):
         return [len(cache.find(ids)[0]) for ids in sequences]
 
-    a, b, c = (list(range(start, start + 4 * PREFIX_BLOCK_TOKENS + 1)) for start in (0, 1000, 2000))
+    a, b, c = (
+        list(range(start, start + 4 * PREFIX_CACHE_BLOCK_TOKENS + 1)) for start in (0, 1000, 2000)
+    )
     insert(a)
-    insert(b[: 2 * PREFIX_BLOCK_TOKENS + 1])
+    insert(b[: 2 * PREFIX_CACHE_BLOCK_TOKENS + 1])
     assert count_blocks(a, b) == [4, 2] and cache.bytes == 6 * block_bytes
-    insert(a[: PREFIX_BLOCK_TOKENS + 1])  # use its first block again
-    insert(c[: 3 * PREFIX_BLOCK_TOKENS + 1])
+    insert(a[: PREFIX_CACHE_BLOCK_TOKENS + 1])  # use its first block again
+    insert(c[: 3 * PREFIX_CACHE_BLOCK_TOKENS + 1])
     assert count_blocks(a, b, c) == [1, 2, 3] and cache.bytes == 6 * block_bytes
-    long = list(range(3000, 3000 + 9 * PREFIX_BLOCK_TOKENS + 1))
+    long = list(range(3000, 3000 + 9 * PREFIX_CACHE_BLOCK_TOKENS + 1))
     insert(long)  # larger than the cache, which keeps its beginning
     blocks = cache.find(long)[0]
     assert len(blocks) == 6 == len(cache.blocks)
     first_values = [float(block.target[0][0, 0, 0]) for block in blocks]
-    assert first_values == [float(long[i * PREFIX_BLOCK_TOKENS]) for i in range(6)]
+    assert first_values == [float(long[i * PREFIX_CACHE_BLOCK_TOKENS]) for i in range(6)]
     # The key of a block includes the token after it.
-    assert cache.find(long[: 2 * PREFIX_BLOCK_TOKENS])[0] == blocks[:1]
+    assert cache.find(long[: 2 * PREFIX_CACHE_BLOCK_TOKENS])[0] == blocks[:1]

@@ -18,8 +18,8 @@ from infer.engine.sampling import (
     sample_tokens,
 )
 from infer.engine.verification import (
-    MAX_CHUNK_NODES_PER_ROW,
-    MAX_FULL_CHUNK_ROWS,
+    MAX_LOGIT_CHUNK_NODES_PER_ROW,
+    MAX_ROWS_WITH_FULL_LOGIT_CHUNKS,
     count_chunk_nodes,
 )
 
@@ -85,7 +85,7 @@ def test_sampling_in_chunks_equals_sampling_at_once(monkeypatch):
         scores[row] += noise[row, depths[row]]
     old_logits = logits.clone()
     for chunk_values in (1, 10**9):
-        monkeypatch.setattr("infer.engine.sampling.MIN_CHUNK_VALUES_CPU", chunk_values)
+        monkeypatch.setattr("infer.engine.sampling.MIN_SAMPLING_CHUNK_VALUES_ON_CPU", chunk_values)
         tokens = sample_tokens(logits, depths, sampling, noise, lambda nodes: seen[:, nodes])
         assert torch.equal(tokens, scores.argmax(-1)) and torch.equal(logits, old_logits)
 
@@ -101,7 +101,7 @@ def test_noise_is_the_same_in_chunks(monkeypatch):
     )
     marginals = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     expected = apply_sampling_to_marginals(marginals, sampling, noise, None)
-    monkeypatch.setattr("infer.engine.sampling.MIN_CHUNK_VALUES_CPU", 1)
+    monkeypatch.setattr("infer.engine.sampling.MIN_SAMPLING_CHUNK_VALUES_ON_CPU", 1)
     assert torch.equal(gumbel_noise(seeds, positions, 33), noise)
     assert torch.equal(apply_sampling_to_marginals(marginals, sampling, noise, None), expected)
 
@@ -109,8 +109,10 @@ def test_noise_is_the_same_in_chunks(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 5, 8, 16, 100, 1000])
 def test_logits_of_many_rows_are_no_more_than_those_of_a_few(rows):
     nodes_per_row = count_chunk_nodes(rows)
-    assert 1 <= nodes_per_row <= MAX_CHUNK_NODES_PER_ROW
-    assert rows * nodes_per_row <= max(MAX_CHUNK_NODES_PER_ROW * MAX_FULL_CHUNK_ROWS, rows)
+    assert 1 <= nodes_per_row <= MAX_LOGIT_CHUNK_NODES_PER_ROW
+    assert rows * nodes_per_row <= max(
+        MAX_LOGIT_CHUNK_NODES_PER_ROW * MAX_ROWS_WITH_FULL_LOGIT_CHUNKS, rows
+    )
 
 
 MEMORY_PROGRAM = """

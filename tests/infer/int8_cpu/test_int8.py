@@ -329,7 +329,7 @@ def test_outputs_are_those_of_baseline_decoding(
 
 def test_int8_weights_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "CALIBRATION_SEQUENCE_TOKENS", 12)
+    monkeypatch.setattr(calibration, "INT8_CALIBRATION_TOKENS_PER_SEQUENCE", 12)
     first = load_target(str(shallow), quantization="int8")
     monkeypatch.setattr(calibration, "quantise_model", None)
     second = load_target(str(shallow), quantization="int8")
@@ -354,8 +354,8 @@ def test_a_damaged_int8_folder_is_written_again_and_is_the_same(
 ):
     load_program("damaged_targets").make_targets(tmp_path)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "CALIBRATION_SEQUENCE_TOKENS", 8)
-    monkeypatch.setattr(calibration, "CALIBRATION_SEQUENCES", 8)
+    monkeypatch.setattr(calibration, "INT8_CALIBRATION_TOKENS_PER_SEQUENCE", 8)
+    monkeypatch.setattr(calibration, "INT8_CALIBRATION_SEQUENCE_COUNT", 8)
 
     def load_weights() -> dict[str, torch.Tensor]:
         return load_target(str(tmp_path / "single"), quantization="int8").model.state_dict()

@@ -17,7 +17,7 @@ from infer.kernels.operands import (
     Activation,
     RMSNormWeights,
 )
-from infer.kernels.validation import OPERATION_CHECKS
+from infer.kernels.validation import KERNEL_CHECKS_BY_OPERATION
 
 CPU_DEVICE = torch.device("cpu")
 
@@ -102,8 +102,8 @@ def test_qk_norm_rope_write(heads, key_heads, layers, has_norm, rotated_size):
 def test_every_fast_version_has_a_check(entry):
     pytest.importorskip(entry.partition(":")[0], exc_type=ImportError)
     operations = resolve_name(entry).operations
-    assert operations.keys() <= OPERATION_CHECKS.keys()
-    assert OPERATION_CHECKS.keys() <= set(table.Kernels.__dataclass_fields__)
+    assert operations.keys() <= KERNEL_CHECKS_BY_OPERATION.keys()
+    assert KERNEL_CHECKS_BY_OPERATION.keys() <= set(table.Kernels.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["float32", "int8"])
@@ -124,8 +124,8 @@ def failing_rms_norm(*_):
 @pytest.mark.parametrize("operation", [scaled_rms_norm, failing_rms_norm])
 def test_a_fast_version_that_differs_or_fails_is_not_used(operation, monkeypatch):
     operations = cpu.CPU_OPERATIONS | {"rms_norm": operation}
-    wrong_kernels = replace(cpu.CPU_KERNELS, operations=operations)
-    monkeypatch.setattr(cpu, "CPU_KERNELS", wrong_kernels)
+    wrong_kernels = replace(cpu.CPU_FAST_KERNEL_TABLE, operations=operations)
+    monkeypatch.setattr(cpu, "CPU_FAST_KERNEL_TABLE", wrong_kernels)
     monkeypatch.setattr(table, "VALIDATED_KERNELS", {})
     with pytest.warns(UserWarning, match="rms_norm runs without its fast version"):
         kernels = table.select_kernels(CPU_DEVICE, torch.float32)

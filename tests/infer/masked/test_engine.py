@@ -23,7 +23,7 @@ from infer.masked.model import REMOTE_CODE_MODEL_TYPES, MaskedModel, load_masked
 from infer.masked.sequence import MaskedSequence
 from infer.serving.regenerate import build_engine_answerer, select_output_options
 from infer.serving.regeneration_task import PromptExample
-from infer.targets.masked_models import MASKED_DIFFUSION, is_masked_diffusion
+from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, is_masked_diffusion
 
 MASK_TOKEN = 60
 TOKEN_PROMPTS = [
@@ -222,7 +222,7 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
     with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # 15 tokens take blocks of 16 positions
     assert is_masked_diffusion(str(folder)) and not is_masked_diffusion("embedded")
-    assert set(REMOTE_CODE_MODEL_TYPES) == set(MASKED_DIFFUSION.model_types)
+    assert set(REMOTE_CODE_MODEL_TYPES) == set(MASKED_DIFFUSION_TARGET_KIND.model_types)
     (folder / "model.safetensors").unlink()  # both are refused before weights are read
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
         load_target_and_drafters(TargetConfig(str(folder)), ["no/such/drafter"])

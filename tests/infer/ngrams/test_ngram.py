@@ -9,7 +9,7 @@ import pytest
 
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import (
-    HEADER_DTYPE,
+    NGRAM_FILE_HEADER_DTYPE,
     NGramModel,
     find_ngram_node,
     get_child_range,
@@ -205,7 +205,7 @@ def test_invalid_files_are_refused_by_name(small_file, tmp_path):
         content[:8] + b"\2" + content[9:], "version 2 of the n-gram format, this program reads 1"
     )
     assert_refused(content[:100], "not an n-gram file")
-    for size in (HEADER_DTYPE.itemsize, len(content) // 2, len(content) - 1):
+    for size in (NGRAM_FILE_HEADER_DTYPE.itemsize, len(content) // 2, len(content) - 1):
         assert_refused(content[:size], f"{size} bytes instead of {len(content)}")
     assert_refused(content + b"\0", f"{len(content) + 1} bytes instead of {len(content)}")
     assert_refused(content, "counted with another tokenizer", digest="f" * 64)
@@ -216,7 +216,7 @@ def test_invalid_files_are_refused_by_name(small_file, tmp_path):
 
 def test_every_altered_byte_of_the_header_is_noticed(small_file):
     content = small_file.read_bytes()
-    for offset in range(0, HEADER_DTYPE.itemsize, 16):
+    for offset in range(0, NGRAM_FILE_HEADER_DTYPE.itemsize, 16):
         altered_byte = bytes([content[offset] ^ (1 << offset % 8)])
         small_file.write_bytes(content[:offset] + altered_byte + content[offset + 1 :])
         with pytest.raises(ValueError, match="small.ngram: "):
@@ -230,7 +230,9 @@ def test_lookups_in_damaged_files_are_safe(tmp_path, probabilities):
     path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", NGRAM_TEST_DIGEST).path
     content = bytearray(path.read_bytes())
     generator = np.random.default_rng(0)
-    header = np.frombuffer(bytes(content[: HEADER_DTYPE.itemsize]), HEADER_DTYPE)[0]
+    header = np.frombuffer(
+        bytes(content[: NGRAM_FILE_HEADER_DTYPE.itemsize]), NGRAM_FILE_HEADER_DTYPE
+    )[0]
     sections = header["sections"].astype(int)
     tokens = [0, 5, 6, 39, (1 << 20) - 1]
     for attempt in range(4):

@@ -21,7 +21,7 @@ def engine(pair):
 def bounded_server(pair, running):
     """The port of a server that allows 20,000 bytes and pauses of one second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infer.serving.guard.MAX_PAUSE_SECONDS", 1)
+        patch.setattr("infer.serving.guard.MAX_PAUSE_IN_REQUEST_BODY_SECONDS", 1)
         with running(
             Engine(*pair, EngineConfig("ddtree", 6, max_num_seqs=4), 64), max_body_bytes=20_000
         ) as (

@@ -282,7 +282,7 @@ def test_a_file_of_an_earlier_version_is_continued(tmp_path):
 
 
 def test_progress_counts_finished_examples(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("infer.utils.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("infer.utils.progress.SECONDS_BETWEEN_PROGRESS_LINES", 0.0)
 
     def answer_examples(examples, on_finished):
         examples = list(examples)

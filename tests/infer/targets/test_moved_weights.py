@@ -206,8 +206,8 @@ def test_recordings_hold_what_they_address():
 
 def test_recordings_are_bounded_in_number_and_memory(monkeypatch):
     """The recordings used last are kept."""
-    monkeypatch.setattr(recording, "MAX_RECORDINGS", 4)
-    monkeypatch.setattr(recording, "MAX_RECORDED_POSITIONS", 8)
+    monkeypatch.setattr(recording, "MAX_INT8_CPU_CALL_RECORDINGS", 4)
+    monkeypatch.setattr(recording, "MAX_RECORDED_INT8_CPU_POSITIONS", 8)
     target = Target(random_model("llama", True))
 
     def run_passes(lengths: list[int]) -> list[int]:
@@ -224,5 +224,5 @@ def test_recordings_are_bounded_in_number_and_memory(monkeypatch):
         for key, recorded_pass in target.kernel_decoder.recordings.items()
     }
     assert sizes[3] < sizes[6]
-    monkeypatch.setattr(recording, "MAX_RECORDING_BYTES", sizes[6] + sizes[4] + sizes[5])
+    monkeypatch.setattr(recording, "MAX_INT8_CPU_RECORDING_BYTES", sizes[6] + sizes[4] + sizes[5])
     assert run_passes([6]) == [5, 4, 6]

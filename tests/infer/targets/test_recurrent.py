@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from infer.api import decode_prompts
 from infer.config import DecodeOptions
 from infer.engine import scheduler
-from infer.targets.predecessors import POSITIONS_PER_SEGMENT, RecurrenceSegment
+from infer.targets.predecessors import CHAIN_POSITIONS_SOLVED_TOGETHER, RecurrenceSegment
 from infer.targets.recurrent import compute_recurrence_segment
 from infer.targets.target import Target
 from infer.trees.tree import make_root_trees
@@ -137,8 +137,10 @@ def test_the_triangular_system_is_the_recurrence():
 def test_long_prompts_of_unlike_lengths_in_pieces(target):
     """Prompts that end in different pieces, the second half behind the first, and a token after
     each."""
-    texts = prompts(2 * POSITIONS_PER_SEGMENT + 21, 9, POSITIONS_PER_SEGMENT + 1)
-    ends = (POSITIONS_PER_SEGMENT + 30, 4, POSITIONS_PER_SEGMENT)
+    texts = prompts(
+        2 * CHAIN_POSITIONS_SOLVED_TOGETHER + 21, 9, CHAIN_POSITIONS_SOLVED_TOGETHER + 1
+    )
+    ends = (CHAIN_POSITIONS_SOLVED_TOGETHER + 30, 4, CHAIN_POSITIONS_SOLVED_TOGETHER)
     cache = target.allocate_cache(4, 200)
     with torch.no_grad(), cache.add_rows(3) as new_rows:
         first = target.extend_cache(
@@ -167,10 +169,10 @@ def test_packed_documents_do_not_see_each_others_states(target):
     """Documents end inside a piece, at its end, and cover several. A state that ran on over a
     border would be seen."""
     lengths = (
-        POSITIONS_PER_SEGMENT + 7,
-        POSITIONS_PER_SEGMENT - 7,
+        CHAIN_POSITIONS_SOLVED_TOGETHER + 7,
+        CHAIN_POSITIONS_SOLVED_TOGETHER - 7,
         5,
-        2 * POSITIONS_PER_SEGMENT + 1,
+        2 * CHAIN_POSITIONS_SOLVED_TOGETHER + 1,
     )
     ids = torch.tensor([sum(prompts(*lengths), [])])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

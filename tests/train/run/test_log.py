@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from infer.utils.progress import SECONDS_BETWEEN_LINES
+from infer.utils.progress import SECONDS_BETWEEN_PROGRESS_LINES
 from infer.utils.redact import REDACTED_TEXT
 from train.config import TrainConfig
 from train.processes import start_process_group
@@ -31,7 +31,7 @@ def test_an_early_line_estimates_the_remaining_time(
     """Long before the first line is due without a terminal."""
     start_process_group(torch.device("cpu"))
     log = RunLog(TrainConfig(), tmp_path, 0, num_steps)
-    assert SECONDS_BETWEEN_LINES > 20
+    assert SECONDS_BETWEEN_PROGRESS_LINES > 20
     for step in range(1, min(20, num_steps) + 1):
         log.write_step(STEP_METRICS | {"step": step})
     printed = capsys.readouterr().out.splitlines()
