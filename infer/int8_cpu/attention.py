@@ -16,8 +16,8 @@ from numba import carray
 from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.attention.masks import AttentionMask
 from infer.int8_cpu.float_matmul import (
-    FLOAT32_VALUES_PER_CPU_VECTOR,
-    FLOAT_MATMUL_TILE_COLUMNS,
+    FLOATS_PER_CPU_VECTOR,
+    FLOAT_TILE_COLUMNS,
     add_matmul,
     transpose,
 )
@@ -179,15 +179,15 @@ def add_query_key_products(
 
 @njit
 def add_row_sums(weights: np.ndarray, count: int, weight_sums: np.ndarray) -> None:
-    """Add the first `count` weights of each row (R, S), in order, to weight_sums (R, FLOAT_MATMUL_TILE_COLUMNS).
+    """Add the first `count` weights of each row (R, S), in order, to weight_sums (R, FLOAT_TILE_COLUMNS).
 
     It is a matmul with ones, so that four rows are summed at a time.
     """
-    ones = np.ones(FLOAT_MATMUL_TILE_COLUMNS, np.float32)
+    ones = np.ones(FLOAT_TILE_COLUMNS, np.float32)
     add_matmul(
         weights.ctypes.data, 4 * weights.shape[1], len(weights), count,
-        ones.ctypes.data, 0, FLOAT_MATMUL_TILE_COLUMNS,
-        weight_sums.ctypes.data, 4 * FLOAT_MATMUL_TILE_COLUMNS,
+        ones.ctypes.data, 0, FLOAT_TILE_COLUMNS,
+        weight_sums.ctypes.data, 4 * FLOAT_TILE_COLUMNS,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def add_weighted_values(
 
     values: address of the first value; position_bytes: distance between values. padded_values
     (KEY_TILE_POSITIONS, padded E) is scratch memory for values whose size is not a multiple of
-    FLOAT_MATMUL_TILE_COLUMNS.
+    FLOAT_TILE_COLUMNS.
     """
     rows = len(weights)
     padded_size = weighted_values.shape[1]
@@ -279,16 +279,14 @@ def attention_kernel(address: int) -> None:
     sees_all = args.mask == 0
     mask = carray(float_pointer(args.mask), (batch_rows, width, visible))
     out = carray(float_pointer(args.out), (batch_rows * width, key_heads, groups, size))
-    padded_size = round_up(size, FLOAT_MATMUL_TILE_COLUMNS)
-    # The padding of FLOAT32_VALUES_PER_CPU_VECTOR columns spreads the starts of rows over the sets of the CPU cache.
-    transposed_keys = np.zeros(
-        (size, KEY_TILE_POSITIONS + FLOAT32_VALUES_PER_CPU_VECTOR), np.float32
-    )
+    padded_size = round_up(size, FLOAT_TILE_COLUMNS)
+    # The padding of FLOATS_PER_CPU_VECTOR columns spreads the starts of rows over the sets of the CPU cache.
+    transposed_keys = np.zeros((size, KEY_TILE_POSITIONS + FLOATS_PER_CPU_VECTOR), np.float32)
     padded_values = np.zeros((KEY_TILE_POSITIONS, padded_size), np.float32)
     queries = np.empty((tile_rows, size), np.float32)
-    weights = np.empty((tile_rows, round_up(visible, FLOAT_MATMUL_TILE_COLUMNS)), np.float32)
+    weights = np.empty((tile_rows, round_up(visible, FLOAT_TILE_COLUMNS)), np.float32)
     weighted_values = np.empty((tile_rows, padded_size), np.float32)
-    weight_sums = np.empty((tile_rows, FLOAT_MATMUL_TILE_COLUMNS), np.float32)
+    weight_sums = np.empty((tile_rows, FLOAT_TILE_COLUMNS), np.float32)
     visible_counts = np.empty(tile_queries, np.int64)  # up to the last position a query sees
     position_bytes = 4 * key_heads * size
     item = claim_work_item(address)
@@ -311,7 +309,7 @@ def attention_kernel(address: int) -> None:
         )  # fmt: skip
         for r in range(count):
             row_mask = queries[0] if sees_all else mask[row, start + r // groups]
-            scores = weights[r, : round_up(max_visible, FLOAT32_VALUES_PER_CPU_VECTOR)]
+            scores = weights[r, : round_up(max_visible, FLOATS_PER_CPU_VECTOR)]
             exponentiate_scores(scores, row_mask, sees_all, args.scale, visible_counts[r // groups])
         add_row_sums(weights[:count], max_visible, weight_sums)
         add_weighted_values(

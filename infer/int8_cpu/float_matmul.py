@@ -12,10 +12,10 @@ from infer.kernels.launch import float_pointer, llvm_intrinsic
 from infer.utils.jit import njit
 
 # float32 values per vector register. A tile's sums fill 16 registers of AVX2 or of AVX-512.
-FLOAT32_VALUES_PER_CPU_VECTOR = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
-BYTES_PER_CPU_VECTOR = 4 * FLOAT32_VALUES_PER_CPU_VECTOR
-FLOAT_MATMUL_TILE_COLUMNS = 2 * FLOAT32_VALUES_PER_CPU_VECTOR
-LLVM_FLOAT32_VECTOR_TYPE = ir.VectorType(ir.FloatType(), FLOAT32_VALUES_PER_CPU_VECTOR)
+FLOATS_PER_CPU_VECTOR = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
+BYTES_PER_CPU_VECTOR = 4 * FLOATS_PER_CPU_VECTOR
+FLOAT_TILE_COLUMNS = 2 * FLOATS_PER_CPU_VECTOR
+LLVM_FLOAT32_VECTOR_TYPE = ir.VectorType(ir.FloatType(), FLOATS_PER_CPU_VECTOR)
 
 
 def int64_constant(number: int) -> ir.Constant:
@@ -30,10 +30,10 @@ def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) ->
 
 @llvm_intrinsic
 def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
-    """Add a product of a vector and a matrix to FLOAT_MATMUL_TILE_COLUMNS sums, for several vectors at once.
+    """Add a product of a vector and a matrix to FLOAT_TILE_COLUMNS sums, for several vectors at once.
 
     factors and sums are tuples of addresses. Vector i, `count` values at factors[i], is multiplied
-    by the matrix, `count` rows at distances of `row_bytes`, and added to the FLOAT_MATMUL_TILE_COLUMNS values at
+    by the matrix, `count` rows at distances of `row_bytes`, and added to the FLOAT_TILE_COLUMNS values at
     sums[i]. The rows are added in order, by fused multiply-adds.
     """
 
@@ -43,7 +43,7 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
         sum_addresses = cgutils.unpack_tuple(builder, values[4])
         offsets = [
             int64_constant(offset)
-            for offset in range(0, 4 * FLOAT_MATMUL_TILE_COLUMNS, BYTES_PER_CPU_VECTOR)
+            for offset in range(0, 4 * FLOAT_TILE_COLUMNS, BYTES_PER_CPU_VECTOR)
         ]
         vector_addresses = []  # of the sums
         accumulators = []
@@ -58,11 +58,9 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
             )
         fma_type = ir.FunctionType(LLVM_FLOAT32_VECTOR_TYPE, [LLVM_FLOAT32_VECTOR_TYPE] * 3)
         fma = cgutils.get_or_insert_function(
-            builder.module, fma_type, f"llvm.fma.v{FLOAT32_VALUES_PER_CPU_VECTOR}f32"
+            builder.module, fma_type, f"llvm.fma.v{FLOATS_PER_CPU_VECTOR}f32"
         )
-        broadcast_mask = ir.Constant(
-            ir.VectorType(ir.IntType(32), FLOAT32_VALUES_PER_CPU_VECTOR), None
-        )
+        broadcast_mask = ir.Constant(ir.VectorType(ir.IntType(32), FLOATS_PER_CPU_VECTOR), None)
         undefined_vector = ir.Constant(LLVM_FLOAT32_VECTOR_TYPE, ir.Undefined)
 
         with cgutils.for_range(builder, count) as loop:
@@ -94,28 +92,28 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
 
 @llvm_intrinsic
 def transpose_tile(typing, source, source_row_bytes, destination, destination_row_bytes):
-    """Transpose a matrix of FLOAT32_VALUES_PER_CPU_VECTOR rows and columns of 4-byte values to another address.
+    """Transpose a matrix of FLOATS_PER_CPU_VECTOR rows and columns of 4-byte values to another address.
 
     The off-diagonal blocks of half the size are swapped, then those of a quarter, and so on.
     """
 
     def generate(context, builder, signature, values):
         source, source_row_bytes, destination, destination_row_bytes = values
-        indices = [int64_constant(n) for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)]
+        indices = [int64_constant(n) for n in range(FLOATS_PER_CPU_VECTOR)]
         addresses = [builder.add(source, builder.mul(source_row_bytes, n)) for n in indices]
         rows = [load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses]
-        shuffle_type = ir.VectorType(ir.IntType(32), FLOAT32_VALUES_PER_CPU_VECTOR)
-        block = FLOAT32_VALUES_PER_CPU_VECTOR // 2
+        shuffle_type = ir.VectorType(ir.IntType(32), FLOATS_PER_CPU_VECTOR)
+        block = FLOATS_PER_CPU_VECTOR // 2
         while block:
             low = [
-                n + FLOAT32_VALUES_PER_CPU_VECTOR - block if n & block else n
-                for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)
+                n + FLOATS_PER_CPU_VECTOR - block if n & block else n
+                for n in range(FLOATS_PER_CPU_VECTOR)
             ]
             high = [
-                n + FLOAT32_VALUES_PER_CPU_VECTOR if n & block else n + block
-                for n in range(FLOAT32_VALUES_PER_CPU_VECTOR)
+                n + FLOATS_PER_CPU_VECTOR if n & block else n + block
+                for n in range(FLOATS_PER_CPU_VECTOR)
             ]
-            for i in range(FLOAT32_VALUES_PER_CPU_VECTOR):
+            for i in range(FLOATS_PER_CPU_VECTOR):
                 if i & block:
                     continue
                 pair = rows[i], rows[i + block]
@@ -142,21 +140,17 @@ def transpose(
     destination_row_bytes: int,
 ) -> None:
     """Transpose a matrix (rows, columns) of 4-byte values to another address."""
-    for row in range(0, rows, FLOAT32_VALUES_PER_CPU_VECTOR):
-        is_full = row + FLOAT32_VALUES_PER_CPU_VECTOR <= rows
-        tiled_columns = (
-            columns // FLOAT32_VALUES_PER_CPU_VECTOR * FLOAT32_VALUES_PER_CPU_VECTOR
-            if is_full
-            else 0
-        )
-        for column in range(0, tiled_columns, FLOAT32_VALUES_PER_CPU_VECTOR):
+    for row in range(0, rows, FLOATS_PER_CPU_VECTOR):
+        is_full = row + FLOATS_PER_CPU_VECTOR <= rows
+        tiled_columns = columns // FLOATS_PER_CPU_VECTOR * FLOATS_PER_CPU_VECTOR if is_full else 0
+        for column in range(0, tiled_columns, FLOATS_PER_CPU_VECTOR):
             transpose_tile(
                 source + row * source_row_bytes + 4 * column,
                 source_row_bytes,
                 destination + column * destination_row_bytes + 4 * row,
                 destination_row_bytes,
             )
-        for r in range(row, min(row + FLOAT32_VALUES_PER_CPU_VECTOR, rows)):
+        for r in range(row, min(row + FLOATS_PER_CPU_VECTOR, rows)):
             for column in range(tiled_columns, columns):
                 source_row = float_pointer(source + r * source_row_bytes)
                 destination_row = float_pointer(destination + column * destination_row_bytes)
@@ -178,7 +172,7 @@ def add_matmul(
     """Add the product of matrices left (rows, count) and right (count, columns) to out.
 
     Matrices are given by address and distance between rows. Sums run from the first value to the
-    last. Columns are processed in tiles of FLOAT_MATMUL_TILE_COLUMNS, which may write padding columns; rows in
+    last. Columns are processed in tiles of FLOAT_TILE_COLUMNS, which may write padding columns; rows in
     fours, where the last row is computed several times if fewer are left.
     """
     for r in range(0, rows, 4):
@@ -191,7 +185,7 @@ def add_matmul(
             left + r2 * left_row_bytes,
             left + r3 * left_row_bytes,
         )
-        for column_offset in range(0, 4 * columns, 4 * FLOAT_MATMUL_TILE_COLUMNS):
+        for column_offset in range(0, 4 * columns, 4 * FLOAT_TILE_COLUMNS):
             sums = (
                 out + column_offset + r * out_row_bytes,
                 out + column_offset + r1 * out_row_bytes,

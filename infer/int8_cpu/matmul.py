@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 
 from infer.int8_cpu.float_matmul import (
-    FLOAT32_VALUES_PER_CPU_VECTOR,
+    FLOATS_PER_CPU_VECTOR,
     int64_constant,
     load_value,
     transpose,
@@ -69,9 +69,9 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
         return 0
     if rows > MAX_TRANSPOSED_MATMUL_ROWS or rows * outputs > MAX_TRANSPOSED_MATMUL_ACCUMULATORS:
         return 0
-    if rows % FLOAT32_VALUES_PER_CPU_VECTOR <= MAX_ROWS_TRANSPOSED_ONE_BY_ONE:
+    if rows % FLOATS_PER_CPU_VECTOR <= MAX_ROWS_TRANSPOSED_ONE_BY_ONE:
         return rows
-    return -(-rows // FLOAT32_VALUES_PER_CPU_VECTOR) * FLOAT32_VALUES_PER_CPU_VECTOR
+    return -(-rows // FLOATS_PER_CPU_VECTOR) * FLOATS_PER_CPU_VECTOR
 
 
 def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
