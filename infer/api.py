@@ -28,7 +28,7 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 
 
 class NonCausalTarget(Protocol):
-    """A model that is not a causal language model (`infer.targets.kinds`).
+    """A model that is not a causal language model (`infer.targets.masked_models`).
 
     An optional package has its engine and its options, given as "module:class".
     """
@@ -98,7 +98,7 @@ def generate(
 
     The output is that of the target alone. Greedy decoding gives the same tokens as baseline
     decoding. Sampling gives the same output for the same seed, whatever the method, budget and
-    drafter. Prompt number i of many is sampled with `derived_seed(seed, i)`, the first one with
+    drafter. Prompt number i of many is sampled with `derive_seed(seed, i)`, the first one with
     the seed itself, so that each gets the output that it would get alone with that seed.
 
     Returns one `Generation`, or a list of them for a list of prompts. Raises ValueError for

@@ -248,7 +248,7 @@ def read_manifest(folder: Path) -> dict:
 class StoredFeatures:
     """The packed sequences of a features folder, as a data set that is read on demand.
 
-    `data.packing.batch` draws batches from it by index. Raises ValueError if the folder is
+    `data.packing.read_batch` draws batches from it by index. Raises ValueError if the folder is
     incomplete or damaged.
     """
 

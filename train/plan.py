@@ -72,7 +72,7 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
 class RunEstimate:
     """What is known about a run before anything is loaded."""
 
-    config: TrainConfig  # with `recompute` chosen
+    config: TrainConfig  # with `gradient_checkpointing` chosen
     shape: StepShape  # of a process's micro-batch
     world_size: int
     device: torch.device

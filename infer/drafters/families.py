@@ -24,7 +24,7 @@ class ExportFormat:
     heads: tuple[str, ...] = ()  # supported conditional heads, by `HeadSpec.name`
     allows_no_head: bool = True  # drafters without a conditional head can be exported
     allows_convolutions: bool = False  # convolutions are supported, together with a selector
-    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.faults`
+    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.find_export_limits`
 
     def supports(self, head: HeadSpec | None, convolutions: bool) -> bool:
         """Return whether the layout can express a drafter.

@@ -4,7 +4,7 @@ budget, without decoding.
 A greedy output does not depend on the drafts. So one pass over the whole sequence gives the
 target's features, one block is drafted after every token of the answer, many blocks at a time, and
 a round that begins there accepts as many drafts as the sequence itself follows in the tree
-(`infer.engine.choices.walk`). The rounds follow from these counts. `replay_tree_variants` and
+(`infer.engine.verification.walk`). The rounds follow from these counts. `replay_tree_variants` and
 `summarise_replay` use them to find what trees gain.
 
 n: sequences, P: positions of an answer, T: tokens of a sequence, L: drafted positions, M:

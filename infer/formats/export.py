@@ -21,7 +21,7 @@ MAX_SELECTOR_TOP_K = 1024  # engines hold a table of top_k x top_k scores for ev
 
 def find_export_limits(drafter: Drafter) -> dict[str, str]:
     """Return the properties of a drafter that readers of some formats do not support: names that
-    `ExportFormat.refuses` lists, with a sentence for each."""
+    `ExportFormat.refused_features` lists, with a sentence for each."""
     return find_attention_limits(drafter) | find_head_limits(drafter)
 
 
@@ -124,7 +124,7 @@ def check_export(drafter: Drafter, format: str) -> None:
 
 
 def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout of its family (`infer.drafters.families.FORMATS`).
+    """Write a drafter in a layout of its family (`infer.drafters.families.EXPORT_FORMATS`).
 
     target: needed if the layout stores the embedding and the head, and if the drafter has copies of
         them

@@ -42,7 +42,7 @@ from infer.targets.support import get_head_size
 
 # Model types that run on transformers' own code, which accepts any 4-D attention mask.
 NATIVE_MODEL_TYPES = ("qwen3",)
-# `MASKED.model_types`, which run on the code of their repositories -> the mask token if config.json
+# `MASKED_DIFFUSION.model_types`, which run on the code of their repositories -> the mask token if config.json
 # has none, and whether the model is shifted.
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 
@@ -55,7 +55,7 @@ class MaskedModel:
     were converted from autoregressive ones. Position 0 then has no prediction.
     """
 
-    # See `infer.api.OtherTarget`.
+    # See `infer.api.NonCausalTarget`.
     options_class: ClassVar = "infer.masked.config:MaskedOptions"
     engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: PreTrainedModel
@@ -109,7 +109,7 @@ class MaskedModel:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an output (`infer.targets.ends`)."""
+        """The tokens that end an output (`infer.targets.end_tokens`)."""
         configs = (getattr(self.model, "generation_config", None), self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 

@@ -196,7 +196,7 @@ def complete_config(
     """Return the configuration that training steps use, and a line about the memory of a step.
 
     Completed are: the drafter's defaults as they were when the run started, its mask token, the
-    number of anchors (at most as many as a packed sequence can have), and `recompute`.
+    number of anchors (at most as many as a packed sequence can have), and `gradient_checkpointing`.
     """
     drafter_options = set_mask_token(use_recorded_defaults(config), target, dataset)
     anchors = run_on_first_process(lambda: limit_anchors(dataset, config))

@@ -12,7 +12,7 @@ of the target's layers, through projections for the context alone.
 
 Training runs `forward`: many blocks of a packed sequence under one mask, through `DFlashLayer`.
 Decoding runs `draft_block`: one block of every batch row against a cache, through
-`infer.targets.lean`, which computes the same from the layers' weights. Layers with convolutions run
+`infer.targets.kernel_decoder`, which computes the same from the layers' weights. Layers with convolutions run
 `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
 """
 
@@ -363,7 +363,7 @@ class DFlash(Drafter):
 
         `features` (B, T, F) and `positions` (B, T) are the context; `blocks` (B, N * W, D) the
         embedded blocks at `block_positions` (B, N * W). There is one of `masks` for each of
-        `attention_patterns`, see `block_mask`, with columns [context | blocks]. Returns states
+        `attention_patterns`, see `build_block_mask`, with columns [context | blocks]. Returns states
         (B, N * W, D) that went through `normalize_for_head`.
         """
         contexts = self.project_contexts(features)
