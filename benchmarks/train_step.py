@@ -4,8 +4,8 @@
     python benchmarks/train_step.py --qwen3-4b      # Qwen3-4B's shapes, random weights, on a GPU
 
 "reference": full logits of target and drafter, a dense mask, and autograd through log-softmax and
-KL. "ours": `train.step.compute_block_loss`. Modules, packed sequences, blocks and optimiser are the same;
-every line is measured in processes of its own. Memory is the peak above the usage before the
+KL. "ours": `train.step.compute_block_loss`. Modules, packed sequences, blocks and optimiser are the
+same; every line is measured in processes of its own. Memory is the peak above the usage before the
 models were created, measured in a separate process that returns freed memory at once. Parts: the
 target's forward pass; drafter and objective, each forward and backward; the optimiser.
 """

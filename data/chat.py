@@ -266,8 +266,8 @@ def _check_token_ids(token_ids: object) -> list[int]:
 def _normalise_tool_call(call: object) -> dict[str, Any]:
     """Return a tool call as {"type", "function": {"name", "arguments"}} with "id" if it has one.
 
-    Arguments may be an object or JSON text. `convert_tool_arguments` in infer/utils/chat_template.py
-    converts them to the form that a chat template expects.
+    Arguments may be an object or JSON text. `convert_tool_arguments` in
+    infer/utils/chat_template.py converts them to the form that a chat template expects.
     """
     message = "a tool call must have a name"
     call_fields: dict = require_type(call, dict, message)

@@ -105,7 +105,8 @@ class DataConfig:
 
         if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together"
+                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used "
+                "together"
             )
         if any(not part.weight > 0 for part in self.datasets):
             weights = [part.weight for part in self.datasets]
@@ -117,7 +118,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value}: at least {minimum}")
         if self.max_invalid_fraction > 1:
             raise ValueError(
-                f"data.max_invalid_fraction={self.max_invalid_fraction:g}: a share of the examples, from 0 to 1"
+                f"data.max_invalid_fraction={self.max_invalid_fraction:g}: a share of the "
+                "examples, from 0 to 1"
             )
 
     def _check_path(self, path: str) -> None:
@@ -301,8 +303,8 @@ def read_examples(
     with_answer: end chats with an answer; otherwise end them with a question
     counts: the outcome of every example is added; complete after the last example
 
-    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the examples
-    is invalid, or there are none.
+    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the
+    examples is invalid, or there are none.
     """
     refuse_self_source(config)
     if counts is None:
@@ -413,7 +415,8 @@ def _read_stdlib_examples(
 def read_questions(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield all examples as prompts without their last answers, at most data.max_examples a data set.
+    """Yield all examples as prompts without their last answers, at most data.max_examples a data
+    set.
 
     counts: the outcome of every example is added
 

@@ -195,7 +195,8 @@ def decode_prompts(
     seeds: list[int] | None = None,
     processors: abc.Sequence[LogitsProcessor] = (),
 ) -> list[Sequence]:
-    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in order.
+    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in
+    order.
 
     prompts: token ids of each prompt, none of them empty
     seeds: the sampling seed of each prompt; None: derived from `options.seed`

@@ -209,7 +209,8 @@ class DrafterConfig:
         require_one_of(self, "drafter.", last_layer_output=("raw", "normed"))
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.sliding_window={self.sliding_window}: the last positions of a block would not see its "
+                f"drafter.sliding_window={self.sliding_window}: the last positions of a block "
+                "would not see its "
                 f"bonus token; give at least drafter.block_size={self.block_size}"
             )
 

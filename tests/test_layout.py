@@ -447,7 +447,8 @@ def test_every_folder_of_infer_is_a_package_and_its_top_is_small():
 
 
 def test_dependencies_between_packages_are_few():
-    """Packages and top-level files of infer/. A dependency is an import of a module of the other."""
+    """Packages and top-level files of infer/. A dependency is an import of a module of the
+    other."""
     graph = {
         a: {b for b in names if b.startswith("infer")}
         for a, names in build_module_graph().items()

@@ -105,7 +105,8 @@ class OptimConfig:
         require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from 0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from 0 "
+                "to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: both must be from 0 to below 1")
@@ -244,7 +245,8 @@ class TrainConfig:
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence}: a row of data.length={self.data.length} tokens has room "
+                f"anchors_per_sequence={self.anchors_per_sequence}: a row of "
+                f"data.length={self.data.length} tokens has room "
                 "for "
                 f"{self.data.length - 2} at most"
             )
@@ -277,16 +279,19 @@ def check_head_training(config: TrainConfig) -> None:
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or hub "
+                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or "
+                "hub "
                 "id>"
             )
         if head is None:
             raise ValueError(
-                "trainable=head: the drafter has no conditional head, give head=markov or another one"
+                "trainable=head: the drafter has no conditional head, give head=markov or another "
+                "one"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head does not support deepspeed.stage={stage} (sharded states of frozen "
+                f"trainable=head does not support deepspeed.stage={stage} (sharded states of "
+                "frozen "
                 "weights): use 0"
             )
     if head is not None and stage > 2:
@@ -299,6 +304,7 @@ def check_head_training(config: TrainConfig) -> None:
             row.name for row in CONDITIONAL_HEADS.values() if row.adds_to_logits
         )
         raise ValueError(
-            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, and head={name} is "
+            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, "
+            f"and head={name} is "
             "given"
         )

@@ -226,7 +226,8 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
         f"drafter    {config.drafter.family}, layers {shape.drafter_layers}, block "
         f"{shape.block_size}: "
         f"{shape.drafter_parameters / 1e6:,.1f} million{mask_token}\n"
-        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, {config.anchors_per_sequence} blocks "
+        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, "
+        f"{config.anchors_per_sequence} blocks "
         "each, by "
         f"{estimate.world_size} {device_name(estimate.device)} {processes}"
     )

@@ -202,7 +202,8 @@ def choose_recompute(
     cuda: bool,
     device_bytes: float | None,
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of a step.
+    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of
+    a step.
 
     If it is None, it becomes true only if a step would not fit otherwise. device_bytes:
     memory of the device, None if it is not on this machine. Other arguments are those of
@@ -238,7 +239,8 @@ def choose_recompute(
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
         line += (
-            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored "
+            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and "
+            "stored "
             "features need less"
         )
     return configs[gradient_checkpointing], line

@@ -58,7 +58,8 @@ class QuestionsConfig:
         require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: give the minimum and the maximum, such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum, "
+                "such as [4,128]"
             )
         self.text.check()
 
@@ -255,8 +256,8 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # Without data.max_examples and the number of examples. A larger limit continues the file,
-            # because the first questions are the same.
+            # Without data.max_examples and the number of examples. A larger limit continues the
+            # file, because the first questions are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None

@@ -426,12 +426,14 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
     """
     if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; "
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding "
+            "window; "
             "leave the option out"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: must be at least the block, {drafter.block_size} positions"
+            f"drafter.sliding_window={window}: must be at least the block, {drafter.block_size} "
+            "positions"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))

@@ -142,7 +142,8 @@ def build_feature_layer_keys(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the "
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does "
+            "not contain the "
             f"target's last layer, {last_layer}"
         )
     return {"target_layer_ids": layer_ids}
@@ -210,7 +211,8 @@ def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConf
     """Raise ValueError where the draft vocabulary is larger than the target's vocabulary."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} "
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has "
+            f"{target_config.vocab_size} "
             "tokens"
         )
 

@@ -212,7 +212,8 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     if head is not None and head.config_key not in supported_keys:
         yield (
             CHECKED_ENGINES,
-            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft without the "
+            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft "
+            "without the "
             "conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")

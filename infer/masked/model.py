@@ -42,8 +42,8 @@ from infer.targets.support import get_head_size
 
 # Model types that run on transformers' own code, which accepts any 4-D attention mask.
 NATIVE_MODEL_TYPES = ("qwen3",)
-# `MASKED_DIFFUSION.model_types`, which run on the code of their repositories -> the mask token if config.json
-# has none, and whether the model is shifted.
+# `MASKED_DIFFUSION.model_types`, which run on the code of their repositories -> the mask token if
+# config.json has none, and whether the model is shifted.
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 
 
@@ -281,7 +281,8 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
     else:
         raise ValueError(
             f"target.path={path}: this {config['model_type']} model is no masked diffusion model "
-            f"(no {MASKED_DIFFUSION.config_key} in its config.json): give one of ours, LLaDA or Dream"
+            f"(no {MASKED_DIFFUSION.config_key} in its config.json): give one of ours, LLaDA or "
+            "Dream"
         )
 
     mask_token_id = config.get("mask_token_id")

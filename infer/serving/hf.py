@@ -28,8 +28,8 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
 from infer.targets.target import Target
 
-# Processors that `infer.engine.sampling.adjust_logits` applies itself, in this order, to all rows and
-# nodes at once: (their attribute, option of `TextOptions`).
+# Processors that `infer.engine.sampling.adjust_logits` applies itself, in this order, to all rows
+# and nodes at once: (their attribute, option of `TextOptions`).
 PROCESSOR_OPTIONS: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),

@@ -97,7 +97,8 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 
     if config.anchors_per_sequence < user_config.anchors_per_sequence:
         notes.append(
-            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have more than {config.anchors_per_sequence}"
+            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have "
+            f"more than {config.anchors_per_sequence}"
         )
     notes += [line for line in (self_check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, schedule, notes)

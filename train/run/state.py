@@ -77,8 +77,8 @@ class TrainingSchedule:
 
     @property
     def estimated_steps(self) -> int:
-        """The number of steps of the whole run; with optim.max_minutes an estimate from the completed
-        steps."""
+        """The number of steps of the whole run; with optim.max_minutes an estimate from the
+        completed steps."""
         if self.step == 0:
             return round(self.length)
         return max(self.step, round(self.length / max(self.elapsed, 1e-9) * self.step))
@@ -320,7 +320,8 @@ def describe_run(
         anchor_limit = f", at most {config.anchors_per_document} a document"
     precision = str(compute_dtype(config, device)).removeprefix("torch.")
     run_line = (
-        f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} rows, "
+        f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} "
+        "rows, "
         f"{config.anchors_per_sequence} blocks a row{anchor_limit}, matrix products in {precision}"
     )
 

@@ -253,7 +253,7 @@ class DART(Drafter):
 
         `features` (B, T, F), `positions` (B, T) and `next_embeddings` (B, T, D) are the context;
         `first_positions` (B, N) are the indices of the blocks' first slots in it. `mask` is that of
-        `build_block_mask`, with columns [context | blocks]. Returns states (B, N * W, D) that went
+        `build_training_mask`, with columns [context | blocks]. Returns states (B, N * W, D) that went
         through `normalize_for_head`.
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)

@@ -12,8 +12,8 @@ of the target's layers, through projections for the context alone.
 
 Training runs `forward`: many blocks of a packed sequence under one mask, through `DFlashLayer`.
 Decoding runs `draft_block`: one block of every batch row against a cache, through
-`infer.targets.kernel_decoder`, which computes the same from the layers' weights. Layers with convolutions run
-`DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
+`infer.targets.kernel_decoder`, which computes the same from the layers' weights. Layers with
+convolutions run `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
 """
 
 import math
@@ -363,8 +363,8 @@ class DFlash(Drafter):
 
         `features` (B, T, F) and `positions` (B, T) are the context; `blocks` (B, N * W, D) the
         embedded blocks at `block_positions` (B, N * W). There is one of `masks` for each of
-        `attention_patterns`, see `build_block_mask`, with columns [context | blocks]. Returns states
-        (B, N * W, D) that went through `normalize_for_head`.
+        `attention_patterns`, see `build_training_mask`, with columns [context | blocks]. Returns
+        states (B, N * W, D) that went through `normalize_for_head`.
         """
         contexts = self.project_contexts(features)
         rotary = self.compute_rotary(block_positions)

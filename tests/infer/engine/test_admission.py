@@ -18,8 +18,8 @@ def tiny(request, make_tiny):
 def costs(monkeypatch):
     """Return a function (engine) -> a list to which every target pass appends its cost.
 
-    The cost is the number of positions, padding included. A position after `attention_break_even_length` others
-    counts twice.
+    The cost is the number of positions, padding included. A position after
+    `attention_break_even_length` others counts twice.
     """
 
     def watch_passes(engine: Engine) -> list[float]:
