@@ -230,10 +230,13 @@ def choose_recompute(
         gradient_checkpointing = False
         if device_bytes is not None:
             gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
-    line = f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at a step's peak"
+    peak = format_bytes(step_bytes[gradient_checkpointing])
+    line = f"memory     {peak} on each device at a step's peak"
     if device_bytes is not None:
         line += f", of {format_bytes(device_bytes)}"
-    line += f"; {format_bytes(step_bytes[not gradient_checkpointing])} with gradient_checkpointing={str(not gradient_checkpointing).lower()}"
+    alternative = not gradient_checkpointing
+    alternative_peak = format_bytes(step_bytes[alternative])
+    line += f"; {alternative_peak} with gradient_checkpointing={str(alternative).lower()}"
     if (
         device_bytes is not None
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
