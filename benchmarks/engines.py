@@ -54,9 +54,20 @@ import vllm
 job = json.load(open(sys.argv[1]))
 speculative_config = None
 if job["drafts"]:
-    speculative_config = {"method": "dflash", "model": job["drafter"], "num_speculative_tokens": job["drafted"]}
-model = vllm.LLM(model=job["target"], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
-                 enable_prefix_caching=False, speculative_config=speculative_config)
+    speculative_config = {
+        "method": "dflash",
+        "model": job["drafter"],
+        "num_speculative_tokens": job["drafted"],
+    }
+model = vllm.LLM(
+    model=job["target"],
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=1024,
+    max_num_seqs=8,
+    enable_prefix_caching=False,
+    speculative_config=speculative_config,
+)
 options = vllm.SamplingParams(temperature=0, max_tokens=job["more"], ignore_eos=True)
 engine = model.llm_engine
 texts = {}
@@ -68,8 +79,12 @@ for number, ids in enumerate(job["prompts"]):
         for output in engine.step():
             texts[number] = list(output.outputs[0].token_ids)
             lengths.setdefault(number, []).append(len(texts[number]))
-result = {"engine": "vLLM " + vllm.__version__, "texts": list(texts.values()), "lengths": list(lengths.values()),
-          "seconds": time.process_time() - start_time}
+result = {
+    "engine": "vLLM " + vllm.__version__,
+    "texts": list(texts.values()),
+    "lengths": list(lengths.values()),
+    "seconds": time.process_time() - start_time,
+}
 json.dump(result, open(sys.argv[2], "w"))
 """
 

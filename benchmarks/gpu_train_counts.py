@@ -6,9 +6,9 @@
     python benchmarks/gpu_train_counts.py --recompute         # recompute the drafter's layers
     python benchmarks/gpu_train_counts.py --shapes tiny       # a tiny shape, to try the script
 
-Weights are random. Steps are those of a run: `Prefetch`, `train_step`, and the drafter wrapped by
-DeepSpeed. The first two compile; the third is counted, and its memory is compared with what `plan`
-predicts. The script also runs on the stand-in for a GPU (`benchmarks/gpu.py`).
+Weights are random. Steps are those of a run: `BatchPrefetcher`, `train_step`, and the drafter
+wrapped by DeepSpeed. The first two compile; the third is counted, and its memory is compared with
+what `plan` predicts. The script also runs on the stand-in for a GPU (`benchmarks/gpu.py`).
 """
 
 import argparse
@@ -60,7 +60,7 @@ TRAIN_SHAPES = {
 
 
 class RandomPackedDataset:
-    """Data set of random packed sequences, as `Prefetch` reads it.
+    """Data set of random packed sequences, as `BatchPrefetcher` reads it.
 
     documents: documents in each sequence; with one, attention is most expensive
     """

@@ -53,7 +53,7 @@ FIXED_METHODS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {
     f"{nodes} nodes": ("ddtree", nodes) for nodes in FIXED_TREE_BUDGETS
 }
 LATENCY_METHODS = ("plain", "auto")  # methods whose latencies are printed
-MAX_ENGINE_ROWS = EngineConfig().rows
+MAX_ENGINE_ROWS = EngineConfig().max_num_seqs
 MIN_REQUESTS_PER_TURN = 8
 SELECTING_TURNS = 3
 MIN_RELATIVE_SPEED = 0.9  # of the best method; slower ones are dropped
@@ -259,8 +259,7 @@ def main() -> None:
         print(format_row(load))
     sufficient = [load.clients for load in loads if load.ratio_interval()[0] >= SUFFICIENT_RATIO]
     print(
-        f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients "
-        f"of {args.clients}"
+        f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients of {args.clients}"
     )
 
 

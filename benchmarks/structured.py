@@ -170,8 +170,8 @@ def print_speeds(target, drafter, prompts, tokens) -> None:
 def print_grammar_shares(target, drafter, prompts, tokens) -> None:
     """Print the grammar's share of the time of rounds of 64 nodes.
 
-    It consists of `follow_grammars` (trees under the grammar, forced tokens) and `mask` (masks of
-    the target's logits).
+    It consists of `constrain_to_grammars` (trees under the grammar, forced tokens) and
+    `mask_scores` (masks of the target's logits).
     """
     timed_functions = ("decode_round", "constrain_to_grammars", "mask_scores")
     for name, grammar in MEASURED_GRAMMARS.items():

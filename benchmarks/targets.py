@@ -4,8 +4,8 @@
 
 A model is right if these are equal in float32: the logits of every node of random trees after two
 prompts of different lengths, before and after a path is committed, and those of transformers for
-the node's own sequence; and the logits of packed documents and of single ones. `--write` replaces the
-table in the page. The script takes about ten minutes on one core.
+the node's own sequence; and the logits of packed documents and of single ones. `--write` replaces
+the table in the page. The script takes about ten minutes on one core.
 """
 
 import argparse

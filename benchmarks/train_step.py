@@ -4,8 +4,8 @@
     python benchmarks/train_step.py --qwen3-4b      # Qwen3-4B's shapes, random weights, on a GPU
 
 "reference": full logits of target and drafter, a dense mask, and autograd through log-softmax and
-KL. "ours": `train.step.block_loss`. Modules, packed sequences, blocks and optimiser are the same;
-every line is measured in processes of its own. Memory is the peak above the usage before the
+KL. "ours": `train.step.compute_block_loss`. Modules, packed sequences, blocks and optimiser are the
+same; every line is measured in processes of its own. Memory is the peak above the usage before the
 models were created, measured in a separate process that returns freed memory at once. Parts: the
 target's forward pass; drafter and objective, each forward and backward; the optimiser.
 """
@@ -94,7 +94,7 @@ def build_models(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainCo
 
 
 def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
-    """Return the loss of `block_loss`, computed with full logits and a dense mask."""
+    """Return the loss of `compute_block_loss`, computed with full logits and a dense mask."""
     length = rows["ids"].shape[1]
     mask = torch.full(
         (length, length), float("-inf"), device=target.device, dtype=target.dtype

@@ -17,11 +17,7 @@ CANONICAL_MESSAGE_REASONING_KEY = (
 
 # Names in other layouts, and the names in this code.
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-COLUMN_ALIASES = {
-    "conversations": "messages",
-    "completion": "response",
-    "finish_reason": "finish",
-}
+COLUMN_ALIASES = {"conversations": "messages", "completion": "response", "finish_reason": "finish"}
 MESSAGE_KEY_ALIASES = {
     "from": "role",
     "value": "content",
@@ -277,8 +273,8 @@ def _check_token_ids(token_ids: object) -> list[int]:
 def _normalise_tool_call(call: object) -> dict[str, Any]:
     """Return a tool call as {"type", "function": {"name", "arguments"}} with "id" if it has one.
 
-    Arguments may be an object or JSON text. `readable_messages` in infer/utils/chat_template.py
-    converts them to the form that a chat template expects.
+    Arguments may be an object or JSON text. `convert_tool_arguments` in
+    infer/utils/chat_template.py converts them to the form that a chat template expects.
     """
     message = "a tool call must have a name"
     call_fields: dict = require_type(call, dict, message)

@@ -93,8 +93,7 @@ class DataConfig:
             raise ValueError(f"data.source={self.source}: use one of {', '.join(DATA_SOURCES)}")
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
-                f"data.source={self.source} needs data.path=<a file, a folder, "
-                "or a name on the hub>"
+                f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>"
             )
         if self.source == "self" and self.max_examples is None:
             raise ValueError(
@@ -169,9 +168,7 @@ def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: 
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            f"data.source=embedded has answers of the embedded target, not of "
-            f"target.path={target_path}: "
-            f"use data.path=<your files>, data=stdlib{alternatives}"
+            f"data.source=embedded has answers of the embedded target, not of target.path={target_path}: use data.path=<your files>, data=stdlib{alternatives}"
         )
 
 
@@ -289,9 +286,7 @@ def refuse_self_source(config: DataConfig) -> None:
     """Raise ValueError for data=self, which is questions that do not exist yet."""
     if config.source == "self":
         raise ValueError(
-            "data=self stands for questions that the target still has to generate: first run "
-            "./launch.sh regenerate data=self target.path=... out=answers.jsonl, "
-            "then use data=jsonl data.path=answers.jsonl"
+            "data=self stands for questions that the target still has to generate: first run ./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use data=jsonl data.path=answers.jsonl"
         )
 
 
@@ -305,8 +300,8 @@ def read_examples(
     with_answer: end chats with an answer; otherwise end them with a question
     counts: the outcome of every example is added; complete after the last example
 
-    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the examples
-    is invalid, or there are none.
+    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the
+    examples is invalid, or there are none.
     """
     refuse_self_source(config)
     if counts is None:
@@ -417,7 +412,8 @@ def _read_stdlib_examples(
 def read_questions(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield all examples as prompts without their last answers, at most data.max_examples a data set.
+    """Yield all examples as prompts without their last answers, at most data.max_examples a data
+    set.
 
     counts: the outcome of every example is added
 

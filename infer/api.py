@@ -99,7 +99,7 @@ def generate(
 
     The output is that of the target alone. Greedy decoding gives the same tokens as baseline
     decoding. Sampling gives the same output for the same seed, whatever the method, budget and
-    drafter. Prompt number i of many is sampled with `derived_seed(seed, i)`, the first one with
+    drafter. Prompt number i of many is sampled with `derive_seed(seed, i)`, the first one with
     the seed itself, so that each gets the output that it would get alone with that seed.
 
     Returns one `Generation`, or a list of them for a list of prompts. Raises ValueError for
@@ -181,8 +181,7 @@ def open_engine(
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is not a causal language model and drafts for itself: "
-            "give None as its drafter"
+            f"{target.name} is not a causal language model and drafts for itself: give None as its drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
@@ -196,7 +195,8 @@ def decode_prompts(
     seeds: list[int] | None = None,
     processors: abc.Sequence[LogitsProcessor] = (),
 ) -> list[Sequence]:
-    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in order.
+    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in
+    order.
 
     prompts: token ids of each prompt, none of them empty
     seeds: the sampling seed of each prompt; None: derived from `options.seed`
@@ -319,8 +319,7 @@ def check_prompt_lengths(
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output may take {positions} positions, the target has {limit}: "
-            "shorten the prompt or reduce max_new_tokens"
+            f"prompt and output may take {positions} positions, the target has {limit}: shorten the prompt or reduce max_new_tokens"
         )
 
 

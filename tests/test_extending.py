@@ -61,10 +61,14 @@ if os.fork() == 0:  # training leaves its process by os._exit
     main(["train", f"target.path={{sys.argv[1]}}", *{TOY_TRAIN_OPTIONS + TOY_DATA_OPTIONS!r}])
 assert os.wait()[1] == 0
 best = "runs/toys/checkpoints/best"
-main(["eval", f"checkpoint={{best}}", "out=evaluation", *{TOY_DATA_OPTIONS + TOY_EVALUATION_OPTIONS!r}])
-main(["eval", f"checkpoint={{best}}", "out=riddles", "suite=ddtree", "suite.sets=[riddles]", "suite.folder=riddles",
-      "suite.temperatures=[0.0]", *{TOY_EVALUATION_OPTIONS!r}])
-main(["compare", f"checkpoints=[{{best}}]", "out=comparison", *{TOY_DATA_OPTIONS + TOY_EVALUATION_OPTIONS!r}])
+data_options = {TOY_DATA_OPTIONS!r}
+evaluation_options = {TOY_EVALUATION_OPTIONS!r}
+suite_options = ["suite=ddtree", "suite.sets=[riddles]", "suite.folder=riddles"]
+suite_options += ["suite.temperatures=[0.0]", *evaluation_options]
+evaluation_options += data_options
+main(["eval", f"checkpoint={{best}}", "out=evaluation", *evaluation_options])
+main(["eval", f"checkpoint={{best}}", "out=riddles", *suite_options])
+main(["compare", f"checkpoints=[{{best}}]", "out=comparison", *evaluation_options])
 main(["generate", f"checkpoint={{best}}", "decoding.method=comb", "decoding.max_new_tokens=4"])
 main(["export", f"checkpoint={{best}}", "format=corrected", "out=exported"])
 main(["plan", "+model=tiny-llama"])

@@ -447,7 +447,8 @@ def test_every_folder_of_infer_is_a_package_and_its_top_is_small():
 
 
 def test_dependencies_between_packages_are_few():
-    """Packages and top-level files of infer/. A dependency is an import of a module of the other."""
+    """Packages and top-level files of infer/. A dependency is an import of a module of the
+    other."""
     graph = {
         a: {b for b in names if b.startswith("infer")}
         for a, names in build_module_graph().items()
@@ -592,10 +593,12 @@ def test_infer_needs_only_torch_transformers_safetensors(start_command, tmp_path
     """A module that is None in sys.modules is missing, both for `import` and for find_spec."""
     (tmp_path / "program.py").write_text(f"""
 import sys
-missing = [name for name in sys.modules if name.split('.')[0] in {OPTIONAL_LIBRARIES!r}]
-sys.modules.update(dict.fromkeys([*missing, *{OPTIONAL_LIBRARIES!r}]))
+libraries = {OPTIONAL_LIBRARIES!r}
+missing = [name for name in sys.modules if name.split('.')[0] in libraries]
+sys.modules.update(dict.fromkeys([*missing, *libraries]))
 from infer import generate, load_drafter, load_target
-assert not [name for name in sys.modules if name.split('.')[0] in {OPTIONAL_LIBRARIES!r} and sys.modules[name]]
+loaded = [name for name, module in sys.modules.items() if module]
+assert not [name for name in loaded if name.split('.')[0] in libraries]
 """)
     start_command(str(tmp_path / "program.py"), [], FRESH="1").finish()
 

@@ -233,8 +233,7 @@ def read_manifest(folder: Path) -> dict:
     file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features "
-            f"out={folder} writes one"
+            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features out={folder} writes one"
         )
     try:
         manifest = json.loads(file.read_text())
@@ -255,7 +254,7 @@ def read_manifest(folder: Path) -> dict:
 class StoredFeatures:
     """The packed sequences of a features folder, as a data set that is read on demand.
 
-    `data.packing.batch` draws batches from it by index. Raises ValueError if the folder is
+    `data.packing.read_batch` draws batches from it by index. Raises ValueError if the folder is
     incomplete or damaged.
     """
 
@@ -370,8 +369,7 @@ def store_features(config: FeaturesConfig) -> None:
     gigabytes = len(dataset) * sequence_bytes / 1e9
     print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in "
-        f"{config.out}",
+        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in {config.out}",
         flush=True,
     )
     with explain_interrupt(

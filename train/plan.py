@@ -72,7 +72,7 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
 class RunEstimate:
     """What is known about a run before anything is loaded."""
 
-    config: TrainConfig  # with `recompute` chosen
+    config: TrainConfig  # with `gradient_checkpointing` chosen
     shape: StepShape  # of a process's micro-batch
     world_size: int
     device: torch.device
@@ -141,17 +141,11 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
     """Return the number of steps or minutes of a run as text, or why it is unknown. prepared: the
     training data, None without a tokenizer."""
     if config.data.source == "self":
-        return (
-            "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target generate "
-            "questions and answers"
-        )
+        return "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target generate questions and answers"
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
         if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
-            return (
-                "unknown: questions without answers, ./launch.sh regenerate lets the target "
-                "generate them"
-            )
+            return "unknown: questions without answers, ./launch.sh regenerate lets the target generate them"
         if prepared.dataset is None:
             return "unknown: there is no example to learn from"
         num_sequences = len(prepared.dataset)
@@ -191,9 +185,7 @@ def print_plan(config: TrainConfig) -> None:
     mask_token = ""
     try:
         tokenizer = load_tokenizer(
-            config.target.path,
-            config.target.trust_remote_code,
-            config.target.chat_template_kwargs,
+            config.target.path, config.target.trust_remote_code, config.target.chat_template_kwargs
         )
     except FileNotFoundError:  # a model of conf/target/ that cannot be downloaded
         pass
@@ -226,7 +218,8 @@ def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> 
         f"drafter    {config.drafter.family}, layers {shape.drafter_layers}, block "
         f"{shape.block_size}: "
         f"{shape.drafter_parameters / 1e6:,.1f} million{mask_token}\n"
-        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, {config.anchors_per_sequence} blocks "
+        f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, "
+        f"{config.anchors_per_sequence} blocks "
         "each, by "
         f"{estimate.world_size} {device_name(estimate.device)} {processes}"
     )

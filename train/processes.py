@@ -1,6 +1,6 @@
 """The processes of a run: start, collective decisions, signals, and a watchdog for stalls.
 
-A run that has started and cannot continue raises `infer.utils.errors.Stopped` with one sentence,
+A run that has started and cannot continue raises `infer.utils.errors.RunAborted` with one sentence,
 and exits with code 3.
 """
 

@@ -202,7 +202,8 @@ def choose_recompute(
     cuda: bool,
     device_bytes: float | None,
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of a step.
+    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of
+    a step.
 
     If it is None, it becomes true only if a step would not fit otherwise. device_bytes:
     memory of the device, None if it is not on this machine. Other arguments are those of
@@ -229,18 +230,18 @@ def choose_recompute(
         gradient_checkpointing = False
         if device_bytes is not None:
             gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
-    line = f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at a step's peak"
+    peak = format_bytes(step_bytes[gradient_checkpointing])
+    line = f"memory     {peak} on each device at a step's peak"
     if device_bytes is not None:
         line += f", of {format_bytes(device_bytes)}"
-    line += f"; {format_bytes(step_bytes[not gradient_checkpointing])} with gradient_checkpointing={str(not gradient_checkpointing).lower()}"
+    alternative = not gradient_checkpointing
+    alternative_peak = format_bytes(step_bytes[alternative])
+    line += f"; {alternative_peak} with gradient_checkpointing={str(alternative).lower()}"
     if (
         device_bytes is not None
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
-        line += (
-            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored "
-            "features need less"
-        )
+        line += ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored features need less"
     return configs[gradient_checkpointing], line
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from infer.cli.models import CommandWithTarget
 from infer.drafters.families import EXPORT_FORMATS
-from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
 from infer.utils.checks import require_one_of
 
 
@@ -49,7 +48,7 @@ class ExportCommand(CommandWithTarget):
 def run(config: ExportCommand) -> None:
     """Write the export with a model card, and print which engines would load it."""
     from infer import load_drafter, load_target
-    from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME as REFERENCE_FILE
+    from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_engines, describe_export
     from infer.formats.export import check_export, export_drafter, require_base_model_sizes
@@ -87,7 +86,7 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{REFERENCE_FILE} is not written, because the checkpoint has no evaluation with "
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint has no evaluation with "
             "greedy chains on prompts from outside its data (evaluation.external_prompts above 0). "
             "./launch.sh doctor measures them itself."
         )

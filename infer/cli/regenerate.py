@@ -113,8 +113,7 @@ class RegenerateCommand(CommandWithTarget):
         check_nested_options(self)
         if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain "
-                "to decode without a drafter"
+                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
         self.shard_position  # noqa: B018  raises ValueError
@@ -191,9 +190,7 @@ class Regeneration:
             )
         question_file = Path(f"{out}.questions")
         question_options = replace(
-            self.config.questions.text,
-            seed=self.options.seed,
-            stop=self.openings[0].stop_strings,
+            self.config.questions.text, seed=self.options.seed, stop=self.openings[0].stop_strings
         )
         self.answer_examples(
             lambda: make_opening_examples(self.config, self.openings),
@@ -255,8 +252,8 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # Without data.max_examples and the number of examples. A larger limit continues the file,
-            # because the first questions are the same.
+            # Without data.max_examples and the number of examples. A larger limit continues the
+            # file, because the first questions are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None
@@ -315,8 +312,7 @@ def load_question_examples(
         )
     dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in "
-        f"{question_file}",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in {question_file}",
         file=sys.stderr,
     )
     if not selected:

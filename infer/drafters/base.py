@@ -35,12 +35,7 @@ from infer.drafters.heads.base import ConfidenceHead, Head, get_draft_vocab_size
 from infer.drafters.heads.table import HeadSpec, find_head_spec
 from infer.drafters.initial_weights import shrink_final_norm
 from infer.drafters.layer import CosSin, DrafterLayer, negate_first_half
-from infer.drafters.state import (
-    AttentionPattern,
-    BlockPosition,
-    DrafterState,
-    allocate_cache,
-)
+from infer.drafters.state import AttentionPattern, BlockPosition, DrafterState, allocate_cache
 from infer.drafters.target_head import TargetHeadCopy, update_target_head_copy
 from infer.drafters.warm_start import layer_matches_target, read_target_layer
 from infer.kernels.table import Kernels, select_kernels
@@ -279,8 +274,7 @@ class Drafter(nn.Module):
         reads_normed = layers - 1 in ids and self.family_config.get("last_tap") == "normed"
         if reads_normed and layers not in self.layer_ids:
             differences.append(
-                "no num_target_layers, although the drafter reads the target's last layer: "
-                f"load_drafter(..., target_layers={layers})"
+                f"no num_target_layers, although the drafter reads the target's last layer: load_drafter(..., target_layers={layers})"
             )
         if (self.mask_token_id or 0) >= target.vocab_size:
             differences.append(
@@ -426,8 +420,7 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
     """
     if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; "
-            "leave the option out"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; leave the option out"
         )
     if window < drafter.block_size:
         raise ValueError(

@@ -103,8 +103,7 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "the target has no unused token id: set drafter.mask_token_id=<id> to one that text never "
-        "contains"
+        "the target has no unused token id: set drafter.mask_token_id=<id> to one that text never contains"
     )
 
 
@@ -122,8 +121,7 @@ def choose_feature_layers(
         layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
     if any(not 0 <= layer < target_layers for layer in layer_ids):
         raise ValueError(
-            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to "
-            f"{target_layers - 1}"
+            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to {target_layers - 1}"
         )
     return tuple(int(layer) for layer in layer_ids)
 
@@ -142,8 +140,7 @@ def build_feature_layer_keys(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the "
-            f"target's last layer, {last_layer}"
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the target's last layer, {last_layer}"
         )
     return {"target_layer_ids": layer_ids}
 
@@ -210,15 +207,12 @@ def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConf
     """Raise ValueError where the draft vocabulary is larger than the target's vocabulary."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} "
-            "tokens"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens"
         )
 
 
 def build_drafter_config(
-    options: DrafterConfig,
-    target: Target | None,
-    target_config: PretrainedConfig | None = None,
+    options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Qwen3Config:
     """Return the config.json of a new drafter.
 
@@ -241,9 +235,7 @@ def build_drafter_config(
 
 
 def create_drafter(
-    options: DrafterConfig,
-    target: Target | None,
-    target_config: PretrainedConfig | None = None,
+    options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Drafter:
     """Return a new drafter with uninitialised weights; arguments and exceptions as in
     `build_drafter_config`."""

@@ -24,7 +24,7 @@ class ExportFormat:
     heads: tuple[str, ...] = ()  # supported conditional heads, by `HeadSpec.name`
     allows_no_head: bool = True  # drafters without a conditional head can be exported
     allows_convolutions: bool = False  # convolutions are supported, together with a selector
-    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.faults`
+    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.find_export_limits`
 
     def supports(self, head: HeadSpec | None, convolutions: bool) -> bool:
         """Return whether the layout can express a drafter.
@@ -201,8 +201,7 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
     if family.layers not in (None, layers):
         plural = "s" if family.layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} layer{plural} "
-            f"(drafter={family_name} sets it)"
+            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} layer{plural} (drafter={family_name} sets it)"
         )
 
 
@@ -259,6 +258,5 @@ def check_zero_stage(family_name: str, stage: int) -> None:
     if stage not in allowed_stages:
         allowed = ", ".join(map(str, allowed_stages))
         raise ValueError(
-            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not "
-            f"support: use deepspeed.stage={allowed}"
+            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not support: use deepspeed.stage={allowed}"
         )

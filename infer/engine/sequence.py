@@ -192,7 +192,7 @@ def find_sequence_end(
 ) -> tuple[int, str] | None:
     """Find the end of a sequence from output token `first` on: (length, finish reason), or None.
 
-    The length includes an end token, and all tokens of a stop string. `answer_text` cuts the text
+    The length includes an end token, and all tokens of a stop string. `decode_output` cuts the text
     before the stop string.
     """
     max_length = min(len(ids), options.max_new_tokens)

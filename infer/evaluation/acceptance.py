@@ -27,7 +27,7 @@ MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
-    """A prompt to evaluate with, as `data.prompts.evaluation_prompts` returns them."""
+    """A prompt to evaluate with, as `data.prompts.select_evaluation_prompts` returns them."""
 
     @property
     def ids(self) -> list[int]:

@@ -146,8 +146,8 @@ def measure_prompt_sets(
 
     Of the first set, also collect samples for the report and replay the greedy outputs with drafts.
     Transformers' baseline is left out of the other sets if it is slower than ours on the first.
-    The sets share `evaluation.max_minutes` in proportion to their outputs. Sets after the first that no
-    time is left for have measurements without sequences.
+    The sets share `evaluation.max_minutes` in proportion to their outputs. Sets after the first
+    that no time is left for have measurements without sequences.
     """
     total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0

@@ -4,7 +4,7 @@ budget, without decoding.
 A greedy output does not depend on the drafts. So one pass over the whole sequence gives the
 target's features, one block is drafted after every token of the answer, many blocks at a time, and
 a round that begins there accepts as many drafts as the sequence itself follows in the tree
-(`infer.engine.choices.walk`). The rounds follow from these counts. `replay_tree_variants` and
+(`infer.engine.verification.walk`). The rounds follow from these counts. `replay_tree_variants` and
 `summarise_replay` use them to find what trees gain.
 
 n: sequences, P: positions of an answer, T: tokens of a sequence, L: drafted positions, M:
@@ -26,11 +26,7 @@ from infer.drafters.families import PROMPT_LOOKUP_FAMILY
 from infer.drafters.heads.draft import ConditionalDraft, teacher_forced_log_probs
 from infer.engine.sequence import Sequence as DecodedSequence
 from infer.engine.verification import walk
-from infer.evaluation.metrics import (
-    acceptance_length,
-    bootstrap_interval,
-    count_tokens_and_rounds,
-)
+from infer.evaluation.metrics import acceptance_length, bootstrap_interval, count_tokens_and_rounds
 from infer.evaluation.results import FirstChoiceAccuracy, ReplayResult, TreeStudy
 from infer.targets.target import Target
 from infer.trees.ddtree import MarginalConditionals
@@ -249,10 +245,7 @@ def compute_commits(accepted: Sequence[int]) -> list[int]:
 
 
 def replay_tree_variants(
-    target: Target,
-    drafter: Drafter,
-    baseline: Iterable[DecodedSequence],
-    config: EvaluationConfig,
+    target: Target, drafter: Drafter, baseline: Iterable[DecodedSequence], config: EvaluationConfig
 ) -> list[ReplayedSequence]:
     """Replay the chain and DDTrees of every budget on the outputs of baseline decoding, with each
     ranking, and count first choices in the rounds of the largest tree. Return nothing for sampled

@@ -54,7 +54,7 @@ def load_drafter(
     target_layers: the target's number of layers, needed for a config without the ids of the feature
         layers (DART's published ones)
     quantization: "none" or "int8" (`infer.int8_cpu`), for float32 on the CPU
-    window: see `infer.drafters.base.narrow`
+    window: see `infer.drafters.base.limit_attention_window`
 
     An n-gram file beside the weights is used by engines. Warns if config.json was changed after the
     weights were saved.

@@ -126,8 +126,7 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
     if reading.layout not in (*layouts, "none"):
         architectures = folder.config.get("architectures")
         problems.append(
-            f"config.json: the layout is {reading.layout}'s (architectures {architectures}), "
-            f"expected that of {layouts[0]}"
+            f"config.json: the layout is {reading.layout}'s (architectures {architectures}), expected that of {layouts[0]}"
         )
         return problems
     problems += reading.problems
@@ -171,8 +170,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     ):
         yield (
             (VLLM_ENGINE,),
-            "markov_rank is missing beside dflash_config, where vLLM looks for it; it has no "
-            "Domino",
+            "markov_rank is missing beside dflash_config, where vLLM looks for it; it has no Domino",
         )
     if config.get("model_type") != "qwen3":
         yield (VLLM_ENGINE,), f"model_type is {config.get('model_type')!r}, expected 'qwen3'"
@@ -181,8 +179,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     if target_layers is None:
         yield (
             (SGLANG_ENGINE,),
-            "num_target_layers is missing: SGLang would take the drafter's own number of layers "
-            "for it",
+            "num_target_layers is missing: SGLang would take the drafter's own number of layers for it",
         )
 
     layer_config = get_nested_object(config, "transformer_layer_config") or config
@@ -212,8 +209,7 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     if head is not None and head.config_key not in supported_keys:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft without the "
-            "conditional head",
+            f"{head.config_key} is {family_config[head.config_key]!r}: the engine would draft without the conditional head",
         )
     kernel_size = family_config.get("conv_kernel_size")
     if kernel_size and "conv_kernel_size" not in supported_keys:
@@ -262,8 +258,7 @@ def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
     if last_layer_features is not None:
         yield (
             (SGLANG_ENGINE,),
-            "target_layer_ids has the target's last layer: SGLang reads each layer at the input of "
-            "the next one",
+            "target_layer_ids has the target's last layer: SGLang reads each layer at the input of the next one",
         )
 
 
@@ -319,8 +314,7 @@ def find_engine_tensor_problems(
     takes_stored = engine in (VLLM_ENGINE, SPECULATORS_ENGINE)
     if takes_stored and has_reduced_vocabulary and "lm_head.weight" not in folder.tensors:
         problems.append(
-            "lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other "
-            "rows"
+            "lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other rows"
         )
     takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout != "DeepSpec"
     if takes_targets and stored_names:

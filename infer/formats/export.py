@@ -21,7 +21,7 @@ MAX_SELECTOR_TOP_K = 1024  # engines hold a table of top_k x top_k scores for ev
 
 def find_export_limits(drafter: Drafter) -> dict[str, str]:
     """Return the properties of a drafter that readers of some formats do not support: names that
-    `ExportFormat.refuses` lists, with a sentence for each."""
+    `ExportFormat.refused_features` lists, with a sentence for each."""
     return find_attention_limits(drafter) | find_head_limits(drafter)
 
 
@@ -53,8 +53,7 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
         limits["window of 1"] = "its window of 1 position cannot be expressed there"
     if rope_type == "llama3":
         limits["llama3"] = (
-            "its rotary positions are scaled as Llama 3's, which llama.cpp does not support in a "
-            "drafter"
+            "its rotary positions are scaled as Llama 3's, which llama.cpp does not support in a drafter"
         )
     if family_config.get("layer_fusion"):
         limits["layer fusion"] = (
@@ -78,8 +77,7 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
         )
     if drafter.head_spec is not None and drafter.d2t is not None:
         limits["reduced vocabulary"] = (
-            "its conditional head has a reduced vocabulary, theirs the whole one "
-            "(drafter.draft_vocab_size=0)"
+            "its conditional head has a reduced vocabulary, theirs the whole one (drafter.draft_vocab_size=0)"
         )
     if drafter.head_spec is None or drafter.head_spec.name != "selector":
         return limits
@@ -96,15 +94,13 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
         )
     if top_k > MAX_SELECTOR_TOP_K:
         limits["selector size"] = (
-            f"its selector chooses among {top_k} tokens, and they hold a table of all pairs "
-            "(drafter.head.top_k=16)"
+            f"its selector chooses among {top_k} tokens, and they hold a table of all pairs (drafter.head.top_k=16)"
         )
     # llama.cpp stores the pairs of a slot, and the tokens, in one hidden state.
     if top_k * (top_k + 1) > hidden_size:
         max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
         limits["selector pairs"] = (
-            f"its selector chooses among {top_k} tokens, and llama.cpp supports at most "
-            f"{max_top_k} with hidden_size={hidden_size} (drafter.head.top_k)"
+            f"its selector chooses among {top_k} tokens, and llama.cpp supports at most {max_top_k} with hidden_size={hidden_size} (drafter.head.top_k)"
         )
     return limits
 
@@ -124,7 +120,7 @@ def check_export(drafter: Drafter, format: str) -> None:
 
 
 def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout of its family (`infer.drafters.families.FORMATS`).
+    """Write a drafter in a layout of its family (`infer.drafters.families.EXPORT_FORMATS`).
 
     target: needed if the layout stores the embedding and the head, and if the drafter has copies of
         them
@@ -188,8 +184,7 @@ def drop_embedding_and_head(
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
-                f"format={format}: it has its own embedding or head: give target.path to compare "
-                "them"
+                f"format={format}: it has its own embedding or head: give target.path to compare them"
             )
         try:
             drop_target_copies(drafter, target)
@@ -213,10 +208,7 @@ def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
         expected = get_target_sizes(drafter.config)
         sizes = get_target_sizes(load_config(name).get_text_config())
     except FileNotFoundError:
-        return (
-            f"base_model={name}: its config.json could not be read from here, and was not compared "
-            "with the drafter"
-        )
+        return f"base_model={name}: its config.json could not be read from here, and was not compared with the drafter"
     wrong = [
         f"{key} {sizes[key]}, expected {size}"
         for key, size in expected.items()

@@ -16,8 +16,8 @@ from numba import carray
 from infer.attention.kv_cache import LayerCacheView, PackedLayerView
 from infer.attention.masks import AttentionMask
 from infer.int8_cpu.float_matmul import (
-    FLOATS_PER_CPU_VECTOR,
     FLOAT_TILE_COLUMNS,
+    FLOATS_PER_CPU_VECTOR,
     add_matmul,
     transpose,
 )

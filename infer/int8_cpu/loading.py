@@ -1,7 +1,7 @@
 """Loading targets in int8, whose quantised weights are written once to a cache folder, and
 quantising drafters, whose weights are rounded to nearest.
 
-The rest of `infer` imports this module through `infer.targets.loading.int8_package`.
+The rest of `infer` imports this module through `infer.targets.loading.load_int8_package`.
 """
 
 import ctypes
@@ -103,7 +103,7 @@ def make_int8_folder(
 
     path: folder of the float32 model. load: returns the float32 model and its tokenizer; it is
     called only if the folder must be written. Raises what `load` raises, and OSError as
-    `make_once` does.
+    `create_cached_folder` does.
     """
     source = Path(path)
     source_files = []

@@ -31,9 +31,10 @@ class Kernels:
     linear: Callable
     argmax_head: Callable
     best_first_search: Callable
-    # Whether the batch rows of a pass may have different numbers of positions (`DraftTree.real`).
+    # Whether the batch rows of a pass may have different numbers of positions
+    # (`DraftTree.node_mask`).
     supports_ragged: bool = False
-    # "module:class" of the decoder that replaces `LeanDecoder` if all layers are recordable.
+    # "module:class" of the decoder that replaces `KernelDecoder` if all layers are recordable.
     recording_decoder: str | None = None
 
 

@@ -49,8 +49,8 @@ from infer.targets.support import get_head_size
 
 # Model types that run on transformers' own code, which accepts any 4-D attention mask.
 MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
-# `MASKED.model_types`, which run on the code of their repositories -> the mask token if config.json
-# has none, and whether the model is shifted.
+# `MASKED_DIFFUSION_TARGET_KIND.model_types`, which run on the code of their repositories -> the mask token if
+# config.json has none, and whether the model is shifted.
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 
 
@@ -62,7 +62,7 @@ class MaskedModel:
     were converted from autoregressive ones. Position 0 then has no prediction.
     """
 
-    # See `infer.api.OtherTarget`.
+    # See `infer.api.NonCausalTarget`.
     options_class: ClassVar = "infer.masked.config:MaskedOptions"
     engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: PreTrainedModel
@@ -196,8 +196,7 @@ class MaskedModel:
         values at 2i + 1. Raises ValueError for models that cannot use them."""
         if not self.takes_attention_masks:
             raise ValueError(
-                f"cache=dual: {self.name} runs on its own code, which does not support our cache: "
-                "use cache=none"
+                f"cache=dual: {self.name} runs on its own code, which does not support our cache: use cache=none"
             )
         config = self.config
         heads = config.num_key_value_heads
@@ -222,8 +221,7 @@ def load_masked(
     needs_remote_code = model_type.lower() in REMOTE_CODE_MODEL_TYPES
     if needs_remote_code and not trust_remote_code:
         raise ValueError(
-            f"target.path={path}: {model_type} models run code that comes with them: read it, then "
-            "allow it with target.trust_remote_code=true"
+            f"target.path={path}: {model_type} models run code that comes with them: read it, then allow it with target.trust_remote_code=true"
         )
 
     torch_device = resolve_device(device)
@@ -256,8 +254,7 @@ def load_remote_code_model(
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"target.path={path}: the model's own code does not run with transformers "
-            f"{__version__} ({reason}): install the release that it was written for"
+            f"target.path={path}: the model's own code does not run with transformers {__version__} ({reason}): install the release that it was written for"
         ) from error
 
     weights = {}
@@ -266,8 +263,7 @@ def load_remote_code_model(
     mismatched_names = sorted(weights.keys() ^ model.state_dict().keys())
     if mismatched_names:
         raise ValueError(
-            f"target.path={path}: the weight files and the model's code do not have the same "
-            f"weights, for example {mismatched_names[0]}"
+            f"target.path={path}: the weight files and the model's code do not have the same weights, for example {mismatched_names[0]}"
         )
     with explain_load_errors(path):  # tensors of other shapes
         model.load_state_dict(weights)
@@ -287,8 +283,7 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         shifted = bool(diffusion_config.get("shifted", False))
     else:
         raise ValueError(
-            f"target.path={path}: this {config['model_type']} model is no masked diffusion model "
-            f"(no {MASKED_DIFFUSION_TARGET_KIND.config_key} in its config.json): give one of ours, LLaDA or Dream"
+            f"target.path={path}: this {config['model_type']} model is no masked diffusion model (no {MASKED_DIFFUSION_TARGET_KIND.config_key} in its config.json): give one of ours, LLaDA or Dream"
         )
 
     mask_token_id = config.get("mask_token_id")
@@ -296,7 +291,6 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         mask_token_id = default_mask_token
     if mask_token_id is None:
         raise ValueError(
-            f"target.path={path}: this model has no mask token: its config.json needs "
-            "mask_token_id=<token id>"
+            f"target.path={path}: this model has no mask token: its config.json needs mask_token_id=<token id>"
         )
     return mask_token_id, shifted

@@ -28,8 +28,8 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
 from infer.targets.target import Target
 
-# Processors that `infer.engine.sampling.adjust` applies itself, in this order, to all rows and
-# nodes at once: (their attribute, option of `TextOptions`).
+# Processors that `infer.engine.sampling.adjust_logits` applies itself, in this order, to all rows
+# and nodes at once: (their attribute, option of `TextOptions`).
 SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -304,8 +304,7 @@ def _refuse_unsupported(
     )
     if config.num_beams not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams}: speculative decoding has no beam search, use "
-            "num_beams=1"
+            f"num_beams={config.num_beams}: speculative decoding has no beam search, use num_beams=1"
         )
     if unsupported:
         raise ValueError(

@@ -72,7 +72,7 @@ def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether `join_linears` supports a module: a linear layer of floats, or one of int8
-    codes, whose class has the methods `joins` and `join` (`infer.int8_cpu.modules`)."""
+    codes, whose class has the methods `can_join` and `join` (`infer.int8_cpu.modules`)."""
     return type(module) is nn.Linear or hasattr(module, "can_join")
 
 

@@ -438,7 +438,8 @@ class Target:
 
 
 def supports_ragged(target: Target) -> bool:
-    """Return whether the rows of a pass may have different numbers of nodes (`DraftTree.node_mask`)."""
+    """Return whether the rows of a pass may have different numbers of nodes
+    (`DraftTree.node_mask`)."""
     return target.kernel_decoder is not None and target.kernels.supports_ragged
 
 

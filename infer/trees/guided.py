@@ -1,5 +1,5 @@
 """DDTree on path-dependent scores: an n-gram model corrects which drafted tokens follow each other
-(`infer.ngrams.factor`).
+(`infer.ngrams.rescoring`).
 
 The n-gram model is in host memory, so these trees are built on the host. On a GPU a round therefore
 has one more copy to the host, of the likeliest tokens of every position.

@@ -1,15 +1,15 @@
 """Options that have another name than in earlier versions.
 
-An old name on the command line or in a configuration file is refused with the new one. The configuration
-that an earlier version saved with a run is translated, so that the run can be resumed and its
-checkpoints can be used.
+An old name on the command line or in a configuration file is refused with the new one. The
+configuration that an earlier version saved with a run is translated, so that the run can be resumed
+and its checkpoints can be used.
 """
 
 import re
 from typing import Any
 
-# The old and the new full name of an option, as on the command line. Names without a section are options of one
-# command each: train, features, regenerate, ngram and diffusion.
+# The old and the new full name of an option, as on the command line. Names without a section are
+# options of one command each: train, features, regenerate, ngram and diffusion.
 RENAMED_OPTIONS = {
     "anchors": "anchors_per_sequence",
     "document_anchors": "anchors_per_document",

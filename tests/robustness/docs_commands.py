@@ -37,11 +37,12 @@ STAND_INS = {
     r"drafter\.init=(?:\.\.\.|<[^<>]*>|hub-name)(?!\S)": "drafter.init=data/embedded/drafter",
     r" base_model=\S+": "",
     r"target\.path=<the model>": "target.path=runs/embedded-diffusion/model",
-    r"(?<!\.)\b(checkpoint|checkpoints|path|run|features)=(?:\.\.\.|<[^<>]*>|/path/or/hub-name|hub-name)(?!\S)": (
-        r"\1=runs/mine/checkpoints/best/drafter"
-    ),
+    (
+        r"(?<!\.)\b(checkpoint|checkpoints|path|run|features)="
+        r"(?:\.\.\.|<[^<>]*>|/path/or/hub-name|hub-name)(?!\S)"
+    ): r"\1=runs/mine/checkpoints/best/drafter",
     r"target\.path=(?:/path/\S*|<[^<>]*>)": "target.path=data/embedded",
-    r"start=/path/\S*": "start=data/embedded",
+    r"(?<!\.)\binit=/path/\S*": "init=data/embedded",
     r"target=\.\.\.": "target=embedded",
     r"url=<[^<>]*>": "url=http://127.0.0.1:8000",
     r"data=\.\.\.": "data=embedded",
@@ -115,7 +116,8 @@ def find_commands() -> list[DocumentedCommand]:
                 continue
             if not fenced:
                 pieces = re.findall(
-                    r"`((?:[A-Z_]+=\S+ )*(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py) [^`]+)`",
+                    r"`((?:[A-Z_]+=\S+ )*"
+                    r"(?:\./launch\.sh|blockdraft|python (?:train|infer)/main\.py) [^`]+)`",
                     line,
                 )
                 commands += [DocumentedCommand(file, number, piece) for piece in pieces]

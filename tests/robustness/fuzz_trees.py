@@ -5,10 +5,10 @@ Outputs are compared token by token with baseline decoding of one sequence at a 
     NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=/tmp/checked python tests/robustness/fuzz_trees.py --count
     3000
 
-The flag needs its own cache folder, since code that was compiled and cached without bounds checks is
-used again. The target is the embedded one's first four layers. Drafters start as copies of its
-layers, so that some drafts are right. Fails (exit code 1) on an index out of bounds, any other error,
-and a text that differs other than at a tie (infer/evaluation/lossless.py).
+The flag needs its own cache folder, since code that was compiled and cached without bounds checks
+is used again. The target is the embedded one's first four layers. Drafters start as copies of its
+layers, so that some drafts are right. Fails (exit code 1) on an index out of bounds, any other
+error, and a text that differs other than at a tie (infer/evaluation/lossless.py).
 """
 
 import argparse

@@ -223,7 +223,8 @@ def generate_grammars(random_numbers: random.Random) -> Iterator[str]:
         yield 'start: "(" start ")" | "[" start "]" | start start | ""'
         yield "start: " + "(" * (d := random_numbers.choice([100, 3000, 30_000])) + '"a"' + ")" * d
         yield f'start: "a"{{{random_numbers.choice([1000, 100_000, 3_000_000])}}}'
-        yield f"start: x{{{random_numbers.choice([1000, 100_000])}}}\nx: y{{1000}}\ny: /[a-z]/{{1000}}"
+        repeats = random_numbers.choice([1000, 100_000])
+        yield f"start: x{{{repeats}}}\nx: y{{1000}}\ny: /[a-z]/{{1000}}"
         yield "start: " + " | ".join(
             f'"{i}" start' for i in range(random_numbers.choice([50, 3000]))
         )

@@ -26,7 +26,7 @@ SMALL_RUN_OPTIONS = [
     "checkpoints=1",
 ]
 
-EVALUATION_PROMPTS: dict[str, list] = {}  # by the arguments of `evaluation_prompts`
+EVALUATION_PROMPTS: dict[str, list] = {}  # by the arguments of `select_evaluation_prompts`
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ def compute_reference_loss(drafter, target, batch, blocks, divergence: str) -> t
 
 @pytest.mark.parametrize("divergence, fusion", [("kl", None), ("cross_entropy", True)])
 def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, fusion):
-    """DART is tested below and, with its own layout, in infer/formats/test_layouts.py."""
+    """DART is tested below and, with its own layout, in tests/infer/formats/test_layouts.py."""
     target, drafter = make_tiny(torch.float64, BLOCK_SIZE, layer_fusion=fusion)
     batch = make_batch([[13, 9, 6], [20, 3], [28]], total=30)
     blocks = make_blocks(batch, slots=9)

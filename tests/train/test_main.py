@@ -44,7 +44,8 @@ def test_a_run_prints_its_overview_first(small, run_here, capsys, tmp_path):
         steps,
     )
     assert re.match(
-        r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with gradient_checkpointing=true",
+        r"memory     .* MB on each device at a step's peak, of .* GB; "
+        r".* MB with gradient_checkpointing=true",
         memory,
     )
 

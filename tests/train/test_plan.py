@@ -236,6 +236,7 @@ def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys)
     file.write_text('{"no": "columns"}\n' * 9)
     with pytest.raises(
         ValueError,
-        match="9 of 9 examples are invalid; data.max_invalid_fraction=0.05 allows 0. First: .*line 1: ",
+        match="9 of 9 examples are invalid; data.max_invalid_fraction=0.05 allows 0. "
+        "First: .*line 1: ",
     ):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

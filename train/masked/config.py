@@ -48,7 +48,8 @@ class DiffusionConfig:
         num_data_sets = len(self.data_configs())
         if self.batch_size % num_data_sets:
             raise ValueError(
-                f"batch_size={self.batch_size} cannot be divided evenly among {num_data_sets} data sets"
+                f"batch_size={self.batch_size} cannot be divided evenly among {num_data_sets} data "
+                "sets"
             )
         if self.block_length is not None and not 1 <= self.block_length <= self.length:
             raise ValueError(

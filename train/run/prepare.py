@@ -172,23 +172,14 @@ def build_checked_engine(
 
 
 def summarise_run(
-    config: TrainConfig,
-    drafter: Drafter,
-    target: Target,
-    num_sequences: int,
-    completed_steps: int,
+    config: TrainConfig, drafter: Drafter, target: Target, num_sequences: int, completed_steps: int
 ) -> str:
     """Return one line with the run's name, size and length, and the step that it resumes from. Call
     it before ZeRO stage 3 shards the parameters."""
     trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
-    line = (
-        f"{config.name}: {trainable_parameters:,} trainable parameters, "
-        f"{num_sequences:,} packed rows of {config.data.length} tokens, "
-        f"{describe_run_length(config, num_sequences)}"
-        f"{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
-    )
+    line = f"{config.name}: {trainable_parameters:,} trainable parameters, {num_sequences:,} packed rows of {config.data.length} tokens, {describe_run_length(config, num_sequences)}{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
     if completed_steps:
         line += f"; resuming after step {completed_steps}"
     return line

@@ -40,12 +40,7 @@ from infer.drafters.build import build_feature_layer_keys
 from infer.drafters.dart import layouts
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.initial_weights import select_feature_layer
-from infer.drafters.layer import (
-    CosSin,
-    DrafterLayer,
-    attend_cached_context,
-    attend_packed_context,
-)
+from infer.drafters.layer import CosSin, DrafterLayer, attend_cached_context, attend_packed_context
 from infer.drafters.state import (
     AttentionPattern,
     BlockPosition,
@@ -255,7 +250,7 @@ class DART(Drafter):
 
         `features` (B, T, F), `positions` (B, T) and `next_embeddings` (B, T, D) are the context;
         `first_positions` (B, N) are the indices of the blocks' first slots in it. `mask` is that of
-        `block_mask`, with columns [context | blocks]. Returns states (B, N * W, D) that went
+        `build_training_mask`, with columns [context | blocks]. Returns states (B, N * W, D) that went
         through `normalize_for_head`.
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)

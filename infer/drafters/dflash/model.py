@@ -12,8 +12,8 @@ of the target's layers, through projections for the context alone.
 
 Training runs `forward`: many blocks of a packed sequence under one mask, through `DFlashLayer`.
 Decoding runs `draft_block`: one block of every batch row against a cache, through
-`infer.targets.lean`, which computes the same from the layers' weights. Layers with convolutions run
-`DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
+`infer.targets.kernel_decoder`, which computes the same from the layers' weights. Layers with
+convolutions run `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
 """
 
 import math
@@ -37,12 +37,7 @@ from infer.drafters.build import build_feature_layer_keys, choose_mask_token
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.families import DRAFTER_FAMILIES
 from infer.drafters.initial_weights import select_feature_layer
-from infer.drafters.layer import (
-    CosSin,
-    DrafterLayer,
-    attend_cached_context,
-    attend_packed_context,
-)
+from infer.drafters.layer import CosSin, DrafterLayer, attend_cached_context, attend_packed_context
 from infer.drafters.state import (
     AttentionPattern,
     BlockPosition,
@@ -270,8 +265,7 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to "
-                f"{vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to {vocab_size - 1}"
             )
 
         num_slots = options.block_size
@@ -365,8 +359,8 @@ class DFlash(Drafter):
 
         `features` (B, T, F) and `positions` (B, T) are the context; `blocks` (B, N * W, D) the
         embedded blocks at `block_positions` (B, N * W). There is one of `masks` for each of
-        `attention_patterns`, see `block_mask`, with columns [context | blocks]. Returns states
-        (B, N * W, D) that went through `normalize_for_head`.
+        `attention_patterns`, see `build_training_mask`, with columns [context | blocks]. Returns
+        states (B, N * W, D) that went through `normalize_for_head`.
         """
         contexts = self.project_contexts(features)
         rotary = self.compute_rotary(block_positions)

@@ -3,7 +3,7 @@ trees and chains are built.
 
 B batch rows, L drafted positions, W slots of a block, M candidates per position, R tokens of the
 draft vocabulary, D hidden size, P prefixes, Q queries, S entries of a head's recurrent state.
-Scores have one column for each of the R tokens; `Vocabulary` maps columns to token ids.
+Scores have one column for each of the R tokens; `DraftVocabulary` maps columns to token ids.
 
 A query is a slot and the token before it. The candidates of a slot are the M likeliest tokens by
 the scores without the head. A candidate's log-probability is exact: it is normalised over all R

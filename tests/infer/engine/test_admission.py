@@ -18,8 +18,8 @@ def tiny(request, make_tiny):
 def costs(monkeypatch):
     """Return a function (engine) -> a list to which every target pass appends its cost.
 
-    The cost is the number of positions, padding included. A position after `context_reach` others
-    counts twice.
+    The cost is the number of positions, padding included. A position after
+    `attention_break_even_length` others counts twice.
     """
 
     def watch_passes(engine: Engine) -> list[float]:
@@ -255,7 +255,7 @@ def test_trees_shrink_with_rows_and_context(tiny):
 
     layer_weights = 4 * 32 * 32 - 2 * 32 * 16 + 3 * 32 * 48
     assert target.attention_break_even_length == layer_weights / (4 * 2 * 8)
-    # After `context_reach` positions, as with twice as many rows.
+    # After `attention_break_even_length` positions, as with twice as many rows.
     sizes = [count_tree_positions(rows, 32, prompt_length=114) for rows in (1, 2, 3, 5)]
     assert sizes == [15, 8, 4, 2]
     assert count_tree_positions(3, 32, prompt_length=260) == 3  # after twice that context
