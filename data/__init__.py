@@ -1,6 +1,7 @@
 """Read text data; return packed training sequences, evaluation prompts and question sets.
 
-This package knows no model and no training loop. Of `infer` and `train` it imports only
-infer.utils.chat_template. Start with rows.py (reads examples from files), then chat.py (converts
-every layout to one form), template.py (applies the chat template) and packing.py (packs tokens).
+This package contains no model and no training loop. It imports nothing from `train`, and only
+infer.utils.chat_template from `infer`. Start with rows.py (reads examples from files), then chat.py
+(converts records of every layout to one form of example), template.py (applies the chat template)
+and packing.py (packs tokens into training sequences).
 """

@@ -1,7 +1,8 @@
 """Convert records of every supported layout to one form of example.
 
-An example is {"prompt", "text", "cut", "chat"}. A chat has only `chat`; any other example has no
-`chat`. data/template.py applies chat templates.
+An example is a dictionary {"prompt", "text", "cut", "chat"}. If the record is a chat, "chat" holds
+the chat, and "prompt" and "text" are empty. Otherwise "chat" is None, "text" is what the model is
+trained on, and "prompt" is the text before it. data/template.py applies chat templates.
 """
 
 import json
@@ -11,11 +12,11 @@ from data.counts import ExcludedExample, InvalidExample
 
 Value = TypeVar("Value")
 
-CANONICAL_MESSAGE_REASONING_KEY = (
-    "reasoning_content"  # OpenAI-compatible servers call it that, or "reasoning"
-)
+# Key of a message for the reasoning of an answer. OpenAI-compatible servers use this key or
+# "reasoning".
+CANONICAL_MESSAGE_REASONING_KEY = "reasoning_content"
 
-# Names in other layouts, and the names in this code.
+# Key: name in another layout of records. Value: the name that this code uses instead.
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 COLUMN_ALIASES = {"conversations": "messages", "completion": "response", "finish_reason": "finish"}
 MESSAGE_KEY_ALIASES = {
@@ -25,20 +26,23 @@ MESSAGE_KEY_ALIASES = {
     "finish_reason": "finish",
 }
 
-# Finish reasons of a complete answer. Any other reason means that it was cut off.
+# Finish reasons of a complete answer; None means that no reason was recorded. Any other finish
+# reason means that the answer was cut off.
 FINISH_REASONS_OF_COMPLETE_ANSWERS = (None, "stop", "tool_calls", "function_call")
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_QUOTED_INVALID_VALUE_CHARACTERS = 80  # of an invalid value in an error message
+MAX_QUOTED_INVALID_VALUE_CHARACTERS = (
+    80  # an error message quotes at most this many characters of an invalid value
+)
 NO_ANSWER_EXCLUSION_REASON = "no answer of the assistant"
 
 
 def require_type(
     value: object, expected_type: type[Value], message: str, detail: str = ""
 ) -> Value:
-    """Return a value of a record unchanged.
+    """Check the type of a value of a record, and return the value unchanged.
 
-    Raises InvalidExample with `message` if it is not of the expected type.
+    Raises InvalidExample with `message` and `detail` if the value is not of the expected type.
     """
     if not isinstance(value, expected_type):
         raise InvalidExample(message, detail)
@@ -46,9 +50,11 @@ def require_type(
 
 
 def rename_keys(record: object, aliases: dict[str, str], message: str) -> dict[str, Any]:
-    """Return a record without null values and with aliased keys renamed.
+    """Return a copy of a record without null values, with its keys renamed to the standard keys.
 
-    If it has both the alias and the standard key, the standard key's value is used.
+    aliases: maps a key of another layout to the standard key
+
+    If the record has both the alias and the standard key, the value of the standard key is kept.
     Raises InvalidExample with `message` if the record is not a dictionary.
     """
     items = require_type(record, dict, message).items()
@@ -63,10 +69,11 @@ def rename_keys(record: object, aliases: dict[str, str], message: str) -> dict[s
 
 
 def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
-    """Return a value that may be given as JSON text, parsed.
+    """Parse a value if it is JSON text; otherwise take the value as it is. Return the result.
 
-    name: what it is called in error messages, a plural noun
-    Raises InvalidExample if it is not valid JSON or not of the expected type.
+    name: a plural noun for the value in error messages, such as "tools"
+
+    Raises InvalidExample if the text is not valid JSON, or the result is not of the expected type.
     """
     if isinstance(value, str):
         try:
@@ -79,26 +86,30 @@ def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
 
 
 def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any]:
-    """Return a record of any known layout as {"prompt", "text", "cut", "chat"}.
+    """Convert a record of any supported layout to an example {"prompt", "text", "cut", "chat"}.
 
-    chat: {"messages", "tools", "template"}; `template` holds the chat template's variables
-        (`chat_template_kwargs`)
-    cut: whether the text was cut off before its end, according to "finish" or "finish_reason"
-    with_answer: end the chat with an answer; otherwise end it with the last question
+    with_answer: if True, a chat ends with its last answer; if False, with its last question
 
-    An answer that was cut off ends its chat. If it was cut off within its reasoning, it is removed
-    together with its question.
+    Keys of the returned example:
+    - "chat": {"messages", "tools", "template"}, or None for a record without messages. "template"
+      holds the variables of the chat template (`chat_template_kwargs`).
+    - "cut": whether the text was cut off before its end, according to the record's "finish" or
+      "finish_reason"
 
-    Layouts:
-    - {"messages": [{"role", "content"}]} with optional "tools" and "chat_template_kwargs", as
-      `./launch.sh regenerate` writes, and with "response" if the last message is the user's
-    - ShareGPT's {"conversations": [{"from", "value"}]}
+    An answer that was cut off ends its chat. If the answer was cut off within its reasoning, the
+    answer and its question are removed.
+
+    Supported layouts:
+    - {"messages": [{"role", "content"}]}, with optional "tools" and "chat_template_kwargs". If the
+      last message is the user's, "response" may hold the answer. `./launch.sh regenerate` writes
+      this layout.
+    - ShareGPT: {"conversations": [{"from", "value"}]}
     - {"prompt", "response"} or {"prompt", "completion"}, both texts or both lists of messages
-    - Alpaca's {"instruction", "input", "output"}
+    - Alpaca: {"instruction", "input", "output"}
     - {"text"}
 
-    Raises InvalidExample for a malformed record, and ExcludedExample if it has nothing to train on
-    (or no question, if `with_answer` is false).
+    Raises InvalidExample if the record is malformed. Raises ExcludedExample if the record has
+    nothing to train on, or has no question and `with_answer` is False.
     """
     fields = rename_keys(record, COLUMN_ALIASES, "an example must be a JSON object")
     prompt = fields.get("prompt", "")
@@ -113,20 +124,22 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
         return {"prompt": "", "text": "", "cut": False, "chat": chat}
 
     if not {"text", "response", "prompt"} & fields.keys():
-        raise InvalidExample("expected messages, conversations, text, or prompt and response")
+        raise InvalidExample(
+            "an example must have messages, conversations, text, or prompt and response"
+        )
     text = fields.get("text", response)
     for value in (text, prompt):
         require_type(value, str, "text, prompt and response must be strings")
     if with_answer and prompt and not text.strip():
         raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not text.strip() and not prompt:
-        raise ExcludedExample("an empty text")
+        raise ExcludedExample("the text is empty")
     is_cut = fields.get("finish") not in FINISH_REASONS_OF_COMPLETE_ANSWERS
     return {"prompt": prompt, "text": text, "cut": is_cut, "chat": None}
 
 
 def _build_alpaca_messages(fields: dict) -> list[dict]:
-    """Return the question and answer of an Alpaca record as messages."""
+    """Return the messages (question and answer) of an Alpaca record."""
     question_texts = [str(fields[key]) for key in ("instruction", "input") if fields.get(key)]
     return [
         {"role": "user", "content": "\n\n".join(question_texts)},
@@ -135,7 +148,10 @@ def _build_alpaca_messages(fields: dict) -> list[dict]:
 
 
 def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
-    """Return {"messages", "tools", "template"} of a record that has messages."""
+    """Convert a record that has messages to a chat {"messages", "tools", "template"}.
+
+    with_answer: see `normalise_example`
+    """
     raw_messages = require_type(fields["messages"], list, "messages must be a list")
     messages = [_normalise_message(message) for message in raw_messages]
     if messages[-1]["role"] != "assistant" and "response" in fields:
@@ -148,7 +164,9 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
 
     if with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # A question without an answer has no loss; an answer after the last question is not needed.
+    # With answers, a last question without an answer is dropped, because no token of it carries
+    # loss. Without answers, the answer to the last question is dropped, because the target will
+    # generate a new one.
     while messages and (messages[-1]["role"] == "assistant") != with_answer:
         messages.pop()
 
@@ -156,7 +174,7 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
     if with_answer and not any(_has_answer_content(answer) for answer in answers):
         raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not messages:
-        raise ExcludedExample("no question of the user")
+        raise ExcludedExample("the chat has no question of the user")
 
     template_kwargs = fields.get("chat_template_kwargs") or {}
     return {
@@ -176,8 +194,8 @@ def _has_answer_content(answer: dict) -> bool:
 def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
     """Return the messages up to the first answer that was cut off.
 
-    That answer is included unless it was cut off within its reasoning.
-    Raises ExcludedExample if no answer is left.
+    The cut answer is the last message returned, unless it was cut off within its reasoning; then
+    the messages before it are returned. Raises ExcludedExample if these contain no answer.
     """
     for index, message in enumerate(messages):
         if (
@@ -204,15 +222,18 @@ def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
 
 
 def _normalise_message(raw_message: object) -> dict[str, Any]:
-    """Return a message with the keys that chat templates read.
+    """Convert a message of any supported layout to a message with the keys of chat templates.
 
-    An answer also has its finish reason, its loss weight and its original token ids, if known.
+    If known, an answer also gets its finish reason ("finish"), its loss weight ("weight") and the
+    token ids that were generated ("token_ids").
     """
     fields = rename_keys(
         raw_message, MESSAGE_KEY_ALIASES, "messages must be objects with role and content"
     )
     if fields.get("function_call"):
-        raise InvalidExample("function_call is the old form of tool_calls; use tool_calls")
+        raise InvalidExample(
+            "function_call, the old form of tool_calls, is not supported; use tool_calls"
+        )
     tool_calls = fields.get("tool_calls")
     reasoning = fields.get(CANONICAL_MESSAGE_REASONING_KEY)
     role = fields.get("role")
@@ -220,7 +241,7 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
     if isinstance(content, list):
         content = _join_content_parts(content)
     for value in (role, content):
-        message_keys = f"its keys are {', '.join(fields)}"
+        message_keys = f"the keys of this message are {', '.join(fields)}"
         require_type(value, str, "a message must have role and content as text", message_keys)
 
     message = {"role": ROLE_ALIASES.get(role, role), "content": content}
@@ -236,7 +257,7 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
         message["tool_calls"] = [_normalise_tool_call(call) for call in tool_calls]
     if fields.get("token_ids"):
         message["token_ids"] = _check_token_ids(fields["token_ids"])
-    # OpenAI's fine-tuning format marks answers that are not trained on with weight 0.
+    # In OpenAI's fine-tuning format, weight 0 marks an answer that is not trained on.
     if fields.get("weight") == 0:
         message["weight"] = 0
     if "finish" in fields:
@@ -245,9 +266,9 @@ def _normalise_message(raw_message: object) -> dict[str, Any]:
 
 
 def _join_content_parts(content_parts: list) -> str:
-    """Return the text of a message whose content is a list of {"type": "text", "text"}.
+    """Join the texts of a message whose content is a list of parts {"type": "text", "text"}.
 
-    Raises ExcludedExample if one of them is not text, such as an image.
+    Raises ExcludedExample if a part is not text, such as an image.
     """
     texts = []
     for content_part in content_parts:
@@ -258,22 +279,25 @@ def _join_content_parts(content_parts: list) -> str:
 
 
 def _check_token_ids(token_ids: object) -> list[int]:
-    """Return token ids unchanged. Raises InvalidExample for a value that cannot be a token id."""
+    """Check that a value is a list of token ids, and return the list.
+
+    Raises InvalidExample if the value is no list, or contains something that cannot be a token id.
+    """
     checked_ids: list = require_type(token_ids, list, "token_ids must be a list")
     for token_id in checked_ids:
-        # JSON's true and false are int in Python.
+        # `bool` is a subclass of `int` in Python, so `true` and `false` of JSON would pass.
         is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id <= MAX_TOKEN_ID:
             raise InvalidExample(
-                "token_ids must be integers from 0 on", f"not {str(token_id)[:40]}"
+                f"token_ids must be integers from 0 to {MAX_TOKEN_ID}", f"not {str(token_id)[:40]}"
             )
     return checked_ids
 
 
 def _normalise_tool_call(call: object) -> dict[str, Any]:
-    """Return a tool call as {"type", "function": {"name", "arguments"}} with "id" if it has one.
+    """Convert a tool call to {"type", "function": {"name", "arguments"}}, with "id" if it has one.
 
-    Arguments may be an object or JSON text. `convert_tool_arguments` in
+    The arguments may be an object or JSON text. `convert_tool_arguments` in
     infer/utils/chat_template.py converts them to the form that a chat template expects.
     """
     message = "a tool call must have a name"

@@ -1,7 +1,7 @@
 """Source files of the Python standard library as text documents.
 
 Every machine with Python has these files, so a first training run needs no download. The embedded
-target was pre-trained on them and on prose such as Python's language reference.
+target was pre-trained on these files and on prose such as Python's language reference.
 """
 
 import hashlib
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-HELD_OUT_SHARE_OF_STDLIB_FILES = (
-    1 / 20
-)  # of the library's files; used for validation and prompts only
+HELD_OUT_SHARE_OF_STDLIB_FILES = 1 / 20  # fraction of the library's files that are not trained on
 
-# Installed packages, generated tables (character maps, help texts), and tests, which many Linux
-# distributions do not install.
+# Directories whose files are not used: installed packages, generated tables (character maps, help
+# texts), and tests. Many Linux distributions do not install the tests.
 _SKIPPED_STDLIB_DIRECTORIES = {
     "site-packages",
     "dist-packages",
@@ -31,28 +29,31 @@ _SKIPPED_STDLIB_DIRECTORIES = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its name: the path inside its corpus."""
+    """A text of a corpus, and its name: the path of the file inside the corpus."""
 
     name: str
     text: str
 
 
 def is_held_out_file(name: str) -> bool:
-    """Return whether a library file is reserved for validation.
+    """Return whether a file of the standard library is held out for evaluation.
 
-    name: path inside the library. Its hash decides, so that the same file is held out on every
-        machine and in every Python version.
+    name: path of the file inside the library. The hash of the path decides, so that the same files
+        are held out on every machine and in every Python version.
     """
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE_OF_STDLIB_FILES * 2**64
 
 
 def read_stdlib_documents(split: Literal["train", "held_out"]) -> Iterator[Document]:
-    """Yield the source files of the running Python's standard library, sorted by path."""
+    """Yield the source files of one split of Python's standard library, sorted by path.
+
+    The standard library is that of the Python that runs this code.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        # _sysconfigdata*.py holds paths of this machine.
+        # The files _sysconfigdata*.py are skipped, because they contain paths of this machine.
         if _SKIPPED_STDLIB_DIRECTORIES & set(relative.parts) or relative.name.startswith(
             "_sysconfigdata"
         ):

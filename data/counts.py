@@ -1,19 +1,22 @@
-"""Count the examples of a data set that are trained on, and why the others are not.
+"""Count how many examples of a data set are trained on, and how many are not for which reason.
 
-The commands `data` and `plan` and training print these counts.
+Training and the commands `data` and `plan` print these counts.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-MAX_LISTED_EXCLUSION_REASONS = 20  # per category; the remaining reasons are summed in one more line
-MAX_EXCLUSION_REASONS_IN_SUMMARY = 5
+# Maximum number of printed reasons for excluded examples, and for invalid examples. One more line
+# has the sum of all other reasons.
+MAX_LISTED_EXCLUSION_REASONS = 20
+MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # reasons that an error message lists
 
 
 class ExampleError(ValueError):
     """An example cannot be trained on.
 
-    `reason` omits the details of the single example, so that examples can be counted by reason.
+    The attribute `reason` leaves out the details of this example, so that equal reasons can be
+    counted.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -26,26 +29,28 @@ class InvalidExample(ExampleError):
 
 
 class ExcludedExample(ExampleError):
-    """A well-formed example is left out by a rule, for example because it has no answer."""
+    """A well-formed example is not trained on, for example because it has no answer."""
 
 
 def get_error_reason(error: ValueError) -> str:
-    """Return what an example is counted by: the error's `reason`, else its whole message.
+    """Return the reason under which an example with this error is counted.
 
-    ExampleError and UnicodeError have a `reason`.
+    This is the error's attribute `reason` (ExampleError and UnicodeError have it), or else the
+    whole error message.
     """
     return getattr(error, "reason", str(error))
 
 
 @dataclass
 class ExampleCounts:
-    """Number of examples in a data set by outcome.
+    """How many examples of a data set are used, and how many are not for which reason.
 
-    used: trained on
-    held_out: kept for evaluation
-    not_taken: left over by data.max_examples, or by the weights of a mixture
-    excluded, invalid: number of examples by reason
-    first_invalid: location and error of the first invalid example
+    used: number of examples that are trained on
+    held_out: number of examples that are held out for evaluation
+    not_taken: number of usable examples that are left over, because data.max_examples is smaller or
+        the weights of a mixture need fewer
+    excluded, invalid: key: reason; value: number of excluded or invalid examples
+    first_invalid: location and error message of the first invalid example; empty if there is none
     """
 
     used: int = 0
@@ -62,13 +67,13 @@ class ExampleCounts:
         return self.used + self.held_out + self.not_taken + rejected
 
     def count_excluded(self, reason: str, count: int = 1) -> None:
-        """Add `count` examples that a rule leaves out for `reason`."""
+        """Count `count` more examples that are excluded for `reason`."""
         self.excluded[reason] = self.excluded.get(reason, 0) + count
 
     def count_invalid(self, reason: str, description: str, count: int = 1) -> None:
-        """Add `count` malformed examples.
+        """Count `count` more malformed examples.
 
-        description: location and error of the first of them
+        description: location and error message of the first one of these examples
         """
         self.invalid[reason] = self.invalid.get(reason, 0) + count
         if not self.first_invalid:
@@ -85,35 +90,32 @@ class ExampleCounts:
             self.first_invalid = other.first_invalid
 
     def check_invalid_share(self, max_invalid: float) -> None:
-        """Raise ValueError if more than the share `max_invalid` of all examples is invalid."""
+        """Raise ValueError if more than the fraction `max_invalid` of all examples is invalid."""
         invalid_count = sum(self.invalid.values())
         max_invalid_count = max_invalid * self.total
         if invalid_count > max_invalid_count:
             raise ValueError(
-                f"{invalid_count:,} of {self.total:,} examples are invalid; "
-                f"data.max_invalid_fraction={max_invalid:g} allows {int(max_invalid_count):,}. "
-                f"First: {self.first_invalid}"
+                f"{invalid_count:,} of {self.total:,} examples are invalid; data.max_invalid_fraction={max_invalid:g} allows {int(max_invalid_count):,}. First: {self.first_invalid}"
             )
 
     def summarise(self) -> str:
-        """Return the most frequent reasons for unused examples as a clause for an error message."""
+        """Return a clause for an error message: the most frequent reasons, with their counts."""
         reasons = Counter(self.excluded) + Counter(self.invalid)
         clauses = [
-            f"{count:,}: {reason}"
+            f"{count:,} ({reason})"
             for reason, count in reasons.most_common(MAX_EXCLUSION_REASONS_IN_SUMMARY)
         ]
         if self.held_out:
-            clauses.append(f"{self.held_out:,}: held out for evaluation")
-        return f"of {self.total:,} examples " + ", ".join(clauses)
+            clauses.append(f"{self.held_out:,} (held out for evaluation)")
+        return f"{self.total:,} examples were read; not used, by reason: " + ", ".join(clauses)
 
     def format_lines(self) -> list[str]:
-        """Return lines to print: one with all counts, then one for each reason."""
+        """Return lines to print: one line with all counts, then a line for each reason."""
         excluded_count = sum(self.excluded.values())
         invalid_count = sum(self.invalid.values())
         left_over = f"{self.not_taken:,} left over, " if self.not_taken else ""
         lines = [
-            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, "
-            f"{left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
+            f"examples   {self.total:,} read: {self.used:,} used, {self.held_out:,} held out, {left_over}{excluded_count:,} excluded, {invalid_count:,} invalid"
         ]
         lines += _format_reasons("excluded", self.excluded)
         lines += _format_reasons("invalid", self.invalid)

@@ -1,9 +1,12 @@
-"""Pack examples into training sequences: tokenise, split to length, fill, mark what carries loss.
+"""Tokenise examples, split long ones into segments, and pack the segments into training sequences.
 
-T: length of a packed sequence (data.length). A packed sequence has the columns `ids`, `positions`
-(restarting in every document), `documents` (numbered from 0, -1 on padding) and `loss` (whether a
-token carries loss), each (T,). A segment is at most T consecutive token ids of an example with
-their loss mask.
+A segment is at most T consecutive token ids of an example, with a loss mask. T is the length of a
+packed sequence (data.length). A packed sequence has four columns of shape (T,):
+
+- `ids`: token ids
+- `loss`: whether the token carries loss
+- `positions`: position of the token in its segment, from 0
+- `documents`: number of the token's segment in the packed sequence, from 0; -1 for padding
 """
 
 import errno
@@ -37,8 +40,13 @@ if TYPE_CHECKING:
 
 PACKING_GROUP_SEGMENTS = 8192  # segments that are packed together
 MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples are tokenised in one process
-MIN_LOSS_TOKENS_PER_SEGMENT = 2  # of a segment: an anchor needs a token after it
-RECORDS_PER_CACHE_WRITE = 256  # examples or packed sequences that are written to the cache at once
+# Minimum number of tokens of a segment that carry loss. A training block starts at an anchor
+# position and needs at least one token after the anchor.
+MIN_LOSS_TOKENS_PER_SEGMENT = 2
+RECORDS_PER_CACHE_WRITE = (
+    256  # examples, or packed sequences, that are written to the cache together
+)
+# Errors of a disk that is full, over quota, read-only, or does not allow files of this size.
 DISK_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 Segment = tuple[list[int], list[bool]]  # token ids and loss mask
@@ -46,20 +54,21 @@ ReportProgress = Callable[[int, int], None]  # called with (examples done, all e
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Do nothing; the default of `ReportProgress` arguments."""
+    """Do nothing. This is the default of arguments of the type `ReportProgress`."""
 
 
 def tokenize_example(
     example: dict, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[Segment]:
-    """Return an example as segments of at most `max_length` tokens that carry loss.
+    """Tokenise an example, and return its token ids and loss mask in segments.
 
-    Of plain text, the text and its end-of-text token carry loss (the latter unless the text was cut
-    off), the prompt does not. Of a chat, the answers and their end tokens carry loss. Longer token
-    sequences are split, and segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT are dropped.
+    In a chat, the answers and their end tokens carry loss. In plain text, the text carries loss and
+    the prompt does not. An end-of-text token with loss is appended unless the text was cut off. A
+    segment has at most `max_length` tokens. Segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT tokens that
+    carry loss are dropped.
 
-    Raises ExcludedExample for a chat that the template changes or if no segment is left, and
-    InvalidExample for ids outside the vocabulary.
+    Raises ExcludedExample if the chat template changes an answer, or if all segments are dropped.
+    Raises InvalidExample for recorded token ids outside the vocabulary.
     """
     if example["chat"]:
         sequences = tokenize_chat(tokenizer, example["chat"])
@@ -83,18 +92,20 @@ def tokenize_example(
 
 
 def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[int]]:
-    """Yield the segment indices of each packed sequence (best-fit decreasing bin packing).
+    """Distribute segments over packed sequences; yield the segment indices of each packed sequence.
 
-    Of every PACKING_GROUP_SEGMENTS segments the longest is placed first, each into the fullest
-    sequence that still has space for it. Sequences, and the segments in them, stay in input order.
+    The method is best-fit decreasing bin packing, applied to groups of PACKING_GROUP_SEGMENTS
+    segments. Longer segments are placed first. Each segment is placed into the fullest sequence
+    that still has space for the segment. Within a group, indices and sequences are yielded in
+    input order.
 
-    lengths: tokens of each segment, at most `capacity`
-    capacity: tokens of a packed sequence
+    lengths: number of tokens of each segment, at most `capacity`
+    capacity: number of tokens of a packed sequence
     """
     numbered_lengths = enumerate(lengths)
     while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
         sequences: list[list[int]] = []
-        free_space: list[tuple[int, int]] = []  # ascending (free tokens, index into `sequences`)
+        free_space: list[tuple[int, int]] = []  # (free tokens, index into `sequences`), sorted
         for segment, length in sorted(group, key=lambda item: -item[1]):
             fullest = bisect_left(free_space, (length, -1))
             if fullest == len(free_space):
@@ -111,10 +122,10 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
 def pack_segments(
     ids: Sequence[list[int]], loss: Sequence[list[bool]], length: int
 ) -> dict[str, list]:
-    """Return the columns of one packed sequence.
+    """Concatenate and pad segments, and return the columns of the packed sequence.
 
-    ids, loss: token ids and loss mask of each segment; together at most `length` tokens
-    length: tokens of the packed sequence, T
+    ids, loss: token ids and loss mask of each segment; in total at most `length` tokens
+    length: number of tokens of the packed sequence
     """
     sizes = [len(segment) for segment in ids]
     padding = length - sum(sizes)
@@ -130,10 +141,11 @@ def pack_segments(
 
 
 def generate_cached_examples(config: DataConfig) -> Iterator[dict[str, str]]:
-    """Yield the cache rows of one data set: each training example as JSON, then the counts.
+    """Yield the rows that `load_raw_examples` caches for one data set.
 
-    JSON can hold any tools and arguments, for which a table would need a fixed schema. Only the
-    last row has counts, and it has no example.
+    Each row but the last has a training example as JSON in the column "row". The last row has the
+    counts of the examples in the column "counts". JSON is used because the tools and arguments of
+    a chat have no fixed schema.
     """
     counts = ExampleCounts()
     for example in read_training_examples(config, counts):
@@ -145,7 +157,7 @@ def generate_cached_examples(config: DataConfig) -> Iterator[dict[str, str]]:
 class CountedDataset:
     """A data set and the counts of its examples.
 
-    dataset: None if no example can be trained on
+    dataset: the data set, or None if no example can be trained on
     """
 
     dataset: "Dataset | None"
@@ -153,9 +165,10 @@ class CountedDataset:
 
 
 def load_raw_examples(config: DataConfig) -> CountedDataset:
-    """Return one data set's training examples as JSON in the column `row`.
+    """Return the training examples of one data set, as JSON in the column `row`.
 
-    They are read once into a memory-mapped cache of `datasets`.
+    The first call writes the examples to a memory-mapped cache of `datasets`; later calls read the
+    cache.
     """
     from datasets import Dataset, Features, Value
 
@@ -172,9 +185,10 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
 
 @contextmanager
 def unwrap_generation_errors() -> Generator[None]:
-    """Raise the cause of an error that `datasets` wraps while it writes a cache.
+    """Replace a DatasetGenerationError, raised within this context, by the error that caused it.
 
-    An OSError of the cache's disk is raised unchanged, an error of the data as a ValueError.
+    An OSError because the disk of the cache cannot be written is raised unchanged. An error in the
+    data is raised as a ValueError.
     """
     from datasets.exceptions import DatasetGenerationError
 
@@ -192,8 +206,9 @@ def unwrap_generation_errors() -> Generator[None]:
 def load_mixed_examples(config: DataConfig) -> CountedDataset:
     """Return the training examples of all data sets of a configuration, as JSON in column `row`.
 
-    The numbers of examples are proportional to the weights, such that the scarcest data set is used
-    up. The choice does not depend on the run's seed.
+    The numbers of examples from the data sets are proportional to the weights of the data sets, and
+    as large as the smallest data set (relative to its weight) allows. The choice of examples does
+    not depend on the seed of the run.
     """
     from datasets import concatenate_datasets
 
@@ -232,17 +247,19 @@ def tokenize_batch(
     tokenizer: "PreTrainedTokenizerBase",
     length: int,
 ) -> dict[str, list]:
-    """Return the segments of a batch of examples as columns, one entry a segment.
+    """Tokenise a batch of examples, and return the segments as columns with an entry per segment.
 
-    An example that cannot be trained on becomes a segment without tokens, with the reason in the
-    column `excluded` or `invalid` and the whole error message in `described`.
+    For an example that cannot be trained on, a segment without tokens is returned. Its reason is in
+    the column `excluded` or `invalid`. For an invalid example, the column `described` has the
+    location and the error message.
 
     batch: examples as JSON in the column `row`
-    indices: positions of the examples in the data set
+    indices: indices of the examples in the data set
     rank: number of this process, from 0; None without multiprocessing
-    total: examples of the data set
-    processes: number of processes; the first one reports the estimated progress of all
-    length: maximum tokens of a segment
+    total: number of examples of the data set
+    processes: number of processes; the process with rank 0 estimates the progress of all processes
+    progress: called with the progress after the batch
+    length: maximum number of tokens of a segment
     """
     columns = {name: [] for name in ("ids", "loss", "excluded", "invalid", "described")}
 
@@ -271,10 +288,10 @@ def tokenize_batch(
 
 
 def count_rejected_examples(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
-    """Return the counts after tokenisation.
+    """Return the counts of the examples, after those that `tokenize_batch` rejected are subtracted.
 
-    tokenized: columns of `tokenize_batch`
-    counts: counts of the examples as they were read
+    tokenized: data set with the columns of `tokenize_batch`
+    counts: counts of the examples before tokenisation
     """
     counts = replace(counts, excluded=dict(counts.excluded), invalid=dict(counts.invalid))
     column = tokenized.data.column
@@ -304,15 +321,17 @@ def prepare_packed_dataset(
     digest: str,
     progress: ReportProgress = ignore_progress,
 ) -> CountedDataset:
-    """Return the memory-mapped training set, whose rows are packed sequences of (T,) tensors.
+    """Return the packed sequences of all data sets of a configuration, memory-mapped, with counts.
 
-    The result is cached. The cache key consists of what determines the packed sequences: the data
-    options, sizes and times of the files, DATA_CACHE_FORMAT_VERSION, and `digest`.
+    A row of the data set is a packed sequence: tensors of shape (T,), see the top of this file. The
+    packed sequences are cached. The cache key depends on everything that changes them: the data
+    options, the sizes and modification times of the files, DATA_CACHE_FORMAT_VERSION, and `digest`.
 
-    digest: of the tokenizer and its chat template
+    digest: digest of the tokenizer and its chat template
     progress: called while examples are tokenised
 
-    Raises ValueError if more than the share data.max_invalid_fraction of the examples is invalid.
+    Raises ValueError if more than the fraction data.max_invalid_fraction of the examples is
+    invalid.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
@@ -353,7 +372,7 @@ def prepare_packed_dataset(
 def compute_cache_key(config: DataConfig, digest: str) -> str:
     """Return the cache key of a packed data set.
 
-    digest: of the tokenizer and its chat template
+    digest: digest of the tokenizer and its chat template
     """
     datasets = [(compute_source_digest(data), weight) for data, weight in expand_mixture(config)]
     key_fields = [DATA_CACHE_FORMAT_VERSION, digest, datasets, config.max_examples, config.length]
@@ -367,14 +386,17 @@ def _tokenize_dataset(
     key: str,
     progress: ReportProgress,
 ) -> "Dataset":
-    """Return the segments of all examples with the columns of `tokenize_batch`, cached by `key`."""
+    """Tokenise all examples; return a data set with the columns of `tokenize_batch`.
+
+    The data set is cached under `key`.
+    """
     from datasets import Features, List, Value
 
     processes = 1
     if len(raw) > MIN_MULTIPROCESS_EXAMPLES:
         processes = os.cpu_count() or 1
     if processes > 1:
-        # The processes use all cores, so that a tokenizer must not start threads of its own.
+        # Each core already has a process, so the tokenizers must not start more threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     columns = {
@@ -412,7 +434,10 @@ def load_packed_dataset(
     digest: str,
     progress: ReportProgress = ignore_progress,
 ) -> "Dataset":
-    """Return the data set of `prepare_packed_dataset`. Raises ValueError if it is empty."""
+    """Return the data set of `prepare_packed_dataset` without its counts.
+
+    Raises ValueError if the data set is empty.
+    """
     prepared = prepare_packed_dataset(config, tokenizer, digest, progress)
     refuse_empty_dataset(prepared.counts)
     assert prepared.dataset is not None
@@ -420,25 +445,28 @@ def load_packed_dataset(
 
 
 def refuse_empty_dataset(counts: ExampleCounts) -> None:
-    """Raise ValueError with the reasons if no example can be trained on."""
+    """Raise ValueError if no example can be trained on. The message states why."""
     if counts.used:
         return
     advice = ""
     if NO_ANSWER_EXCLUSION_REASON in counts.excluded:
-        advice = "; ./launch.sh regenerate lets the target generate answers"
+        advice = "; run ./launch.sh regenerate to let the target generate answers"
     elif counts.held_out:
-        advice = "; one example of ten is held out for evaluation"
+        advice = "; every tenth example is held out for evaluation, so add more examples"
     raise ValueError(f"no example to train on; {counts.summarise()}{advice}")
 
 
 def tokenize_documents(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", counts: ExampleCounts
 ) -> Iterator[list[int]]:
-    """Yield the token ids of every training example, not split: what an n-gram model counts.
+    """Yield the token ids of each training example, without splitting them into segments.
 
-    counts: the counts of the examples are added to these
+    The n-grams of an n-gram model are counted in these token ids.
 
-    Raises ValueError if more than the share data.max_invalid_fraction of the examples is invalid.
+    counts: the outcomes of the examples are added to these counts
+
+    Raises ValueError if more than the fraction data.max_invalid_fraction of the examples is
+    invalid.
     """
     mixed = load_mixed_examples(config)
     assert mixed.dataset is not None
@@ -458,10 +486,10 @@ def tokenize_documents(
 
 
 def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
-    """Return the data set index of a run's draw number `draw`, counted from 0.
+    """Return the data set index of the packed sequence that a run reads as number `draw`, from 0.
 
-    Every epoch is a new permutation. It is a pure function of its arguments, so that a resumed run
-    needs no data loader state.
+    Each epoch has its own permutation of the data set. The index depends only on the arguments, so
+    a resumed run needs no saved state of a data loader.
     """
     epoch, offset = divmod(draw, dataset_size)
     return int(_epoch_permutation(dataset_size, seed, epoch)[offset])
@@ -469,7 +497,7 @@ def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
 
 @lru_cache(maxsize=2)
 def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tensor":
-    """Return the order of an epoch's draws, (dataset_size,) indices."""
+    """Return the data set indices in the order of an epoch, a tensor (dataset_size,)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -477,7 +505,10 @@ def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tenso
 
 
 def read_batch(dataset: Any, first_draw: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
-    """Return draws `first_draw` to `first_draw + count - 1` of a run: columns of (count, T)."""
+    """Return the next `count` packed sequences of a run as columns of shape (count, T).
+
+    first_draw: number of packed sequences that the run has read before
+    """
     indices = [
         get_shuffled_index(draw, len(dataset), seed)
         for draw in range(first_draw, first_draw + count)

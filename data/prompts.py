@@ -1,6 +1,7 @@
 """Select prompts for evaluation, as token ids.
 
-They are held-out prompts of several kinds, and fixed prompts of this package from outside the data.
+Held-out prompts come from the held-out examples of the user's data. Outside prompts are fixed
+prompts that were written for this package and are not in the data.
 """
 
 import json
@@ -18,22 +19,29 @@ from data.template import prepare_messages, render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Prompts written for this package, a JSON object {"kind", "prompt"} a line.
+# The outside prompts. Each line is a JSON object {"kind", "prompt"}.
 OUTSIDE_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
 OUTSIDE_PROMPTS_GROUP_NAME = "outside the data"
 
-# Kinds of prompts from plain text that end where a pattern ends, in Python code.
+# Kinds of prompts from Python code. Key: kind of prompt. Value: a pattern; a prompt of this kind
+# ends where a match of the pattern ends.
 CODE_PROMPT_END_PATTERNS = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
 }
+# The kinds of prompts from any plain text: its first tokens, and tokens after the first ones.
 TEXT_START_PROMPT_KIND = "starts of texts"
 MID_TEXT_PROMPT_KIND = "further on"
 
 CHAT_PROMPT_KIND_PREFIX = "chats"
-MAX_TOKENS_OF_CHAT_PROMPT_KINDS = (128, 512, 2048)  # maximum prompt tokens of each kind of chat
+MAX_TOKENS_OF_CHAT_PROMPT_KINDS = (
+    128,
+    512,
+    2048,
+)  # maximum number of prompt tokens of each kind of chat
 
-MAX_EXAMPLES_READ_PER_PROMPT = 20  # held-out examples read for each requested prompt
+# At most this many held-out examples are read for each requested prompt.
+MAX_EXAMPLES_READ_PER_PROMPT = 20
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,11 @@ class Prompt:
     """A prompt to evaluate with.
 
     ids: token ids
-    kind: kind of text, such as "in functions"; results are reported by kind
-    report_group: name of the group that is reported next to the held-out prompts; None for a
-        held-out prompt
-    request_text: text that a client sends to a server to get these ids; empty if there is none
-    chat: whether `request_text` is sent as a chat's question
+    kind: kind of prompt, such as "in functions"; results are reported for each kind
+    report_group: None for a held-out prompt; otherwise the name of the group of prompts whose
+        results are reported separately
+    request_text: text that a server tokenises to `ids`; empty if no text does
+    chat: whether a client must send `request_text` as a chat message instead of plain text
     """
 
     ids: list[int]
@@ -62,20 +70,23 @@ def select_evaluation_prompts(
     prompt_tokens: int,
     outside: int = 0,
 ) -> list[Prompt]:
-    """Return `count` prompts that training never sees, evenly spread over their kinds.
+    """Return `count` prompts from the held-out examples, evenly spread over the kinds of prompts.
 
-    A chat gives a prompt of whole messages (`_select_chat_prompt`). An example with a prompt gives
-    its last tokens. A plain text gives its first tokens and those before CODE_PROMPT_END_PATTERNS. If
-    these are too few, later windows of long texts are added, and then first halves of short texts.
-    Small data sets may give fewer than `count`.
+    - From a chat, a prompt of whole messages is selected (`_select_chat_prompt`).
+    - From an example with a prompt, the last tokens of the prompt are selected.
+    - From a plain text, the first tokens are selected, and the tokens before the end of a match of
+      CODE_PROMPT_END_PATTERNS.
 
-    prompt_tokens: tokens of a prompt; of a chat, at most
-    outside: number of prompts of `load_outside_prompts` to add, at most `count`
+    If these prompts are too few, later windows of long texts are added, and then the first halves
+    of short texts. A small data set may still have fewer than `count` prompts.
 
-    Raises ValueError if there is no prompt, or `count` is 0.
+    prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
+    outside: number of outside prompts to add, at most `count`
+
+    Raises ValueError if the held-out examples contain no prompt, or `count` is 0.
     """
     if not count:
-        raise ValueError("evaluation.prompts=0: use at least 1 prompt")
+        raise ValueError("evaluation.prompts=0: set it to at least 1")
     prompts_by_kind: dict[str, list[Prompt]] = {}
     windows_by_text: list[list[Prompt]] = []
     first_halves: list[Prompt] = []
@@ -86,7 +97,8 @@ def select_evaluation_prompts(
     examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
-            # Training leaves such a chat out, and reports it.
+            # A chat without a question, or one that the template changes, is skipped. Training
+            # skips it too, and reports it.
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
@@ -110,7 +122,7 @@ def select_evaluation_prompts(
     prompts = candidates[:count]
     if not prompts:
         raise ValueError(
-            f"data.source={config.source}: the held-out examples give no prompt to evaluate with"
+            f"data.source={config.source}: no evaluation prompt could be made from the held-out examples; use more or longer examples"
         )
     has_chats = any(kind.startswith(CHAT_PROMPT_KIND_PREFIX) for kind in prompts_by_kind)
     outside_prompts = load_outside_prompts(tokenizer, prompt_tokens, has_chats)
@@ -120,7 +132,7 @@ def select_evaluation_prompts(
 def _select_text_prompts(
     text: str, ids: list[int], tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int
 ) -> list[Prompt]:
-    """Return the prompts of a plain text that end where `_find_prompt_ends` says.
+    """Return the prompts of a plain text that end at the positions of `_find_prompt_ends`.
 
     ids: token ids of the text
     """
@@ -134,7 +146,7 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
     """Return prompts from every fourth window of `prompt_tokens` tokens of a text.
 
     ids: token ids of the text
-    skip_start: start after the first four windows, as the text has other prompts already
+    skip_start: whether to skip the first four windows, because the text already has other prompts
     """
     step = 4 * prompt_tokens
     first_start = step if skip_start else 0
@@ -143,13 +155,16 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
 
 
 def _has_enough_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
-    """Return whether every kind of plain text has its share of `count` prompts."""
+    """Return whether there are enough prompts of each kind of plain text.
+
+    Enough means `count` prompts, evenly spread over the kinds.
+    """
     kinds = (TEXT_START_PROMPT_KIND, *CODE_PROMPT_END_PATTERNS)
     return all(len(prompts_by_kind.get(kind, ())) * len(kinds) >= count for kind in kinds)
 
 
 def _name_chat_kind(prompt_length: int) -> str:
-    """Return the kind of a chat prompt with this number of tokens."""
+    """Return the kind of a chat prompt with `prompt_length` tokens."""
     for max_length in MAX_TOKENS_OF_CHAT_PROMPT_KINDS:
         if prompt_length <= max_length:
             return f"{CHAT_PROMPT_KIND_PREFIX} to {max_length:,}"
@@ -159,10 +174,12 @@ def _name_chat_kind(prompt_length: int) -> str:
 def load_outside_prompts(
     tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, chats: bool
 ) -> list[Prompt]:
-    """Return the prompts of OUTSIDE_PROMPTS_FILE.
+    """Return the outside prompts, those of OUTSIDE_PROMPTS_FILE.
 
-    prompt_tokens: maximum length of a plain text prompt; a longer one is cut at its start
-    chats: render them, uncut, as questions with the chat template
+    prompt_tokens: maximum number of tokens of a plain text prompt; the first tokens of a longer
+        prompt are removed
+    chats: whether to render each prompt as a chat question with the chat template; the question is
+        not shortened
     """
     prompts = []
     with OUTSIDE_PROMPTS_FILE.open(encoding="utf-8") as lines:
@@ -179,7 +196,8 @@ def load_outside_prompts(
                 if len(ids) > prompt_tokens:
                     ids = ids[-prompt_tokens:]
                     text = cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-                    # A cut inside a character, for example, cannot be sent as text.
+                    # If the first token starts inside a character, for example, no text has exactly
+                    # these token ids.
                     if tokenizer(text)["input_ids"] != ids:
                         text = ""
             prompts.append(Prompt(ids, record["kind"], OUTSIDE_PROMPTS_GROUP_NAME, text, chats))
@@ -187,31 +205,37 @@ def load_outside_prompts(
 
 
 def describe_prompt_shortage(count: int, requested: int) -> str | None:
-    """Return a warning that there are fewer prompts than requested; None if there are enough."""
+    """Return a warning if there are fewer prompts than requested, otherwise None.
+
+    count: number of prompts
+    requested: number of requested prompts
+    """
     if count >= requested:
         return None
     available = "1 prompt" if count == 1 else f"{count} prompts"
-    return f"the held-out text gives only {available} instead of evaluation.prompts={requested}"
+    return f"the held-out text gives only {available}, fewer than evaluation.prompts={requested}"
 
 
 def _select_chat_prompt(
     chat: dict, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, chat_number: int
 ) -> list[int]:
-    """Return a chat up to one of its answers as token ids, at most `max_tokens` of them.
+    """Return the token ids of the messages before one of the answers of a chat.
 
-    Messages are whole, and the prompt starts with the template's first token, so that the system
-    prompt is included. Of the answers whose prompt is short enough, the last one is used for the
-    first chat, the one before for the second, and so on (`chat_number`). If even the prompt of the
-    first answer is too long, its last tokens are returned.
+    The prompt has at most `max_tokens` tokens. It begins with the first message, so the system
+    prompt is included, and all messages are whole. If even the prompt of the first answer is too
+    long, the last `max_tokens` tokens of that prompt are returned.
 
-    Raises ValueError if the chat has no question, or the template does not show the chat.
+    chat_number: chooses among the answers whose prompt is short enough: 0 chooses the last answer,
+        1 the answer before it, and so on
+
+    Raises ValueError if the chat has no question, or the chat template cannot render the chat.
     """
     messages = prepare_messages(tokenizer, chat)
     answers = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and index
     ]
     if not answers:
-        raise ValueError("no question in the conversation")
+        raise ValueError("the chat has no question")
 
     ids: list[int] = []
     fitting_prompts: list[list[int]] = []
@@ -229,12 +253,14 @@ def _select_chat_prompt(
 def _find_prompt_ends(
     text: str, tokenizer: "PreTrainedTokenizerBase", text_tokens: int, prompt_tokens: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield (kind, token index) where prompts of `prompt_tokens` tokens end in a text.
+    """Yield (kind, token index) for each position of a text at which a prompt should end.
 
-    There is at most one of each kind; of several matches of a pattern the middle one is used.
-    An end with fewer than `prompt_tokens` tokens before or after it is skipped.
+    There is at most one position for each kind of prompt. If a pattern matches several times, the
+    middle match is used. A position is skipped if fewer than `prompt_tokens` tokens precede it or
+    follow it.
 
     text_tokens: number of tokens of the text
+    prompt_tokens: number of tokens of a prompt
     """
     if text_tokens >= 2 * prompt_tokens:
         yield TEXT_START_PROMPT_KIND, prompt_tokens
@@ -243,7 +269,7 @@ def _find_prompt_ends(
         if not character_ends:
             continue
         middle_end = character_ends[len(character_ends) // 2]
-        # Without the last token, which may extend beyond the line.
+        # The last token is not counted, because in the whole text it may extend beyond the match.
         end = len(tokenizer(text[:middle_end])["input_ids"]) - 1
         if prompt_tokens <= end <= text_tokens - prompt_tokens:
             yield kind, end

@@ -1,7 +1,7 @@
-"""Questions that a chat model writes itself, as in Magpie (2406.08464).
+"""Let a chat model generate user questions itself, as in Magpie (2406.08464).
 
-The model continues its chat template from where a user message begins until the message ends. The
-questions are then filtered.
+The prompt is the text of the chat template up to the point where a user message begins. The model
+continues it until the user message ends. The questions are then filtered.
 """
 
 import re
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SELF_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
-DUPLICATE_QUESTION_PREFIX_CHARACTERS = (
-    64  # two questions whose first word characters agree are duplicates
-)
+# Two questions are duplicates if their first characters are equal, after conversion to lower case
+# and without punctuation. This is the number of characters that are compared.
+DUPLICATE_QUESTION_PREFIX_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class QuestionPrompt:
-    """Prompt from which the target generates a user's question.
+    """A prompt from which the target generates a user's question.
 
-    messages: messages of the chat before the question, such as a system prompt
+    messages: messages before the question, such as a system prompt
     text: text that the target continues
     stop_strings: strings that end the question, in addition to the target's end tokens
     """
@@ -38,12 +38,12 @@ class QuestionPrompt:
 def build_question_prompt(
     tokenizer: "PreTrainedTokenizerBase", system: str | None = None
 ) -> QuestionPrompt:
-    """Return the chat template's text up to the first user message.
+    """Return a prompt that ends where the chat template would insert the first user message.
 
-    system: system prompt of the chat, if any
+    system: system prompt of the chat; None for a chat without a system prompt
 
-    Raises ValueError if the template does not show the system prompt, or has no text before a user
-    message.
+    Raises ValueError if the chat template does not show the system prompt, or has no text before a
+    user message.
     """
     messages = [{"role": "system", "content": system}] if system else []
     rendered = ""
@@ -52,31 +52,33 @@ def build_question_prompt(
         chat = {"tools": [], "template": {}}
         rendered = render_chat(tokenizer, [*messages, question], chat, add_generation_prompt=True)
     text, _, suffix = rendered.partition(SELF_QUESTION_PLACEHOLDER)
-    # Most tokenizers put the space at the beginning of the next word's token.
+    # A space at the end is removed, because most tokenizers join a space with the word after it.
     text = text.rstrip(" ")
 
-    # If both the template and the tokenizer add the start token, drop the template's.
+    # If both the template and the tokenizer add the BOS token, remove the template's BOS token.
     ids = tokenizer(text)["input_ids"]
     if ids[:2] == [tokenizer.bos_token_id] * 2:
         text = text.removeprefix(tokenizer.bos_token)
 
     if system and system.strip() not in text:
         raise ValueError(
-            "questions.system: this model's chat template does not show system prompts; remove it"
+            "questions.system cannot be used: the chat template of this model does not show system prompts; remove questions.system"
         )
     if not text:
         raise ValueError(
-            "data=self needs a chat model whose template has text before a user's message; "
-            "this one has none"
+            "data=self needs a chat model whose chat template has text before a user's message; the template of this model has none, so use another model or other data"
         )
     end = _find_question_end(tokenizer, suffix)
     return QuestionPrompt(messages, text, [end] if end else [])
 
 
 def _find_question_end(tokenizer: "PreTrainedTokenizerBase", suffix: str) -> str:
-    """Return the string that ends a question, given the template's text after it.
+    """Return the string that ends a question.
 
-    This is the first token of the text if that is a special token, and otherwise the whole text.
+    If the template's text after the question starts with a special token, the string is this token.
+    Otherwise the string is the whole text.
+
+    suffix: the template's text after the question
     """
     first_id = tokenizer(suffix.lstrip(), add_special_tokens=False)["input_ids"][:1]
     if first_id and not tokenizer.decode(first_id, skip_special_tokens=True):
@@ -87,11 +89,14 @@ def _find_question_end(tokenizer: "PreTrainedTokenizerBase", suffix: str) -> str
 def filter_questions(
     rows: Iterable[dict], tokenizer: "PreTrainedTokenizerBase", min_tokens: int
 ) -> tuple[dict[int, str], Counter]:
-    """Return the usable questions by row index, and the number of unusable ones by reason.
+    """Select the usable questions.
 
-    rows: {"index", "response", "finish"} in order; `finish` is "length" or "loop" if the question
-        did not end
-    min_tokens: minimum length of a question
+    Returns the usable questions by row index, and the number of unusable questions by reason.
+
+    rows: dictionaries {"index", "response", "finish"}, in order. "response" is the question.
+        "finish" is "length" if generation stopped at the maximum length, and "loop" if it stopped
+        because the question repeats itself.
+    min_tokens: minimum number of tokens of a question
     """
     questions = {}
     dropped = Counter()

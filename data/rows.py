@@ -1,7 +1,8 @@
-"""Read training examples from files, data sets of the Hugging Face hub, and mixtures of them.
+"""Read training examples from files, from data sets of the Hugging Face hub, and from mixtures.
 
-Every example is used once; data/counts.py counts what becomes of each. An example is {"prompt",
-"text", "cut", "chat"}, see data/chat.py, and "where": its file and line.
+An example is a dictionary {"prompt", "text", "cut", "chat", "where"}. "where" is the file and line
+of the example; data/chat.py explains the other keys. Of several equal examples, only one is used.
+data/counts.py counts how many examples are used, held out, excluded and invalid.
 """
 
 import gzip
@@ -25,20 +26,21 @@ EMBEDDED_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.
 DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
 EXAMPLE_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
-# Contained in the key of cached data sets. Raise it when a change of data/ gives other examples,
-# other tokens or another packing, so that cached data sets are made again.
+# Part of the cache key of every cached data set. Increase it when a change of the code in data/
+# changes the examples, the tokens or the packing, so that data sets are cached again.
 # tests/data/test_packing.py fails after such a change.
 DATA_CACHE_FORMAT_VERSION = 6
 
-MAX_JSONL_LINE_CHARACTERS = 64 << 20  # of a .jsonl file
-MAX_EXAMPLE_FILE_BYTES = 64 << 20
+MAX_JSONL_LINE_CHARACTERS = 64 << 20  # maximum length of a line of a .jsonl file
+MAX_EXAMPLE_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is one example
 
-# Of the first examples of a user's data set one in 10 is held out for evaluation, of the others
-# one in 50.
+# Of the first EXAMPLES_WITH_DENSE_HOLD_OUT examples of a user's data set, every 10th is held out for
+# evaluation. Of the examples after these, every 50th is held out.
 EXAMPLES_WITH_DENSE_HOLD_OUT = 500
 DENSE_HOLD_OUT_INTERVAL_EXAMPLES = 10
 SPARSE_HOLD_OUT_INTERVAL_EXAMPLES = 50
 
+# Key: option of DataConfig. Value: the smallest value that is allowed.
 MIN_DATA_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length": 16}
 
 
@@ -46,9 +48,10 @@ MIN_DATA_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length"
 class DataPart:
     """One data set of a mixture.
 
-    path: a file, a folder, or a name on the hub
+    path: a file, a folder, or the name of a data set on the Hugging Face hub
     split: split of a data set on the hub
-    weight: its share of the examples, relative to the other data sets' weights
+    weight: relative share of the data set in the examples; with the weights 1 and 3, a quarter of
+        the examples comes from the first data set
     """
 
     path: str
@@ -60,20 +63,23 @@ class DataPart:
 class DataConfig:
     """The training data.
 
-    source: embedded: outputs of the embedded target; stdlib: source files of Python's standard
-        library; jsonl: your own files; hub: a data set of the Hugging Face hub; mixture: several
-        data sets; self: questions that the target writes (regenerate only). A path to an existing
-        file or folder means jsonl
-    path: for jsonl: a file, or a folder with .jsonl(.gz), .parquet and .txt files, where a .txt
-        file is one text; for hub: the name, or a folder with a copy of the data set and its
-        README.md
-    split: for hub: the split
-    datasets: for mixture: the data sets, see DataPart; the total size follows from the smallest one
-        and the weights
-    length: tokens of a packed sequence; longer texts are split
-    max_examples: maximum number of examples to read; null: all. For self: the number of questions
-    max_invalid_fraction: maximum fraction of invalid examples (no JSON, wrong types); more end the
-        run. Examples that are skipped by a rule, such as those without an answer, do not count
+    source: 'embedded' is outputs of the embedded target, 'stdlib' is source files of Python's
+        standard library, 'jsonl' is your own files, 'hub' is a data set of the Hugging Face hub,
+        'mixture' is several data sets, 'self' is questions that the target generates (only for the
+        command regenerate). If `path` is an existing file or folder, the source is 'jsonl'
+    path: with source 'jsonl' a file, or a folder with .jsonl, .jsonl.gz, .parquet and .txt files (a
+        .txt file is one text); with source 'hub' the name of the data set, or a folder with a copy
+        of the data set and its README.md
+    split: split of the data set, with source 'hub'
+    datasets: with source 'mixture' the data sets, each with path, split and weight; the number of
+        examples of each data set is proportional to its weight, and limited by the smallest data
+        set
+    length: number of tokens of a packed sequence; longer texts are split
+    max_examples: maximum number of examples to read; null reads all. With source 'self', the number
+        of questions to generate
+    max_invalid_fraction: maximum fraction of invalid examples (not JSON, or values of a wrong
+        type); if more are invalid, the run ends with an error. Well-formed examples that are
+        skipped, such as those without an answer, are not counted as invalid
     """
 
     source: str = "embedded"
@@ -90,10 +96,12 @@ class DataConfig:
     def check(self) -> None:
         """Raise ValueError for options that are out of range or contradict each other."""
         if self.source not in DATA_SOURCES:
-            raise ValueError(f"data.source={self.source}: use one of {', '.join(DATA_SOURCES)}")
+            raise ValueError(
+                f"data.source={self.source} does not exist; use one of {', '.join(DATA_SOURCES)}"
+            )
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
-                f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>"
+                f"data.source={self.source} needs data.path=<a file, a folder, or the name of a data set on the hub>"
             )
         if self.source == "self" and self.max_examples is None:
             raise ValueError(
@@ -104,45 +112,49 @@ class DataConfig:
 
         if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together"
+                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together; set both or neither"
             )
         if any(not part.weight > 0 for part in self.datasets):
             weights = [part.weight for part in self.datasets]
-            raise ValueError(f"data.datasets: weights are {weights}; each must be above 0")
+            raise ValueError(
+                f"data.datasets has the weights {weights}; each weight must be above 0"
+            )
 
         for name, minimum in MIN_DATA_OPTION_VALUES.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
-                raise ValueError(f"data.{name}={value}: at least {minimum}")
+                raise ValueError(f"data.{name}={value} is too small; set it to at least {minimum}")
         if self.max_invalid_fraction > 1:
             raise ValueError(
-                f"data.max_invalid_fraction={self.max_invalid_fraction:g}: a share of the examples, from 0 to 1"
+                f"data.max_invalid_fraction={self.max_invalid_fraction:g} is not a fraction of the examples; set it to a number from 0 to 1"
             )
 
     def _check_path(self, path: str) -> None:
-        """Raise ValueError for a path that does not exist or that the source does not use."""
+        """Raise ValueError if data.path does not exist, or if data.source does not use a path."""
         missing = f"data.path={path}: no such file or folder"
         if self.source in ("self", "mixture"):
-            raise ValueError(f"data={self.source} and data.path={path}: use only one of them")
+            raise ValueError(
+                f"data={self.source} cannot be combined with data.path={path}; remove data.path"
+            )
         if self.source == "jsonl" and not Path(path).exists():
             raise ValueError(missing)
         if self.source == "hub" and not Path(path).exists() and looks_like_file(path):
             raise ValueError(
-                f"{missing}; it is not a name on the hub either, which is <owner>/<name>"
+                f"{missing}, and the name of a data set on the hub has the form <owner>/<name>"
             )
         if self.source in ("embedded", "stdlib"):
             advice = ""
             if not looks_like_file(path):
-                advice = f"; for a data set on the hub use data=hub data.path={path}"
+                advice = f"; to read a data set of the hub, use data=hub data.path={path}"
             raise ValueError(missing + advice)
 
 
 def resolve_source(source: str, path: str | None) -> str:
-    """Return the source that is read, given the options data.source and data.path.
+    """Return the data source to use, given the options data.source and data.path.
 
-    A path that exists is the user's own file or folder ("jsonl"), whatever the source. Exceptions:
-    "self" and "mixture" have no path, and with "hub" a folder with a README.md is a local copy of a
-    data set of the hub.
+    If the path exists, it is the user's own file or folder and the source to use is "jsonl". There
+    are two exceptions: "self" and "mixture" take no path, and with "hub" a folder that contains a
+    README.md is a local copy of a data set of the hub.
     """
     if not path or source in ("self", "mixture") or not Path(path).exists():
         return source
@@ -152,7 +164,10 @@ def resolve_source(source: str, path: str | None) -> str:
 
 
 def looks_like_file(path: str) -> bool:
-    """Return whether a path can only be a file or folder, not <owner>/<name> on the hub."""
+    """Return whether a path can only be a file or folder, not the name of a data set on the hub.
+
+    A name on the hub has the form <owner>/<name>.
+    """
     return (
         path.endswith(EXAMPLE_FILE_SUFFIXES)
         or path.startswith((".", "/", "~"))
@@ -161,19 +176,22 @@ def looks_like_file(path: str) -> bool:
 
 
 def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: str = "") -> None:
-    """Raise ValueError if another target would be trained on the embedded target's answers.
+    """Raise ValueError if the data is the embedded target's answers but the target is another one.
 
     target_path: the option target.path
-    alternatives: what else the command can use, added to the error message
+    alternatives: more data sources that the command can use, for the error message
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            f"data.source=embedded has answers of the embedded target, not of target.path={target_path}: use data.path=<your files>, data=stdlib{alternatives}"
+            f"data.source=embedded has answers of the embedded target, not of target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
         )
 
 
 def expand_mixture(config: DataConfig) -> list[tuple[DataConfig, float]]:
-    """Return (data set, weight) of each data set of a configuration; none of them is a mixture."""
+    """Return the (configuration, weight) of each data set of a mixture.
+
+    A configuration that is no mixture is returned as the only one, with weight 1.
+    """
     if config.source != "mixture":
         return [(config, 1.0)]
     datasets = []
@@ -186,7 +204,7 @@ def expand_mixture(config: DataConfig) -> list[tuple[DataConfig, float]]:
 def list_data_files(path: str) -> list[Path]:
     """Return the file at a path, or all data files in a folder and its subfolders.
 
-    Raises ValueError for a device or pipe, which might never end.
+    Raises ValueError for a device or a pipe, because reading it might never end.
     """
     files = [Path(path)]
     if files[0].is_dir():
@@ -197,13 +215,16 @@ def list_data_files(path: str) -> list[Path]:
     for file in files:
         if file.exists() and not file.is_file():
             raise ValueError(
-                f"data.path={path}: {file} is not a regular file, but a device, pipe or folder"
+                f"data.path={path}: {file} is a device, pipe or folder; only regular files can be read"
             )
     return files
 
 
 def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
-    """Yield (location, record) of a data set. A line that is not JSON is yielded as its error."""
+    """Yield (location, record) for each record of a data set.
+
+    For a line that is not JSON, the record is an InvalidExample exception.
+    """
     assert config.path is not None
     if config.source != "hub":
         for file in list_data_files(config.path):
@@ -213,19 +234,19 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 
     try:
         rows: Any = load_dataset(config.path, split=config.split)
-    except (OSError, ValueError) as error:  # ConnectionError is an OSError
+    except (OSError, ValueError) as error:  # OSError includes ConnectionError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"data.path={config.path}, split {config.split}: could not be read ({reason})"
+            f"data.path={config.path} with data.split={config.split} could not be read from the hub ({reason})"
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}, row {number}", row
 
 
 def _read_json_lines(file: Path) -> Iterator[object]:
-    """Yield one record a line; a line that is not JSON is yielded as its error.
+    """Yield one record per line. For a line that is not JSON, yield an InvalidExample exception.
 
-    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are not JSON.
+    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are no valid JSON.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
@@ -237,7 +258,7 @@ def _read_json_lines(file: Path) -> Iterator[object]:
 
 
 def _read_parquet(file: Path) -> Iterator[object]:
-    """Yield the rows of a Parquet file."""
+    """Yield the rows of a Parquet file as dictionaries."""
     from pyarrow.parquet import ParquetFile
 
     for record_batch in ParquetFile(file).iter_batches():
@@ -247,19 +268,22 @@ def _read_parquet(file: Path) -> Iterator[object]:
 def _read_json_list(file: Path) -> Iterator[object]:
     """Yield the entries of a JSON file that holds one list."""
     content = json.loads(file.read_text(encoding="utf-8-sig"))
-    yield from require_type(content, list, "it does not hold one list of records")
+    yield from require_type(content, list, "the file must contain one JSON list of records")
 
 
 def _read_text_file(file: Path) -> Iterator[object]:
-    """Yield a text file as one record. Raises ValueError for a file that is too large."""
+    """Yield the text of a file as one record. Raises ValueError if the file is too large."""
     if file.stat().st_size > MAX_EXAMPLE_FILE_BYTES:
         max_megabytes = MAX_EXAMPLE_FILE_BYTES >> 20
-        raise ValueError(f"a text of more than {max_megabytes} MB; split it, or use .jsonl")
+        raise ValueError(
+            f"the text file has more than {max_megabytes} MB; split it, or use a .jsonl file"
+        )
     yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
 
 
-# By file suffix: what a record is called in error messages, and how records are read. Other
-# suffixes are read as JSON lines. All readers skip a byte order mark.
+# Key: file suffix. Value: the noun for a record in error messages, and the function that reads the
+# records. Files with other suffixes are read as JSON lines. The readers of text files skip a byte
+# order mark.
 RecordReader = Callable[[Path], Iterator[object]]
 RECORD_READERS: dict[str, tuple[str, RecordReader]] = {
     ".parquet": ("row", _read_parquet),
@@ -269,9 +293,10 @@ RECORD_READERS: dict[str, tuple[str, RecordReader]] = {
 
 
 def read_file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield (location, record) of a file. A line that is not JSON is yielded as its error.
+    """Yield (location, record) for each record of a file.
 
-    Raises ValueError, naming the file, if the file is damaged.
+    For a line that is not JSON, the record is an InvalidExample exception. Raises ValueError with
+    the name of the file if the file is damaged.
     """
     unit, read = RECORD_READERS.get(file.suffix, ("line", _read_json_lines))
     number = 0
@@ -279,11 +304,11 @@ def read_file_records(file: Path) -> Iterator[tuple[str, object]]:
         for number, record in enumerate(read(file), 1):
             yield f"{file}, {unit} {number}", record
     except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: damaged or cut off after {unit} {number} ({error})") from error
+        raise ValueError(f"{file} is damaged or cut off after {unit} {number} ({error})") from error
 
 
 def refuse_self_source(config: DataConfig) -> None:
-    """Raise ValueError for data=self, which is questions that do not exist yet."""
+    """Raise ValueError for data=self, because these questions have to be generated first."""
     if config.source == "self":
         raise ValueError(
             "data=self stands for questions that the target still has to generate: first run ./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use data=jsonl data.path=answers.jsonl"
@@ -293,15 +318,16 @@ def refuse_self_source(config: DataConfig) -> None:
 def read_examples(
     config: DataConfig, with_answer: bool = True, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the examples of the user's own data, each of several equal ones once.
+    """Yield the examples of the user's own data; of several equal examples yield only the first.
 
-    Only digests of the examples are kept in memory.
+    Only digests of the earlier examples are kept in memory.
 
-    with_answer: end chats with an answer; otherwise end them with a question
-    counts: the outcome of every example is added; complete after the last example
+    with_answer: if True, a chat ends with its last answer; if False, with its last question
+    counts: the outcome of each example is added while the examples are read
 
-    Raises ValueError, naming file and line, if more than the share data.max_invalid_fraction of the
-    examples is invalid, or there are none.
+    Raises ValueError if there are no examples, or if more than the fraction
+    data.max_invalid_fraction of the examples is invalid. The message states the file and line of
+    the first invalid example.
     """
     refuse_self_source(config)
     if counts is None:
@@ -312,7 +338,8 @@ def read_examples(
             if isinstance(record, ValueError):
                 raise record
             example = normalise_example(record, with_answer)
-            # encode() raises UnicodeEncodeError, a ValueError, for half of a surrogate pair.
+            # A text with half of a surrogate pair is invalid: encode() raises UnicodeEncodeError,
+            # which is a ValueError.
             content = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
             digest = hashlib.blake2b(content, digest_size=8).digest()
             if digest in seen_digests:
@@ -328,14 +355,14 @@ def read_examples(
         yield example | {"where": location}
 
     if not counts.total:
-        raise ValueError(f"data.path={config.path}: no examples")
+        raise ValueError(f"data.path={config.path} contains no examples")
     counts.check_invalid_share(config.max_invalid_fraction)
 
 
 def is_held_out_index(index: int) -> bool:
-    """Return whether the example at this index, from 0, is held out for evaluation.
+    """Return whether the example at an index, from 0, is held out for evaluation.
 
-    The index alone decides, so that examples can be read without knowing how many there are.
+    This depends only on the index, so the total number of examples need not be known.
     """
     interval = (
         DENSE_HOLD_OUT_INTERVAL_EXAMPLES
@@ -346,7 +373,10 @@ def is_held_out_index(index: int) -> bool:
 
 
 def read_held_out_examples(config: DataConfig) -> Iterator[dict[str, Any]]:
-    """Yield the examples that training never sees; of a mixture round-robin from its data sets."""
+    """Yield the examples that are held out for evaluation, which training never reads.
+
+    The examples of a mixture are yielded round-robin from its data sets.
+    """
     if config.source in ("embedded", "stdlib"):
         yield from _read_stdlib_examples("held_out")
         return
@@ -356,14 +386,17 @@ def read_held_out_examples(config: DataConfig) -> Iterator[dict[str, Any]]:
 
 
 def _select_held_out(examples: Iterable[dict]) -> Iterator[dict[str, Any]]:
-    """Yield the examples that are held out for evaluation."""
+    """Yield only those of the given examples that are held out for evaluation."""
     for index, example in enumerate(examples):
         if is_held_out_index(index):
             yield example
 
 
 def round_robin(iterables: Iterable[Iterable]) -> Iterator:
-    """Yield one item of each iterable in turn until all are exhausted. None is no item."""
+    """Yield one item of each iterable in turn until all iterables are exhausted.
+
+    Items that are None are skipped.
+    """
     for items in zip_longest(*iterables):
         for item in items:
             if item is not None:
@@ -373,9 +406,9 @@ def round_robin(iterables: Iterable[Iterable]) -> Iterator:
 def read_training_examples(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the training examples of one data set, at most data.max_examples.
+    """Yield the training examples of one data set, at most data.max_examples of them.
 
-    counts: the outcome of the examples that were read until then is added
+    counts: the outcome of each example is added while the examples are read
     """
     if counts is None:
         counts = ExampleCounts()
@@ -389,7 +422,7 @@ def read_training_examples(
 
 
 def _skip_held_out(examples: Iterable[dict], counts: ExampleCounts) -> Iterator[dict[str, Any]]:
-    """Yield the examples that are not held out for evaluation, and count the others."""
+    """Yield the examples that are not held out for evaluation, and count those that are."""
     for index, example in enumerate(examples):
         if is_held_out_index(index):
             counts.used -= 1
@@ -412,12 +445,13 @@ def _read_stdlib_examples(
 def read_questions(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield all examples as prompts without their last answers, at most data.max_examples a data
-    set.
+    """Yield the examples of all data sets without their last answers, as questions to answer.
 
-    counts: the outcome of every example is added
+    At most data.max_examples examples of each data set are yielded.
 
-    Raises ValueError if there are none.
+    counts: the outcome of each example is added while the examples are read
+
+    Raises ValueError if no example can be used.
     """
     if counts is None:
         counts = ExampleCounts()
@@ -428,14 +462,16 @@ def read_questions(
             examples = read_training_examples(dataset, counts)
         yield from islice(examples, config.max_examples)
     if not counts.used:
-        raise ValueError(f"data.path={config.path}: no question to answer; {counts.summarise()}")
+        raise ValueError(
+            f"data.path={config.path} contains no question to answer; {counts.summarise()}"
+        )
 
 
 def compute_source_digest(config: DataConfig) -> str:
-    """Return a digest of what determines the examples of one data set.
+    """Return a digest of everything that determines the examples of one data set.
 
-    This is DATA_CACHE_FORMAT_VERSION, the options, the files' sizes and modification times, and for
-    Python's own sources the version of Python.
+    This is DATA_CACHE_FORMAT_VERSION, the options, and the sizes and modification times of the files.
+    For source files of Python's standard library it is also the version of Python.
     """
     files = []
     if config.source == "jsonl":

@@ -1,9 +1,10 @@
-"""Public question sets as chats: how the columns of a public data set become questions.
+"""Read public question sets, and build chats from their columns.
 
-The ten sets of DDTREE_QUESTION_SETS are those of DDTree's Table 1. Its appendix B takes sample
-counts from DFlash's benchmark. Sources, splits, prompts and the choice of samples are those of that
-benchmark's public scripts, word for word, because another prompt would be another measurement.
-SPEED_BENCH_QUESTION_SETS has the domains and throughput splits of SPEED-Bench (2604.09557).
+DDTREE_QUESTION_SETS contains the ten question sets of Table 1 of the DDTree paper. According to its
+appendix B, the paper uses the sample counts of DFlash's benchmark. The sources, splits, prompts and
+samples here are exactly those of the public scripts of DFlash's benchmark, because results with
+other prompts could not be compared. SPEED_BENCH_QUESTION_SETS contains the domains and throughput
+splits of SPEED-Bench (2604.09557).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,18 +15,16 @@ from typing import Any
 
 from data.rows import EXAMPLE_FILE_SUFFIXES, read_file_records
 
-# A chat is a list of turns. A turn is the messages {"role", "content"} up to an answer.
+# A chat is a list of turns. A turn is the list of messages {"role", "content"} that the target
+# answers.
 ChatTurns = list[list[dict[str, str]]]
 
-# Prompts of the public scripts, word for word. Formatting turns {{}} into {}.
+# The prompts are copied word for word from the public scripts. `str.format` turns {{}} into {}.
 MATH_REASONING_INSTRUCTION = (
     "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
 MATH_PROMPT = "{problem}" + MATH_REASONING_INSTRUCTION
-HUMANEVAL_PROMPT = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n"
-    "```python\n{prompt}\n```"
-)
+HUMANEVAL_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
 SWE_BENCH_PROMPT = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
 LIVECODEBENCH_PROMPT = (
     "You are an expert Python programmer. You will be given a question (problem specification) and "
@@ -38,7 +37,7 @@ LIVECODEBENCH_PROMPT = (
 
 
 def format_livecodebench_question(row: dict) -> str:
-    """Return the question of a LiveCodeBench row, with its starter code if there is any."""
+    """Return the question of a LiveCodeBench row, with the row's starter code if it has any."""
     starter_code = row.get("starter_code")
     if starter_code:
         format_text = "Use the following code structure:"
@@ -52,7 +51,7 @@ def format_livecodebench_question(row: dict) -> str:
 
 
 def format_alpaca_question(row: dict) -> str:
-    """Return the instruction of an Alpaca row, with its input if there is any."""
+    """Return the instruction of an Alpaca row, with the row's input if it has any."""
     if row.get("input"):
         return f"{row['instruction']}\n\nInput:\n{row['input']}"
     return row["instruction"]
@@ -60,20 +59,20 @@ def format_alpaca_question(row: dict) -> str:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A public question set: where it is, and how a row becomes a question.
+    """A public question set: where its data set is, and how a row is converted to a question.
 
-    name: name of the set in suite.sets, and of its local file
-    title: name in the result table
+    name: name of the question set in suite.sets, and of its local file
+    title: name of the question set in the result table
     count: number of questions in the published measurement
     hub: name of the data set on the Hugging Face hub
-    columns: columns that a question needs
-    prompt: a format string over the columns, or a function that returns the text of a row's
-        question, or a list of texts, one a turn
+    columns: columns that a question is built from
+    prompt: a format string with the names of columns, or a function of a row. The function returns
+        the text of the question, or a list of texts, one for each turn.
     split: split of the data set on the hub
     configuration: configuration of the data set on the hub
-    files: files of the hub repository, if it can only be read file by file
-    category: only rows of this category belong to the set; its local file is then named as the
-        configuration
+    files: files of the hub repository, if they have to be read as single files
+    category: if set, only rows of this category belong to the question set, and the local file has
+        the name of the configuration
     """
 
     name: str
@@ -88,7 +87,10 @@ class QuestionSet:
     category: str | None = None
 
     def format_turns(self, row: dict) -> list[str]:
-        """Return the user's texts, one a turn. Raises KeyError for a missing column."""
+        """Return the texts of the user for a row, one text for each turn.
+
+        Raises KeyError for a missing column.
+        """
         if isinstance(self.prompt, str):
             return [self.prompt.format_map(row)]
         texts = self.prompt(row)
@@ -96,16 +98,16 @@ class QuestionSet:
 
     @property
     def local_file_name(self) -> str:
-        """Name of the local file, without suffix."""
+        """The name of the local file, without suffix."""
         if self.category is None:
             return self.name
         assert self.configuration is not None
         return self.configuration
 
     def contains(self, row: object) -> bool:
-        """Return whether a row of the file or hub configuration belongs to the set.
+        """Return whether a row of the local file, or of the hub configuration, belongs to this set.
 
-        A row that is not a dictionary does, so that it is reported as invalid.
+        True is also returned for a row that is no dictionary, so that `build_chat` can report it.
         """
         if self.category is None or not isinstance(row, dict):
             return True
@@ -148,7 +150,7 @@ DDTREE_QUESTION_SETS = (
         "livecodebench/code_generation_lite",
         ("question_content", "starter_code"),
         format_livecodebench_question,
-        split="train",  # the split that `datasets` puts plain files into
+        split="train",  # `datasets` puts plain files into this split
         files=LIVECODEBENCH_FILES,
     ),
     QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), MATH_PROMPT),
@@ -195,7 +197,7 @@ SPEED_BENCH_DOMAINS = (
     "summarization",
     "writing",
 )
-SPEED_BENCH_PROMPT_LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # tokens
+SPEED_BENCH_PROMPT_LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # in tokens
 SPEED_BENCH_DOMAIN_QUESTIONS = 80
 SPEED_BENCH_THROUGHPUT_QUESTIONS = 1536
 
@@ -233,10 +235,11 @@ SPEED_BENCH_QUESTION_SETS = (
     *map(_build_throughput_question_set, SPEED_BENCH_PROMPT_LENGTHS),
 )
 
-# The hub has this text instead of questions whose source forbids copies.
+# For questions whose source forbids copies, the data set on the hub has a text with this prefix.
 WITHHELD_TEXT_PREFIX = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
-# Public question sets by suite. The suite `files` has the sets of the user's folder instead.
+# Key: name of a suite. Value: its public question sets. The suite `files` has no public question
+# sets, but those in the folder of the user.
 QUESTION_SUITES: dict[str, tuple[QuestionSet, ...]] = {
     "ddtree": DDTREE_QUESTION_SETS,
     "speed_bench": SPEED_BENCH_QUESTION_SETS,
@@ -248,17 +251,19 @@ MIN_NONZERO_SUITE_TEMPERATURE = 0.001
 
 @dataclass
 class SuiteConfig:
-    """Question sets that `eval` uses instead of held-out prompts.
+    """The question sets that the command `eval` uses instead of held-out prompts.
 
-    name: ddtree: the ten sets of DDTree's table 1; speed_bench: the domains and throughput splits
-        of SPEED-Bench; files: your own, one set per file
-    folder: local copies, a file or folder per set, with the set's name; null: from the hub
-    sets: names of the sets to use; empty: all
-    max_questions: maximum number of questions per set; null: as many as in the paper, or the whole
+    name: 'ddtree' is the ten question sets of Table 1 of the DDTree paper, 'speed_bench' is the
+        domains and throughput splits of SPEED-Bench, 'files' is your own question sets, one per
         file
-    temperatures: every set is decoded at each of these temperatures; 0 is greedy decoding
-    thinking: value of enable_thinking for chat templates that have it; the paper's results are
-        without
+    folder: folder of local copies; each question set is a file or a folder with the name of the
+        set. null reads the question sets from the Hugging Face hub
+    sets: names of the question sets to use; an empty list uses all
+    max_questions: maximum number of questions per question set; null uses as many questions as the
+        published measurement, or all questions of your own files
+    temperatures: each question set is decoded at each of these temperatures; 0 is greedy decoding
+    thinking: value of the variable enable_thinking of the chat template; the DDTree paper measured
+        without thinking
     """
 
     name: str | None = None
@@ -269,22 +274,23 @@ class SuiteConfig:
     thinking: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for options that cannot be used, before anything is loaded."""
+        """Raise ValueError for invalid options. The questions are not read."""
         if self.name is None:
             if self.folder is not None or self.sets:
                 suites = " or suite=".join(QUESTION_SUITES)
-                raise ValueError(f"suite.folder and suite.sets need a suite: suite={suites}")
+                raise ValueError(f"suite.folder and suite.sets need a suite; add suite={suites}")
             return
         if self.name not in QUESTION_SUITES:
-            raise ValueError(f"suite.name={self.name}: use {', '.join(QUESTION_SUITES)}")
+            raise ValueError(
+                f"suite.name={self.name} does not exist; use one of {', '.join(QUESTION_SUITES)}"
+            )
         if self.max_questions is not None and self.max_questions < 1:
             raise ValueError(
-                f"suite.max_questions={self.max_questions}: at least 1 question of a set"
+                f"suite.max_questions={self.max_questions} is too small; set it to at least 1"
             )
         if not self.temperatures or not all(map(_is_valid_temperature, self.temperatures)):
             raise ValueError(
-                f"suite.temperatures={list(self.temperatures)}: "
-                f"0 for greedy decoding, or at least {MIN_NONZERO_SUITE_TEMPERATURE}"
+                f"suite.temperatures={list(self.temperatures)} is invalid; set at least one temperature, and each to 0 for greedy decoding or to at least {MIN_NONZERO_SUITE_TEMPERATURE} for sampling"
             )
         if self.folder is None and self.name == "files":
             raise ValueError(
@@ -295,9 +301,9 @@ class SuiteConfig:
         self.select_set_names()
 
     def select_set_names(self) -> list[str]:
-        """Return the names of the sets to decode.
+        """Return the names of the question sets to decode.
 
-        Raises ValueError if there are none, or one of suite.sets is not available.
+        Raises ValueError if no question set is available, or if one in suite.sets is not available.
         """
         assert self.name is not None
         public_sets = QUESTION_SUITES[self.name]
@@ -315,16 +321,14 @@ class SuiteConfig:
             ]
         if not available:
             raise ValueError(
-                f"suite.folder={self.folder}: no questions found; expected a file such as "
-                "gsm8k.jsonl"
+                f"suite.folder={self.folder} contains no question set; expected a file such as gsm8k.jsonl"
             )
 
         requested = self.sets or [question_set.name for question_set in public_sets]
         missing = [name for name in requested if name not in available]
         if missing:
             raise ValueError(
-                f"suite.sets: no {', '.join(missing)} among {', '.join(available)}; "
-                "choose among those with suite.sets=[...]"
+                f"the question sets {', '.join(missing)} are not available; choose from {', '.join(available)} with suite.sets=[...]"
             )
         if not self.sets:
             return available
@@ -332,7 +336,7 @@ class SuiteConfig:
 
 
 def _is_valid_temperature(temperature: float) -> bool:
-    """Return whether a temperature is 0 (greedy) or large enough to sample with."""
+    """Return whether a temperature is 0 (greedy decoding) or large enough for sampling."""
     return temperature == 0 or MIN_NONZERO_SUITE_TEMPERATURE <= temperature < float("inf")
 
 
@@ -346,9 +350,10 @@ class LoadedQuestionSet:
 
 
 def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
-    """Return the question sets of a checked configuration.
+    """Read the question sets of a suite. `SuiteConfig.check` must have accepted the configuration.
 
-    Raises ValueError, naming set, file and line, for rows that cannot be read.
+    Raises ValueError for a row that cannot be read. The message states the question set, the file
+    and the line.
     """
     assert config.name is not None
     local_files = {} if config.folder is None else find_set_files(config.folder)
@@ -375,22 +380,24 @@ def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
             if question_set is None or question_set.contains(record)
         ]
         if not chats:
-            raise ValueError(f"suite.folder={config.folder}: no questions of {name}")
+            raise ValueError(
+                f"suite.folder={config.folder} contains no questions of the question set {name}"
+            )
         suite.append(LoadedQuestionSet(name, title, sample_chats(chats, limit)))
     return suite
 
 
 def _read_all_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
-    """Yield (location, record) of all records of several files."""
+    """Yield (location, record) for each record of several files."""
     for file in files:
         yield from read_file_records(file)
 
 
 def find_set_files(folder: str) -> dict[str, list[Path]]:
-    """Return the files of each question set in a folder, by the name of the set.
+    """Find the files of the question sets in a folder; return them by the name of the question set.
 
-    A set is <folder>/<set>.jsonl (or another of EXAMPLE_FILE_SUFFIXES), or all files in <folder>/<set>/.
-    `folder` may also be a single file.
+    The files of a question set are <folder>/<set>.jsonl (or another suffix of EXAMPLE_FILE_SUFFIXES) and
+    all files in <folder>/<set>/. `folder` may also be the path of a single file.
     """
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
@@ -405,7 +412,10 @@ def find_set_files(folder: str) -> dict[str, list[Path]]:
 
 
 def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
-    """Yield (location, row) of a set on the hub. Only data is loaded, no code of the repository."""
+    """Yield (location, row) for each row of a question set on the hub.
+
+    Only data files are loaded; code of the hub repository is never run.
+    """
     from datasets import load_dataset
 
     hub = question_set.hub
@@ -415,34 +425,33 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
             rows: Any = load_dataset("json", data_files=urls, split=question_set.split)
         else:
             rows = load_dataset(hub, question_set.configuration, split=question_set.split)
-    except (OSError, ValueError) as error:  # ConnectionError is an OSError
+    except (OSError, ValueError) as error:  # OSError includes ConnectionError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{question_set.title} ({hub}) could not be read from the hub ({reason}): "
-            "use suite.folder=<your copies>, or leave it out with suite.sets=[...]"
+            f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local copies with suite.folder=..., or choose other question sets with suite.sets=[...]"
         ) from error
     for number, row in enumerate(rows.select_columns([*question_set.columns])):
         yield f"{hub}, row {number}", row
 
 
 def build_chat(question_set: QuestionSet | None, location: str, record: object) -> ChatTurns:
-    """Return the questions of a record as a chat.
+    """Build a chat from the questions of a record.
 
-    question_set: the public set that the record is from; None for the user's own files, whose
+    question_set: the public question set of the record; None for the user's own files, whose
         records are {"turns": [texts]}
+    location: file and line of the record, for error messages
 
-    Raises ValueError, naming the location, for a record without questions.
+    Raises ValueError with the location if the record contains no questions.
     """
     row = record if isinstance(record, dict) else {}
-    # SPEED-Bench's script writes turns as messages.
+    # The download script of SPEED-Bench writes messages instead of turns.
     if question_set is not None and isinstance(row.get("messages"), list):
         row = row | {"turns": _get_user_texts(row["messages"])}
     if question_set is not None and "turns" not in row:
         missing = [name for name in question_set.columns if name not in row]
         if missing:
             raise ValueError(
-                f"{location}: {question_set.title} needs a column {missing[0]}, or a list of texts "
-                "in the column turns"
+                f"{location}: a row of {question_set.title} must have a column {missing[0]}, or a column turns with a list of texts"
             )
         return build_user_turns(question_set.format_turns(row))
 
@@ -451,17 +460,18 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
         isinstance(text, str) and text for text in turns
     )
     if not turns or not is_list_of_texts:
-        raise ValueError(f"{location}: a row is a JSON object with turns, a list of texts")
+        raise ValueError(
+            f"{location}: a row must be a JSON object with the key turns and a list of texts"
+        )
     if any(text.startswith(WITHHELD_TEXT_PREFIX) for text in turns):
         raise ValueError(
-            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own script "
-            "and use suite.folder=<its output>"
+            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own script and use suite.folder=<the script's output>"
         )
     return build_user_turns(turns)
 
 
 def _get_user_texts(messages: list) -> list[object]:
-    """Return the content of the user's messages."""
+    """Return the content of each message whose role is "user"."""
     return [
         message.get("content")
         for message in messages
@@ -470,14 +480,14 @@ def _get_user_texts(messages: list) -> list[object]:
 
 
 def build_user_turns(texts: Iterable[str]) -> ChatTurns:
-    """Return a chat whose turns are one user message each."""
+    """Return a chat in which each text is a turn of one user message."""
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 def sample_chats(chats: list[ChatTurns], limit: int | None) -> list[ChatTurns]:
-    """Return at most `limit` chats, chosen as in the published measurements.
+    """Return at most `limit` chats, the same ones as in the published measurements.
 
-    The choice equals `shuffle(seed=0).select(range(limit))` of a `datasets.Dataset`.
+    The chosen chats equal those of `shuffle(seed=0).select(range(limit))` of a `datasets.Dataset`.
     """
     if limit is None or len(chats) <= limit:
         return chats

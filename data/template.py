@@ -1,9 +1,9 @@
 """Render chats with the tokenizer's chat template and mark which tokens the target generated.
 
-Only tokens that the target generated carry loss. They are located by rendering a chat twice, the
-second time with placeholders instead of the answers. Some templates (Qwen3) remove the reasoning
-from all answers but the last. Such an answer becomes a training text of its own, after the prompt
-that it was generated from.
+Only tokens that the target generated carry loss. To locate these tokens, a chat is rendered twice:
+once as it is, and once with placeholders instead of the answers. Some templates (Qwen3) remove the
+reasoning from all answers but the last. For each answer whose reasoning is removed, a separate
+training text is built: the prompt of this answer, and then the answer with its reasoning.
 """
 
 import json
@@ -22,16 +22,18 @@ from infer.utils.chat_template import convert_tool_arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Groups: opening tag, reasoning, closing tag, content.
+# The groups match the opening tag, the reasoning, the closing tag and the content of an answer.
 INLINE_REASONING_PATTERN = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
-# Keys under which chat templates read reasoning; the first one that a template mentions is used.
+# Keys of a message from which chat templates read reasoning. Of these keys, the first one that a
+# template mentions is used.
 MESSAGE_REASONING_KEYS = (CANONICAL_MESSAGE_REASONING_KEY, "reasoning", "thinking")
 
-# Keys of a message that chat templates must not see.
+# Keys of a message that are used for training only and are not passed to chat templates.
 MESSAGE_KEYS_HIDDEN_FROM_TEMPLATES = ("finish", "weight", "token_ids")
 
-# Placeholders of the sections of an answer. A message index and "Z" follow each.
+# Key: section of an answer. Value: placeholder of the section, to which the message index and "Z"
+# are appended.
 ANSWER_SECTION_PLACEHOLDERS = {
     "reasoning": "THOUGHTGOESHERE",
     "content": "ANSWERGOESHERE",
@@ -49,7 +51,10 @@ TOOL_CALLS_CHANGED_EXCLUSION_REASON = (
 
 @dataclass(frozen=True)
 class LossSpan:
-    """Characters [start, end) of a text that the target generated, and the answer they are from."""
+    """A range of characters [start, end) of a text that the target generated.
+
+    answer: the message that contains these characters
+    """
 
     start: int
     end: int
@@ -57,11 +62,11 @@ class LossSpan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the target ended the answer, so that the end token carries loss too."""
+        """Whether the answer was not cut off. Only then does its end token carry loss."""
         return self.answer.get("finish") in FINISH_REASONS_OF_COMPLETE_ANSWERS
 
 
-# A training text and its spans with loss.
+# A training text, and its spans that carry loss.
 TextWithSpans = tuple[str, list[LossSpan]]
 
 
@@ -69,10 +74,10 @@ TextWithSpans = tuple[str, list[LossSpan]]
 class TemplateMarkers:
     """Text that a chat template puts around an answer.
 
-    generation_prompt: text before an answer that the target is to generate
-    answer_suffix: text after an answer
-    reasoning_field: key of a message that the template reads reasoning from; None if the template
-        has no such key, so that reasoning must be inside the content
+    generation_prompt: the text that the template adds before an answer is generated
+    answer_suffix: the text that the template adds after an answer
+    reasoning_field: the key of a message from which the template reads reasoning; None if the
+        template reads no such key, so that reasoning must be part of the content
     """
 
     generation_prompt: str
@@ -84,9 +89,10 @@ class TemplateMarkers:
 class AnswerLocation:
     """Where an answer is in a rendered chat.
 
-    prefix: the template's text between the previous answer and this one
-    start: character position after the prefix
-    sections: character range [start, end) of each section: "reasoning", "content", "tool_call"
+    prefix: the text between the previous answer and this answer
+    start: position of the first character after the prefix
+    sections: key: section of the answer, one of "reasoning", "content" and "tool_call"; value:
+        range of characters [start, end) of this section
     """
 
     prefix: str
@@ -100,9 +106,12 @@ def render_chat(
     chat: dict,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return messages as text, with the tools and template variables of `chat`.
+    """Render messages with the tokenizer's chat template, and return the text.
 
-    Raises ExcludedExample with the template's error message if it refuses them.
+    chat: a chat whose tools and template variables are used; its messages are not used
+
+    Raises ExcludedExample with the error message of the template if the template refuses the
+    messages.
     """
     options = {
         "tools": chat["tools"] or None,
@@ -112,12 +121,13 @@ def render_chat(
         messages = convert_tool_arguments(tokenizer, messages, **options)
         return cast("str", tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, TypeError) as error:
-        # TemplateError: the order of roles is refused. TypeError: a non-string is added to a text.
+        # A template raises TemplateError if it refuses the order of the roles, and TypeError if it
+        # adds a value that is no string to a string.
         raise ExcludedExample(f"the chat template raises an error: {error}") from error
 
 
 def get_template_source(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the source of a tokenizer's chat templates; empty if it has none."""
+    """Return the source code of a tokenizer's chat templates, or "" if it has no chat template."""
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         return "\n".join(template.values())
@@ -127,7 +137,10 @@ def get_template_source(tokenizer: "PreTrainedTokenizerBase") -> str:
 def detect_template_markers(
     tokenizer: "PreTrainedTokenizerBase", template_kwargs: dict
 ) -> TemplateMarkers:
-    """Return the text that the template puts around an answer, given its variables."""
+    """Return the texts that the tokenizer's chat template puts around an answer.
+
+    template_kwargs: variables of the chat template
+    """
     variables = json.dumps(template_kwargs, sort_keys=True)
     return _detect_template_markers(tokenizer, get_template_source(tokenizer), variables)
 
@@ -136,7 +149,11 @@ def detect_template_markers(
 def _detect_template_markers(
     tokenizer: "PreTrainedTokenizerBase", template: str, variables_json: str
 ) -> TemplateMarkers:
-    """Return `detect_template_markers` of hashable arguments, cached."""
+    """Implement `detect_template_markers` with hashable arguments, so that results are cached.
+
+    template: source code of the chat templates
+    variables_json: variables of the chat template, as JSON
+    """
     chat = {"tools": [], "template": json.loads(variables_json)}
     question = {"role": "user", "content": "x"}
     answer = {"role": "assistant", "content": ANSWER_SECTION_PLACEHOLDERS["content"]}
@@ -159,10 +176,11 @@ def _detect_template_markers(
 
 
 def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[dict]:
-    """Return a chat's messages with the keys that its template reads.
+    """Return the messages of a chat with the keys that the tokenizer's chat template reads.
 
-    Reasoning moves to the template's key for it, or into the content. Keys for training are
-    removed. Raises ExcludedExample if the template cannot show tools or reasoning.
+    Reasoning is moved to the key from which the template reads reasoning, or into the content.
+    Keys that are used for training only are removed. Raises ExcludedExample if the chat has tools
+    or reasoning and the template cannot show them.
     """
     template = get_template_source(tokenizer)
     markers = detect_template_markers(tokenizer, chat["template"])
@@ -190,15 +208,17 @@ def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[d
 
 
 def _join_reasoning(reasoning: str, content: str) -> str:
-    """Return an answer's content with its reasoning in front, in <think> tags."""
+    """Return the reasoning of an answer in <think> tags, followed by the content of the answer."""
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{content}"
 
 
 def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[TextWithSpans]:
-    """Return a chat as training texts. Each answer of non-zero weight carries loss in one of them.
+    """Render a chat as one or more training texts, and find the spans that carry loss.
 
-    Raises ExcludedExample if the template does not show an answer, the tools or a tool's result
-    unchanged: the loss would then be on tokens that the target did not generate.
+    Each answer with a weight other than 0 carries loss in exactly one training text.
+
+    Raises ExcludedExample if the chat template changes or omits an answer, the tools or the result
+    of a tool. The rendered text would then differ from the text that the target saw and generated.
     """
     messages = prepare_messages(tokenizer, chat)
     rendered = render_chat(tokenizer, messages, chat)
@@ -219,7 +239,7 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
             continue
         has_reasoning = bool(split_answer(message)["reasoning"])
         if has_reasoning and "</think>" in markers.generation_prompt:
-            reason = "an answer has reasoning, but the chat template's variables turn it off"
+            reason = "an answer has reasoning, but the chat template's variables turn reasoning off"
             raise ExcludedExample(reason, f"message {index}")
 
         location = locations[index]
@@ -238,7 +258,8 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
         else:
             spans.append(span)
 
-    # An answer that was cut off is the last one; the template's end token after it is wrong.
+    # Only the last answer can be cut off. The target did not generate the end token that the
+    # template puts after such an answer, so the text ends with the answer.
     if spans and not spans[-1].is_complete:
         rendered = rendered[: spans[-1].end]
     if spans:
@@ -247,9 +268,11 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
 
 
 def split_answer(answer: dict) -> dict[str, str]:
-    """Return the sections of an answer: "reasoning", and "content" and "tool_call" if present.
+    """Return the texts of the sections of an answer, by name of the section.
 
-    The text of "tool_call" is the name of the first called function.
+    "reasoning" is always present and may be empty. "content" and "tool_call" are present if the
+    answer has content or tool calls. The text of "tool_call" is the name of the first function
+    that the answer calls.
     """
     sections = {"reasoning": ""}
     for name in MESSAGE_REASONING_KEYS:
@@ -270,7 +293,10 @@ def split_answer(answer: dict) -> dict[str, str]:
 
 
 def _insert_placeholders(answer: dict, index: int) -> dict:
-    """Return answer number `index` with placeholders instead of its sections."""
+    """Return a copy of an answer in which each section is replaced by its placeholder.
+
+    index: index of the answer among the messages; it becomes part of each placeholder
+    """
     placeholders = {
         section: f"{word}{index}Z" for section, word in ANSWER_SECTION_PLACEHOLDERS.items()
     }
@@ -279,7 +305,8 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
         if answer.get(name):
             result[name] = placeholders["reasoning"]
 
-    # Inline reasoning stays in the content: some templates treat it differently.
+    # Reasoning within the content is replaced within the content, because some templates treat it
+    # differently from reasoning under a key of its own.
     inline = INLINE_REASONING_PATTERN.fullmatch(answer["content"])
     if inline:
         reasoning = inline[1] + placeholders["reasoning"] + inline[3]
@@ -297,21 +324,23 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
 def locate_answers(
     rendered: str, with_placeholders: str, messages: list[dict]
 ) -> dict[int, AnswerLocation]:
-    """Return where each answer is in a rendered chat, by message index.
+    """Locate the answers of a chat in its rendered text. Return the locations by message index.
 
-    rendered: the chat
-    with_placeholders: the same chat with placeholders instead of its answers
+    rendered: the rendered chat
+    with_placeholders: the same chat, rendered with placeholders instead of the answers
 
-    Raises ExcludedExample if the two texts differ outside the answers, or an answer is missing.
+    Raises ExcludedExample if the two texts differ outside the answers, or if an answer is missing.
     """
-    # With an end mark the text after the last placeholder cannot be a mere prefix of the rest.
+    # The end mark ensures that the text after the last placeholder matches the whole remaining
+    # text, not only the beginning of the remaining text.
     rendered += "\0"
     prefix, *fragments = ANSWER_SECTION_PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
     section_names = {word: section for section, word in ANSWER_SECTION_PLACEHOLDERS.items()}
     locations: dict[int, AnswerLocation] = {}
     position = len(prefix) if rendered.startswith(prefix) else len(rendered)
 
-    # For each placeholder, `fragments` has its word, its message index and the text after it.
+    # For each placeholder, `fragments` has three entries: the word of the placeholder, its message
+    # index and the text up to the next placeholder.
     for word, number, suffix in zip(fragments[::3], fragments[1::3], fragments[2::3], strict=True):
         index = int(number)
         section = section_names[word]
@@ -331,9 +360,10 @@ def locate_answers(
 
 
 def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str | None:
-    """Return the form of `text` that is at `position`, followed by `suffix`; None if it is not.
+    """Find the form in which `text` is in a rendered chat at `position`, followed by `suffix`.
 
-    Templates may strip white space from either end of a text.
+    A template may strip white space from the start or the end of a text. Returns the text as it was
+    rendered, or None if the rendered chat has something else at `position`.
     """
     for form in (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n")):
         if rendered.startswith(form + suffix, position):
@@ -342,9 +372,11 @@ def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str
 
 
 def _check_sections(location: AnswerLocation | None, message: dict, index: int) -> None:
-    """Raise ExcludedExample if an answer's content or tool calls are not in the rendered chat.
+    """Raise ExcludedExample if the content or tool calls of an answer are not in the rendered chat.
 
-    An answer with tool calls only gets an empty "content" section.
+    If an answer has tool calls and no content, an empty "content" section is added to `location`.
+
+    location: where the answer is; None if no section of the answer was found
     """
     sections = {} if location is None else location.sections
     if message.get("tool_calls"):
@@ -362,9 +394,10 @@ def _check_sections(location: AnswerLocation | None, message: dict, index: int) 
 
 
 def _check_tool_results(messages: list[dict], rendered: str) -> None:
-    """Raise ExcludedExample if a tool's result is not in the rendered chat.
+    """Raise ExcludedExample if the result of a tool is not in the rendered chat.
 
-    Only its longest word is searched for, as the template may escape the other characters.
+    Only the longest word of the result is searched for, because the template may escape characters
+    such as quotes.
     """
     for index, message in enumerate(messages):
         longest_word = max(re.findall(r"\w+", message["content"]), key=len, default="")
@@ -380,10 +413,11 @@ def _find_loss_span(
     answer: dict,
     has_reasoning: bool,
 ) -> LossSpan:
-    """Return the characters of a rendered answer that the target generated.
+    """Return the span of a rendered answer that the target generated.
 
-    They start after the generation prompt and end after the content or the last tool call. If the
-    template puts empty reasoning before an answer without reasoning, this does not belong to them.
+    The span starts after the generation prompt and ends after the content or the last tool call.
+    If the template puts empty reasoning tags before an answer without reasoning, the span starts
+    after these tags.
     """
     start = location.start
     prompt_without_reasoning = markers.generation_prompt.partition("<think>")[0]
@@ -423,9 +457,11 @@ def _build_single_answer_text(
     markers: TemplateMarkers,
     tool_calls_text: str,
 ) -> TextWithSpans:
-    """Return answer number `index` with its reasoning, after the prompt it was generated from.
+    """Build a training text of one answer with its reasoning, after the prompt of this answer.
 
-    The template removes this reasoning when further messages follow.
+    It is needed for an answer whose reasoning the template removes because other messages follow.
+
+    index: index of the answer among the messages
     tool_calls_text: the rendered tool calls of the answer
     """
     prompt = render_chat(tokenizer, messages[:index], chat, add_generation_prompt=True)
@@ -451,9 +487,10 @@ def _build_single_answer_text(
 def tokenize_chat(
     tokenizer: "PreTrainedTokenizerBase", chat: dict
 ) -> list[tuple[list[int], list[bool]]]:
-    """Return a chat's training texts as (token ids, loss mask).
+    """Render and tokenise a chat. Return the (token ids, loss mask) of each training text.
 
-    Tokens that the target generated carry loss, and the end token of each complete answer.
+    The tokens that the target generated carry loss, including the end token of an answer that was
+    not cut off.
     """
     texts = build_training_texts(tokenizer, chat)
     return [tokenize_with_loss_mask(tokenizer, text, spans) for text, spans in texts]
@@ -462,9 +499,10 @@ def tokenize_chat(
 def tokenize_with_loss_mask(
     tokenizer: "PreTrainedTokenizerBase", text: str, spans: list[LossSpan]
 ) -> tuple[list[int], list[bool]]:
-    """Return a text's token ids, and for each of them whether it carries loss.
+    """Tokenise a text. Return its token ids, and for each token id whether it carries loss.
 
-    An answer with recorded token ids keeps these if they decode to the same text.
+    If the token ids of an answer were recorded and decode to the text of the answer, the recorded
+    token ids are used.
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     text_ids = encoded["input_ids"]
@@ -498,14 +536,14 @@ def tokenize_with_loss_mask(
 def get_recorded_token_ids(
     tokenizer: "PreTrainedTokenizerBase", span: LossSpan, text: str, special_ids: set[int]
 ) -> list[int] | None:
-    """Return the token ids that the target generated for an answer, without its end tokens.
+    """Return the recorded token ids of an answer, without end tokens.
 
-    Returns None if they were not recorded or do not decode to the answer's text.
-    Raises InvalidExample for an id outside the vocabulary.
+    Returns None if no token ids were recorded, or if they do not decode to the text of the answer.
+    Raises InvalidExample for a token id outside the vocabulary.
     """
     token_ids = list(span.answer.get("token_ids", ()))
     if token_ids and max(token_ids) >= len(tokenizer):
-        detail = f"{max(token_ids)} of {len(tokenizer)}"
+        detail = f"id {max(token_ids)}, vocabulary of {len(tokenizer)} ids"
         raise InvalidExample("token_ids are outside the vocabulary", detail)
 
     while token_ids and token_ids[-1] in special_ids:

@@ -1,21 +1,22 @@
-"""The base class of drafters: what all families share.
+"""The base class of drafters, with the code that all drafter families share.
 
-Shapes: B batch rows, C new context positions, T context length, N anchors, L drafted positions, W
-slots of a block, D hidden size, F features of a position, E head size, V vocabulary, R tokens of
-the draft vocabulary, a part of V.
+Shapes: B batch rows, C new context positions, T context length, N anchors (positions of the bonus
+tokens after which blocks are drafted), L drafted positions, W slots of a block, D hidden size, F
+features of a position (hidden states of several target layers, concatenated), E head size, V
+tokens of the target's vocabulary, R tokens of the draft vocabulary (R <= V).
 
-A family is a subclass of `Drafter` and an entry of `infer.drafters.families`; dflash/model.py is
-the one to read. Besides its modules, a subclass defines:
+A family consists of a subclass of `Drafter` and an entry in `infer.drafters.families`. Read
+dflash/model.py as the example. Besides its modules, a subclass defines:
 
-- for new drafters, `default_layer_ids`, the target layers that it reads, and
-  `build_family_config`, its object in config.json;
-- for its layouts of config.json, `read_config` and `export_writers`;
-- for training, `prepare_inputs` and `forward`: many blocks of packed sequences under one mask for
-  each of `attention_patterns`;
-- for decoding, `build_state`, `update_context` and `compute_block_states`: the KV cache of
-  sequences, newly committed positions into it, and the states of one block per sequence, which
-  `draft_block` turns into marginals;
-- for warm starts, `choose_warm_start_layers` and `finish_warm_start`.
+- for new drafters: `default_layer_ids` chooses the target layers that the drafter reads, and
+  `build_family_config` builds the object in config.json that holds the family's keys;
+- for reading and writing config.json: `read_config` and `export_writers`;
+- for training: `prepare_inputs` and `forward` run all blocks of packed sequences in one pass, with
+  one attention mask for each of `attention_patterns`;
+- for decoding: `build_state` creates the KV cache, `update_context` adds newly committed positions
+  to the KV cache, and `compute_block_states` computes the states of one block per sequence, from
+  which `draft_block` computes the marginals;
+- for warm starts: `choose_warm_start_layers` and `finish_warm_start`.
 """
 
 from collections.abc import Callable, Collection
@@ -48,38 +49,43 @@ class DraftedBlock(NamedTuple):
     """The result of drafting one block per batch row."""
 
     marginals: torch.Tensor  # (B, L, R) log-probabilities, float32
-    # (B, W, D) of all slots, the input of a conditional head; None for drafters without one
+    # (B, W, D) states of all slots, read by the conditional head; None if the drafter has no head
     states: torch.Tensor | None = None
 
 
 class Drafter(nn.Module):
-    """A drafter of any family. Parameter names are those of the family's public checkpoints."""
+    """A drafter of any family. The parameters have the same names as in the family's public
+    checkpoints."""
 
     family: Family
-    # by export format; see infer/drafters/dflash/writers.py for arguments and results
+    # Key: the name of an export format. Value: the function that converts a drafter to this format;
+    # infer/drafters/dflash/writers.py describes its arguments and its result.
     export_writers: dict[str, Callable] = {}
     anchor_offset = 0  # the first slot of a block is this many positions before the anchor
-    attention_patterns: list[AttentionPattern]  # the different patterns of its layers
-    num_queries: int  # W, the slots of a block
-    first_draft_slot: int  # the first slot whose state drafts a token
-    mask_token_id: int | None = None  # the token in the drafted slots, for families that use one
+    attention_patterns: list[AttentionPattern]  # distinct attention patterns of all layers
+    num_queries: int  # W, the number of slots of a block
+    first_draft_slot: int  # the index of the first slot whose state drafts a token
+    mask_token_id: int | None = None  # token id in the drafted slots; None if they hold no token
     norm: nn.RMSNorm  # the final norm
-    d2t: torch.Tensor | None  # (R,) int64: row r of the head is token r + d2t[r] of the target
+    # (R,) int64: draft token r is token r + d2t[r] of the target; None for the whole vocabulary
+    d2t: torch.Tensor | None
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
         self.block_size: int = config.block_size  # L + 1: the drafted positions and the bonus token
         self.layer_ids = get_feature_layer_ids(self.family_config, config.num_target_layers)
-        # A list hides the module from `to`: rotary embeddings must not be cast to bfloat16.
+        # The module is stored in a list so that `nn.Module.to` does not find it: rotary embeddings
+        # must not be cast to bfloat16.
         self.rotary_modules = [Qwen3RotaryEmbedding(config)]
-        self.head_spec: HeadSpec | None = None  # of the conditional head
+        self.head_spec: HeadSpec | None = None  # describes the conditional head; None without one
         self.confidence_head: ConfidenceHead | None = None
-        # the conditional head reads states before the final norm
+        # whether the conditional head reads the states before the final norm
         self.head_reads_raw_states = False
-        self.ngram_path: Path | None = None  # n-gram file from the checkpoint's folder, for trees
-        self.quantised = False  # the linear layers have int8 weights
-        # in training, recompute the layers in the backward pass instead of storing activations
+        # n-gram file in the checkpoint's folder, with which engines score draft trees
+        self.ngram_path: Path | None = None
+        self.quantised = False  # whether the linear layers have int8 weights
+        # whether training recomputes activations in the backward pass instead of storing them
         self.recompute = False
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
@@ -90,16 +96,17 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", d2t)
         self.target_head_copy: TargetHeadCopy | None = None  # see `get_target_head`
 
-    # What a family defines.
+    # Methods that every family defines.
 
     @staticmethod
     def read_config(
         family: Family, raw: dict, tensors: Collection[str], target_layers: int | None
     ) -> ParsedConfig | None:
-        """Read a config.json; None if it is in none of the family's layouts.
+        """Translate a config.json, `raw`, to this project's keys. Return None if `raw` is in none
+        of the family's layouts.
 
-        `tensors` are the names of the stored tensors; `target_layers` is the target's number of
-        layers, for layouts that do not store it.
+        `tensors` are the names of the stored tensors. `target_layers` is the target's number of
+        layers; it is used for layouts that do not store this number.
         """
         raise NotImplementedError
 
@@ -112,14 +119,15 @@ class Drafter(nn.Module):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return the family's object in config.json for a new drafter."""
+        """Return the object that holds the family's keys in the config.json of a new drafter."""
         raise NotImplementedError
 
     @staticmethod
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target layers whose weights the drafter's layers start with, [] for none."""
+        """Return the target layers from whose weights the drafter's layers start, one for each
+        drafter layer; [] if the target has no suitable layers."""
         raise NotImplementedError
 
     def finish_warm_start(
@@ -128,21 +136,25 @@ class Drafter(nn.Module):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Set the other weights for a warm start; `layer_weights` are those of each layer."""
+        """Finish a warm start: set the remaining weights that depend on the target.
+
+        `layer_weights` are the weights that the warm start copied into each layer.
+        """
         raise NotImplementedError
 
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments of `forward` between the positions and the masks.
+        """Compute the two arguments of `forward` that follow `positions` and precede the masks.
 
-        `ids` and `positions` (B, T) are packed sequences, `anchors` (B, N) the positions of the
-        blocks' bonus tokens.
+        `ids` and `positions` (B, T) are the tokens and positions of packed sequences. `anchors`
+        (B, N) are the indices of the blocks' bonus tokens in the packed sequences.
         """
         raise NotImplementedError
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DrafterState:
-        """Return a state with an empty cache and the rotary embeddings of all positions."""
+        """Return a decoding state that holds an empty `cache` and `rotary_tables`, cos and sin of
+        all positions."""
         raise NotImplementedError
 
     def update_context(
@@ -154,23 +166,24 @@ class Drafter(nn.Module):
         state: Any,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add newly committed positions to the state.
+        """Add newly committed positions to the decoding state.
 
-        `features` (B, C, F) are the states of the target layers `layer_ids`, concatenated, and
-        `tokens` (B, C) the tokens of these positions. The first counts[b] positions of batch row b
-        are added; the others are padding. `counts_on_device` (B,) holds the same numbers, where
-        they are on the device already; `counts` is None where the host does not know them.
+        `features` (B, C, F) are the concatenated hidden states of the target layers `layer_ids`.
+        `tokens` (B, C) are the tokens of the same positions. The first counts[b] positions of batch
+        row b are added; the other positions are padding. `counts_on_device` (B,) holds the same
+        numbers as `counts`, if they are on the device already. `counts` is None if only the device
+        knows the numbers.
         """
         raise NotImplementedError
 
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: Any
     ) -> torch.Tensor:
-        """Return the states (B, W, D) of blocks after bonus tokens (B,), through
-        `normalize_for_head`."""
+        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,), and apply
+        `normalize_for_head` to the states."""
         raise NotImplementedError
 
-    # What all families share.
+    # Methods that all families share.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,7 +191,7 @@ class Drafter(nn.Module):
 
     @property
     def kernels(self) -> Kernels:
-        """The implementations of operations for the drafter's device and weights."""
+        """The kernels (implementations of operations) for the drafter's device and weight dtype."""
         dtype = torch.int8 if self.quantised else self.dtype
         return select_kernels(self.norm.weight.device, dtype)
 
@@ -189,7 +202,8 @@ class Drafter(nn.Module):
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        """The tokens that the drafter can propose, from `d2t` (EAGLE-3, FR-Spec)."""
+        """The tokens that the drafter can propose. `d2t` defines them, as in EAGLE-3 and
+        FR-Spec."""
         if self.d2t is None:
             return FULL_VOCABULARY
         tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -197,15 +211,17 @@ class Drafter(nn.Module):
 
     @property
     def conditional_head(self) -> Head | None:
-        """The module that makes a token's score depend on the tokens before it; None where
-        positions are independent."""
+        """The module that makes a drafted token's score depend on the drafted tokens before it.
+
+        None if the drafter has no such module and predicts each drafted position independently.
+        """
         if self.head_spec is None:
             return None
         return cast(Head, self.get_submodule(self.head_spec.attribute))
 
     def add_conditional_head(self) -> None:
-        """Add the conditional head that config.json describes, if any, with uninitialised
-        weights."""
+        """Add the conditional head and the confidence head that config.json describes, if any, with
+        uninitialised weights."""
         family_config = self.family_config
         spec = find_head_spec(family_config)
         self.head_spec = spec
@@ -222,8 +238,8 @@ class Drafter(nn.Module):
             self.confidence_head = ConfidenceHead(input_size)
 
     def add_embedding_and_head(self, embedding: bool, head: bool) -> None:
-        """Add an embedding and a language model head, or one of them, to the drafter; it uses the
-        target's otherwise."""
+        """Add modules of the drafter's own: an embedding if `embedding`, and a language model head
+        if `head`. The drafter uses the target's module in place of one that is not added."""
         config = self.config
         if embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -236,22 +252,24 @@ class Drafter(nn.Module):
         return embedded.to(self.norm.weight.dtype)
 
     def compute_logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., R), float32, of states (..., D) after the final norm."""
+        """Return the logits (..., R), float32, for states (..., D) that the final norm was applied
+        to."""
         if self.lm_head is not None:
             return target.logit_scale(self.lm_head(states)).float()
         return target.logit_scale(get_target_head(self, target)(states.to(target.dtype))).float()
 
     def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the input (..., D) of the language model head for states of the last layer."""
+        """Apply the final norm to states (..., D) of the last layer. The result (..., D) is the
+        input of the language model head."""
         return self.norm(states)
 
     def normalize_for_head(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states of the last layer (..., D) after the final norm, or unchanged where the
-        conditional head reads them before it."""
+        """Apply the final norm to states (..., D) of the last layer, unless the conditional head
+        reads states before the final norm: then return the states unchanged."""
         return states if self.head_reads_raw_states else self.apply_final_norm(states)
 
     def check_target(self, target: Target) -> None:
-        """Raise ValueError where the drafter was made for another target; the message names every
+        """Raise ValueError if the drafter was made for another target. The message names every
         difference."""
         config = self.config
         target_config = target.config
@@ -274,7 +292,7 @@ class Drafter(nn.Module):
         reads_normed = layers - 1 in ids and self.family_config.get("last_tap") == "normed"
         if reads_normed and layers not in self.layer_ids:
             differences.append(
-                f"no num_target_layers, although the drafter reads the target's last layer: load_drafter(..., target_layers={layers})"
+                f"no num_target_layers, although the drafter reads the target's last layer (use load_drafter(..., target_layers={layers}))"
             )
         if (self.mask_token_id or 0) >= target.vocab_size:
             differences.append(
@@ -286,8 +304,8 @@ class Drafter(nn.Module):
             )
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights: matrices from a normal distribution with the config's standard
-        deviation (0.02), norms one."""
+        """Initialise all weights: draw matrices from a normal distribution with the standard
+        deviation `config.initializer_range`, and set the weights of norms to one."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
@@ -296,8 +314,8 @@ class Drafter(nn.Module):
         self.init_head_weights(generator)
 
     def init_head_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights of the conditional and confidence heads, if any; the scores stay
-        those of the drafter without a head."""
+        """Initialise the conditional head and the confidence head, if the drafter has them. With
+        these weights, the drafter's scores are the same as without a conditional head."""
         if self.conditional_head is not None:
             self.conditional_head.init_weights(generator)
         if self.confidence_head is not None:
@@ -306,11 +324,11 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm_start: bool) -> bool:
-        """Initialise all weights for a target.
+        """Initialise all weights for a target. Return whether the layers were warm-started.
 
-        A language model head of the drafter's own starts as the target's. With `warm_start`, the
-        layers start with weights of the target's layers, if these compute the same. Returns whether
-        they did.
+        If the family includes a language model head, the head starts as a copy of the target's.
+        With `warm_start`, the drafter's layers start with the weights of target layers, provided
+        that a drafter layer with these weights computes what the target layer computes.
         """
         self.init_weights(generator)
         shrink_final_norm(self.norm, target)
@@ -321,11 +339,11 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start with the weights of the target's layers and final norm, reading the features of one
-        layer.
+        """Copy the weights of target layers and of the target's final norm into the drafter, which
+        then reads the features of a single target layer. Return whether this was possible.
 
-        Returns False, and changes nothing, where a layer of the drafter would not compute what the
-        target's layer does.
+        Returns False and changes nothing if a drafter layer with these weights would not compute
+        what the target layer computes.
         """
         layers = [module for module in self.modules() if isinstance(module, DrafterLayer)]
         layer_ids = self.choose_warm_start_layers(self.layer_ids, len(layers), target.config)
@@ -344,14 +362,15 @@ class Drafter(nn.Module):
                 return False
 
         for layer, weights in zip(layers, layer_weights, strict=True):
-            layer.load_state_dict(weights, strict=False)  # convolutions stay the identity
+            # `weights` contains no convolutions, which stay the identity.
+            layer.load_state_dict(weights, strict=False)
         self.norm.weight.copy_(convert_norm(cast(nn.Module, target.decoder.norm)).weight)
         self.finish_warm_start(layer_weights, target, generator)
         return True
 
     def graph_references(self) -> list[object]:
-        """Return the objects whose memory drafting reads, besides its arguments and its state; see
-        `Target.graph_references`."""
+        """Return the objects whose memory drafting reads, apart from the arguments and the state.
+        `Target.graph_references` explains what they are needed for."""
         return [self.target_head_copy, *parameter_aliases(self)]
 
     def compute_rotary(self, positions: torch.Tensor) -> CosSin:
@@ -364,9 +383,10 @@ class Drafter(nn.Module):
         return cos, negate_first_half(sin)
 
     def allocate_state(self, rows: int, capacity: int, keep_all: bool = False) -> DrafterState:
-        """Return an empty state for up to `rows` sequences of up to `capacity` positions.
+        """Return an empty decoding state for up to `rows` sequences of up to `capacity` positions.
 
-        Where all layers slide, the cache drops positions that left their window, unless `keep_all`.
+        If all layers have a sliding window, the KV cache drops positions that have left every
+        window. `keep_all` keeps these positions.
         """
         config = self.config
         weight = self.norm.weight
@@ -382,8 +402,8 @@ class Drafter(nn.Module):
     def draft_block(self, target: Target, bonus: torch.Tensor, state: Any) -> DraftedBlock:
         """Draft one block for every batch row, after the bonus tokens (B,) int64.
 
-        The block's keys and values are not kept. The marginals are those without the conditional
-        head.
+        The KV cache does not keep the keys and values of the block. The returned marginals do not
+        include the conditional head.
         """
         cache = state.cache
         rows = len(bonus)
@@ -399,10 +419,10 @@ class Drafter(nn.Module):
 def get_feature_layer_ids(
     family_config: dict[str, Any], num_target_layers: int | None
 ) -> tuple[int, ...]:
-    """Return the target layers whose states the drafter reads, as `Target` counts them.
+    """Return the ids, as `Target` counts them, of the target layers whose states the drafter reads.
 
-    There, id `num_target_layers` stands for the last layer's states after the final norm. The
-    number is None where config.json does not store it.
+    `Target` counts layers from 0. The id `num_target_layers` stands for the last layer's states
+    after the final norm. `num_target_layers` is None if config.json does not store it.
     """
     layer_ids = family_config["target_layer_ids"]
     if num_target_layers is None or family_config.get("last_tap") != "normed":
@@ -413,18 +433,18 @@ def get_feature_layer_ids(
 
 
 def limit_attention_window(drafter: Drafter, window: int) -> None:
-    """Limit every layer to the last `window` positions, including its own block.
+    """Limit the attention of every layer to the last `window` positions, block included.
 
-    SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError where
-    layers of the family cannot slide, and for a window shorter than a block.
+    SGLang has the same option, `--speculative-dflash-draft-window-size`. Raises ValueError if the
+    family does not support sliding windows, or if the window is shorter than a block.
     """
     if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; leave the option out"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; remove this option"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: must be at least the block, {drafter.block_size} positions"
+            f"drafter.sliding_window={window}: the window must be at least as long as a block, {drafter.block_size} positions"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))
@@ -433,8 +453,8 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
 
 
 def draft_from_states(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:
-    """Return the block that is drafted by the states (B, W, D) of its slots, which went through
-    `Drafter.normalize_for_head`."""
+    """Compute the drafted block of each batch row from the states (B, W, D) of the block's slots,
+    the result of `Drafter.compute_block_states`."""
     draft_states = states[:, drafter.first_draft_slot :].contiguous()
     if drafter.head_reads_raw_states:
         draft_states = drafter.apply_final_norm(draft_states)
@@ -443,10 +463,11 @@ def draft_from_states(drafter: Drafter, target: Target, states: torch.Tensor) ->
 
 
 def get_target_head(drafter: Drafter, target: Target) -> nn.Module:
-    """Return the target's language model head, for the tokens that the drafter can propose.
+    """Return the target's language model head, limited to the tokens that the drafter can propose.
 
-    It is a copy of some rows for a drafter with a draft vocabulary, and has int8 weights for a
-    quantised drafter. The copy is kept until the head or the draft vocabulary changes.
+    If the drafter has a draft vocabulary, the result is a copy with the rows of these tokens only.
+    If the drafter is quantised, the result is a copy with int8 weights. The drafter keeps a copy
+    until the target's head or the draft vocabulary changes.
     """
     head = target.model.get_output_embeddings()
     to_int8 = drafter.quantised and type(head) is nn.Linear
@@ -465,7 +486,8 @@ def get_target_head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
 
 
 def get_head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
-    """Return the weight (R, D) of the head that the drafter uses: its own, or the target's."""
+    """Return the weight (R, D) of the language model head that the drafter uses: the drafter's own
+    head if it has one, else the target's."""
     if drafter.lm_head is not None:
         return drafter.lm_head.weight
     return get_target_head_weight(drafter, target)

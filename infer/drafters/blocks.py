@@ -1,7 +1,7 @@
-"""The blocks of packed sequences, as in training.
+"""Compute the states of many drafted blocks of packed sequences in one pass, as in training.
 
-B batch rows, T tokens of a packed sequence, N anchors, W slots of a block, D hidden size, F
-features of a position.
+B batch rows, T tokens of a packed sequence, N anchors (positions of the bonus tokens after which
+blocks are drafted), W slots of a block, D hidden size, F features of a position.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ def compute_packed_block_states(
     context: torch.Tensor,
     forward: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Return the states (B, N, W, D) of all slots of blocks in packed sequences, in one pass.
+    """Compute the states (B, N, W, D) of all slots of all blocks in packed sequences, in one pass.
 
     `packed_sequences` holds "ids", "positions" and "documents", (B, T) each. `anchors` (B, N) are
-    the positions of the blocks' bonus tokens, `context` (B, T, F) the features. `forward` is the
-    drafter, or an engine that calls it. The states went through `Drafter.normalize_for_head`.
+    the indices of the blocks' bonus tokens. `context` (B, T, F) are the features. `forward` is the
+    drafter, or a training engine that wraps the drafter. `Drafter.normalize_for_head` was already
+    applied to the returned states.
     """
     ids = packed_sequences["ids"]
     positions = packed_sequences["positions"]

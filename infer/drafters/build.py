@@ -1,4 +1,5 @@
-"""Build new drafters: from options to config.json and a drafter without weights."""
+"""Build new drafters: choose the config.json for the given options, and create a drafter with
+uninitialised weights."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -21,27 +22,30 @@ from infer.targets.support import (
 )
 from infer.targets.target import Target
 
-# Names of tokens that no text contains: Llama's reserved tokens, Gemma's unused ones, Nemotron's
-# numbered special tokens.
+# Matches names of tokens that no text contains: mask tokens, Llama's reserved tokens, Gemma's
+# unused tokens and Nemotron's numbered special tokens.
 UNUSED_TOKEN_NAME = re.compile(
     r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE
 )
-# Kinds of rotary scaling that a new drafter takes over from its target. Llama 3's is not among
-# them: it matters only for positions that are thousands apart, and llama.cpp does not support it in
-# a drafter.
+# Kinds of rotary scaling that a new drafter copies from its target. "llama3" is not copied, because
+# it only matters for positions that are thousands of tokens apart, and because llama.cpp does not
+# support it in a drafter.
 INHERITED_ROPE_TYPES = ("linear", "yarn")
 
 
 def iterate_mask_token_candidates(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Collection[int]
 ) -> Iterator[int]:
-    """Yield token ids that text is unlikely to contain, the safest first.
+    """Yield candidates for the mask token: token ids that text is unlikely to contain, in order of
+    preference.
 
-    These are: the tokenizer's mask token; the first id after the tokenizer's last one, in a padded
-    vocabulary (Qwen3: 151669); tokens whose name marks them as mask, reserved or unused (Gemma,
-    Llama 3, Nemotron); the padding token, unless it also begins or ends sequences; other special
-    tokens that do not begin or end sequences and are not in the chat template, the last one first
-    (SmolLM2: <empty_output>).
+    1. The tokenizer's mask token.
+    2. The id after the tokenizer's last token, if the target's vocabulary is padded (151669 for
+       Qwen3).
+    3. Tokens whose name marks them as mask, reserved or unused (Gemma, Llama 3, Nemotron).
+    4. The padding token, unless it also begins or ends sequences.
+    5. Other special tokens that neither begin nor end sequences and do not occur in the chat
+       template, from the highest id to the lowest (<empty_output> for SmolLM2).
     """
     if tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id
@@ -81,17 +85,17 @@ def choose_mask_token(
     end_token_ids: Collection[int],
     get_used_ids: Callable[[], Collection[int]] | None = None,
 ) -> int:
-    """Return the token id for the drafted slots.
+    """Choose the mask token, the token id that the drafted slots hold.
 
-    It is the first of `iterate_mask_token_candidates` that the training data do not contain, or
-    else the last id that they do not contain. `get_used_ids` returns the ids in the data; it is
-    called only if needed, and without it the first candidate is returned. Raises ValueError where
-    there is no such id.
+    This is the first of `iterate_mask_token_candidates` that does not occur in the training data.
+    If all candidates occur, it is the highest id that does not occur in the data. `get_used_ids`
+    returns the ids that occur in the data and is called only if needed. If `get_used_ids` is None,
+    the first candidate is returned. Raises ValueError if no id is suitable.
     """
     candidates = iterate_mask_token_candidates(tokenizer, vocab_size, end_token_ids)
     first_candidate = next(candidates, None)
     if first_candidate is not None and (get_used_ids is None or first_candidate >= len(tokenizer)):
-        return first_candidate  # ids after the tokenizer's last one occur in no data
+        return first_candidate  # an id after the tokenizer's last token occurs in no data
 
     if get_used_ids is not None:
         used_ids = set(get_used_ids())
@@ -103,16 +107,16 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "the target has no unused token id: set drafter.mask_token_id=<id> to one that text never contains"
+        "found no token id of the target that is unused: set drafter.mask_token_id=<id> to a token id that text never contains"
     )
 
 
 def choose_feature_layers(
     options: DrafterConfig, target_config: PretrainedConfig
 ) -> tuple[int, ...]:
-    """Return the target layers whose states a new drafter reads, from 0.
+    """Return the target layers whose states a new drafter reads, counted from 0.
 
-    Raises ValueError for layers that the target does not have.
+    Raises ValueError if the options name a layer that the target does not have.
     """
     target_layers = target_config.num_hidden_layers
     drafter_class = DRAFTER_FAMILIES[options.family].load()
@@ -129,10 +133,11 @@ def choose_feature_layers(
 def build_feature_layer_keys(
     options: DrafterConfig, target_config: PretrainedConfig
 ) -> dict[str, Any]:
-    """Return the keys of config.json that tell which target layers a drafter reads.
+    """Return the keys of config.json that define which target layers a drafter reads.
 
-    Raises ValueError as `choose_feature_layers` does, and for a `last_tap` although the last layer
-    is not read.
+    Raises ValueError as `choose_feature_layers` does. Also raises ValueError if the option
+    `last_layer_output` was changed from its default although the drafter does not read the target's
+    last layer.
     """
     layer_ids = list(choose_feature_layers(options, target_config))
     last_layer = target_config.num_hidden_layers - 1
@@ -146,10 +151,12 @@ def build_feature_layer_keys(
 
 
 def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary parameters of a new drafter: the target's base, and its scaling if that is
-    one of INHERITED_ROPE_TYPES.
+    """Return the parameters of a new drafter's rotary embeddings, in the form of `rope_parameters`
+    of transformers 5.
 
-    Layers that start as the target's have learned these angles.
+    The drafter has the target's `rope_theta`, because weights that a warm start copies from the
+    target were trained with it. The drafter has the target's rotary scaling if the kind of scaling
+    is one of INHERITED_ROPE_TYPES.
     """
     target_parameters = get_rope_parameters(target_config)
     parameters = {
@@ -168,8 +175,8 @@ def choose_rope_parameters(target_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -> dict[str, Any]:
-    """Return the keys of a new drafter's config.json that all families share: sizes of the target
-    and of the options."""
+    """Return the keys of a new drafter's config.json that all families share. They are sizes, which
+    come from the target or from the options."""
     num_slots = options.block_size
     if options.sample_from_anchor:
         num_slots -= 1
@@ -204,20 +211,20 @@ def build_shared_keys(options: DrafterConfig, target_config: PretrainedConfig) -
 
 
 def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConfig) -> None:
-    """Raise ValueError where the draft vocabulary is larger than the target's vocabulary."""
+    """Raise ValueError if the draft vocabulary is larger than the target's vocabulary."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens; use at most this number"
         )
 
 
 def build_drafter_config(
     options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Qwen3Config:
-    """Return the config.json of a new drafter.
+    """Return the config of a new drafter for a target.
 
-    It is for `target`, or without one for a target with the config `target_config`. Raises
-    ValueError for options that do not fit.
+    The target is `target`. If `target` is None, it is any target with the config `target_config`.
+    Raises ValueError if the options are invalid or do not fit the target.
     """
     options.check()
     if target is not None:
@@ -237,7 +244,7 @@ def build_drafter_config(
 def create_drafter(
     options: DrafterConfig, target: Target | None, target_config: PretrainedConfig | None = None
 ) -> Drafter:
-    """Return a new drafter with uninitialised weights; arguments and exceptions as in
+    """Return a new drafter with uninitialised weights. The arguments and exceptions are those of
     `build_drafter_config`."""
     config = build_drafter_config(options, target, target_config)
     return DRAFTER_FAMILIES[options.family].load()(config)
@@ -245,9 +252,10 @@ def create_drafter(
 
 @torch.no_grad()
 def get_target_embeddings(target: Target) -> torch.Tensor:
-    """Return the input (V, D) of the target's first layer for every token.
+    """Return the input of the target's first layer for every token, as a tensor
+    (vocabulary, hidden size).
 
-    It differs from the embedding's weight where a target scales its embeddings.
+    The result differs from the weight of the embedding if the target scales its embeddings.
     """
     weight = cast(torch.Tensor, target.embedding.weight)
     ids = torch.arange(len(weight), device=target.device)
@@ -255,10 +263,11 @@ def get_target_embeddings(target: Target) -> torch.Tensor:
 
 
 def drop_target_copies(drafter: Drafter, target: Target) -> None:
-    """Remove the drafter's embedding and head where they are copies of the target's.
+    """Remove the drafter's embedding and language model head, which must be copies of the target's.
 
-    A copy equals the target's weight bit for bit, in the dtype of one of the two. Nothing is done
-    for families with a head of their own. Raises ValueError where the weights differ.
+    A weight counts as a copy if it equals the target's weight after a cast to the dtype of one of
+    the two. Nothing is removed if the drafter's family always has a language model head of its own.
+    Raises ValueError if a weight is not a copy.
     """
     if drafter.family.includes_lm_head:
         return
@@ -268,19 +277,20 @@ def drop_target_copies(drafter: Drafter, target: Target) -> None:
     }
     for name, (module, target_weight) in pairs.items():
         if module is not None and not equal_in_either_dtype(module.weight, target_weight):
-            raise ValueError(f"its own {name} is not the target's")
+            raise ValueError(f"the drafter's {name} differs from the target's")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
 
 
 def equal_in_either_dtype(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors are equal after a cast to the dtype and device of one of them."""
+    """Return whether two tensors are equal after one of them is cast to the other's dtype and
+    device."""
     return torch.equal(first, second.to(first)) or torch.equal(first.to(second), second)
 
 
 def read_fixed_options(drafter: Drafter) -> dict[str, Any]:
-    """Return the fields of `infer.config.DrafterConfig` that an existing drafter's config.json
-    determines, except those of its conditional head."""
+    """Return the values of those fields of `infer.config.DrafterConfig` that an existing drafter's
+    config.json determines. The fields of the conditional head are not included."""
     family_config = drafter.family_config
     family = drafter.family
     options = {

@@ -1,14 +1,16 @@
-"""Read a drafter's config.json without trusting it, and write it.
+"""Check and translate a drafter's config.json, and write it.
 
-The layouts of the families are built from the classes here.
+The functions `read_config` of the drafter families use the classes in this module.
 
-A required key that is missing or has a wrong value is a problem, and the drafter is not loaded. So
-is a key that makes the drafter compute something that this project's drafters do not
-(`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in key_rules.py). An unknown key is a problem too, as it may do the same. It is
-only a warning where its name shows that it records how the drafter was made, or where its value is
-empty.
+A drafter whose config.json has a problem is not loaded. There are three kinds of problems:
 
-V vocabulary.
+- a required key is missing or has a wrong value;
+- a key asks for a computation that this project's drafters do not support (`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in
+  key_rules.py);
+- a key is unknown, because an unknown key may also change the computation.
+
+An unknown key gives a warning instead of a problem if the name of the key shows that it records how
+the drafter was made, or if its value is empty or false.
 """
 
 import reprlib
@@ -31,7 +33,7 @@ from infer.drafters.key_rules import (
     WORDS_IN_IGNORED_CONFIG_KEYS,
 )
 
-WRITTEN_DRAFTER_CONFIG_KEYS = (  # keys of the public layout, in the order in which they are written
+WRITTEN_DRAFTER_CONFIG_KEYS = (  # the keys of the public layout, in the order in which they are written
     *("architectures", "model_type", "block_size"),
     *(family.config_key for family in DRAFTER_FAMILIES.values()),
     *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window"),
@@ -46,42 +48,44 @@ WRITTEN_DRAFTER_CONFIG_KEYS = (  # keys of the public layout, in the order in wh
 class ParsedConfig:
     """A config.json of any layout, translated to this project's keys."""
 
-    # `CheckpointLayout.name` of dflash/layouts.py, or "DART"; "none" for an unknown layout
+    # The name of the layout: `CheckpointLayout.name` of dflash/layouts.py, "DART" for the layouts
+    # of DART drafters, or "none" for an unknown layout.
     layout: str
-    family: Family | None
-    options: dict[str, Any]  # arguments of Qwen3Config; {} where there are problems
-    problems: list[str]  # sentences on missing and wrong keys
-    # names of stored tensors that the layout has and this project does not need
+    family: Family | None  # None for an unknown layout
+    options: dict[str, Any]  # arguments of Qwen3Config; {} if there are problems
+    problems: list[str]  # sentences that describe missing, wrong and unknown keys
+    # names of stored tensors that belong to the layout but that this project does not need
     unused_tensors: set[str] = field(default_factory=set)
-    warnings: list[str] = field(default_factory=list)  # sentences on what config.json leaves open
-    # stored names of tensors with another name in this project -> that name
+    warnings: list[str] = field(default_factory=list)  # sentences to show to the user as warnings
+    # Tensors that have another name in this project. Key: the stored name; value: the new name.
     renamed_tensors: dict[str, str] = field(default_factory=dict)
-    # `draft_vocab_size` where it is larger than the vocabulary: tensors with a row for each token
-    # have as many rows, and the rows after the vocabulary's are padding
+    # `draft_vocab_size` if it is larger than the vocabulary, else None. Tensors with a row for each
+    # token then have `padded_rows` rows, of which those beyond the vocabulary are padding.
     padded_rows: int | None = None
 
     @property
     def family_config(self) -> dict[str, Any]:
-        """The family's object in config.json."""
+        """The object in config.json that holds the family's keys; {} for an unknown layout."""
         if self.family is None:
             return {}
         return self.options.get(self.family.config_key, {})
 
     def build_drafter(self, device: str = "meta") -> Any:
-        """Return a `Drafter` with uninitialised weights; the config must have no problems."""
+        """Return a `Drafter` with uninitialised weights on `device`. `problems` must be empty."""
         assert self.family is not None
         with torch.device(device):
             return self.family.load()(Qwen3Config(**self.options))
 
 
 class CheckedKeys(dict[str, Any]):
-    """The keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES`, from all levels, with their
-    values checked.
+    """A flat dictionary of the keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES` and a value
+    that the rule allows.
 
-    `raw` is the config.json, `objects` names the objects in it whose keys are read as if they were
-    at the top. `defaults` replace missing keys. `key_names` maps names of the layout to names of
-    this project. A null counts as missing. Keys with wrong values are left out and described in
-    `problems`; unknown keys are described in `problems` or `warnings`.
+    `raw` is the config.json. `objects` are the names of nested objects whose keys are read as if
+    they were at the top level. `defaults` are the values of missing keys; a key whose value is null
+    counts as missing. `key_names` maps a key's name in the layout to its name in this project. A
+    key with a wrong value is left out and described in `problems`. An unknown key is described in
+    `problems` or `warnings`.
     """
 
     def __init__(
@@ -121,10 +125,11 @@ class CheckedKeys(dict[str, Any]):
     def _flatten(
         self, raw: dict[str, Any], objects: Collection[str], key_names: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Return the values that are not null of all levels, under this project's names.
+        """Merge the top level of `raw` and its nested objects into one dictionary, under this
+        project's names and without null values.
 
-        A key at the top overrides the same key in an object; where the two differ, this is a
-        problem.
+        A key at the top level overrides the same key in a nested object. Different values of a
+        known key are a problem.
         """
         levels = []
         for name in objects:
@@ -147,19 +152,19 @@ class CheckedKeys(dict[str, Any]):
         return values
 
     def report_unknown_key(self, key: str, value: Any) -> None:
-        """Describe an unknown key: as a warning if its name is bookkeeping or its value is empty or
-        false, else as a problem."""
+        """Report an unknown key. This is a warning if the value is empty or false, or if the name
+        contains a word of WORDS_IN_IGNORED_CONFIG_KEYS; otherwise it is a problem."""
         if not value or WORDS_IN_IGNORED_CONFIG_KEYS & set(key.lower().split("_")):
             self.warnings.append(f"config.json: the key {key} is unknown and ignored")
             return
         self.add_problem(
             key,
-            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter "
-            "computes; remove the key if it does not",
+            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter computes; remove the key if it does not",
         )
 
     def add_problem(self, key: str, description: str) -> None:
-        """Add a sentence that begins with the layout's name of a key."""
+        """Add a sentence to `problems`: the key's name in the layout, followed by
+        `description`."""
         self.problems.append(f"config.json: {self.layout_names.get(key, key)} {description}")
 
     def require(self, *keys: str) -> None:
@@ -169,7 +174,7 @@ class CheckedKeys(dict[str, Any]):
                 self.add_problem(key, "is missing")
 
     def read_transformer_config(self) -> dict[str, Any]:
-        """Return the arguments of Qwen3Config that all families share.
+        """Return the arguments of Qwen3Config that do not depend on the drafter family.
 
         The keys in REQUIRED_SIZE_KEYS must be present.
         """
@@ -182,7 +187,7 @@ class CheckedKeys(dict[str, Any]):
         if self.get("mask_token_id", 0) >= vocab_size:
             self.add_problem(
                 "mask_token_id",
-                f"is {self['mask_token_id']}, the vocabulary has ids 0 to {vocab_size - 1}",
+                f"is {self['mask_token_id']}, expected a token id from 0 to {vocab_size - 1}",
             )
 
         options = {key: self[key] for key in REQUIRED_SIZE_KEYS}
@@ -194,44 +199,49 @@ class CheckedKeys(dict[str, Any]):
             "rope_parameters": self.read_rope_parameters(),
             "tie_word_embeddings": False,
         }
-        # the arguments of the chat template with which the drafter was trained
+        # These are the arguments of the chat template with which the drafter was trained.
         if self.get("chat_template_kwargs"):
             options["chat_template_kwargs"] = self["chat_template_kwargs"]
-        # A larger draft vocabulary is the whole vocabulary with padding, see `padded_rows`.
+        # A `draft_vocab_size` above `vocab_size` means the whole vocabulary with padding rows, see
+        # `padded_rows`.
         if self.get("draft_vocab_size", vocab_size) < vocab_size:
             options["draft_vocab_size"] = self["draft_vocab_size"]
         return options | self.read_layer_types(self["num_hidden_layers"])
 
     def _check_sizes(self, hidden_size: int, heads: int, key_heads: int, head_dim: int) -> None:
-        """Add a problem for each size that does not fit the others."""
+        """Add a problem for each size that contradicts the other sizes."""
         target_hidden_size = self.get("target_hidden_size", hidden_size)
         if target_hidden_size != hidden_size:
             self.add_problem(
                 "target_hidden_size",
-                f"is {target_hidden_size}, expected hidden_size, {hidden_size}",
+                f"is {target_hidden_size}, expected the value of hidden_size, {hidden_size}",
             )
         if "head_dim" not in self and hidden_size % heads:
             self.add_problem(
                 "head_dim",
-                f"is missing, and hidden_size {hidden_size} is not a multiple of {heads} heads",
+                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})",
             )
         if heads % key_heads:
             self.add_problem(
                 "num_key_value_heads",
-                f"is {key_heads}, which does not divide num_attention_heads, {heads}",
+                f"is {key_heads}, expected a divisor of num_attention_heads, {heads}",
             )
         if head_dim % 2:
             self.add_problem("head_dim", f"is {head_dim}, expected an even number")
 
     @property
     def padded_rows(self) -> int | None:
-        """`draft_vocab_size` where it is larger than the vocabulary, else None."""
+        """`draft_vocab_size` if it is larger than the vocabulary, else None."""
         rows = self.get("draft_vocab_size", 0)
         return rows if rows > self["vocab_size"] else None
 
     def read_rope_parameters(self) -> dict[str, Any]:
-        """Return the rotary parameters from `rope_parameters`, as transformers 5 writes them, or
-        from `rope_theta` and `rope_scaling`; {} for an unknown rope_type, which is a problem."""
+        """Return the parameters of the rotary embeddings, in the form of `rope_parameters` of
+        transformers 5.
+
+        They are read from the key `rope_parameters` or from the older keys `rope_theta` and
+        `rope_scaling`. An unknown rope_type is a problem, and {} is returned.
+        """
         stored = self.get("rope_parameters") or self.get("rope_scaling") or {}
         parameters = {
             key: value
@@ -267,9 +277,10 @@ class CheckedKeys(dict[str, Any]):
         return {"rope_type": rope_type} | parameters
 
     def read_layer_types(self, layers: int) -> dict[str, Any]:
-        """Return the attention type of each layer, and the sliding window if a layer has one.
+        """Return the arguments of Qwen3Config that describe the attention type of each of `layers`
+        layers, and the sliding window if a layer has one.
 
-        Qwen3Config ignores the window unless `use_sliding_window` is true.
+        `use_sliding_window` is included because Qwen3Config ignores the window without it.
         """
         full_layers = layers
         if self.get("use_sliding_window"):
@@ -279,7 +290,7 @@ class CheckedKeys(dict[str, Any]):
         layer_types = self.get("layer_types", default)
         if len(layer_types) != layers:
             self.add_problem(
-                "layer_types", f"is {layer_types!r}, expected one for each of {layers} layers"
+                "layer_types", f"is {layer_types!r}, expected one type for each of {layers} layers"
             )
         if "sliding_attention" not in layer_types:
             return {"layer_types": layer_types}
@@ -294,20 +305,21 @@ class CheckedKeys(dict[str, Any]):
     def read_feature_layers(
         self, layers: int | None, first_layer_id: int, last_tap: str
     ) -> dict[str, Any]:
-        """Return `target_layer_ids`, counted from 0, and `last_tap` if the last layer is among
-        them.
+        """Return the key `target_layer_ids`, the target layers that the drafter reads, counted from
+        0. Return the key `last_tap` as well if the target's last layer is or may be among them.
 
-        `layers` is the target's number of layers, None where it is unknown. The layout counts
-        layers from `first_layer_id`. `last_tap` is the default of that key: "raw" for the last
-        layer's output, "normed" for its output after the target's final norm.
+        `layers` is the target's number of layers, None if it is unknown. `first_layer_id` is the
+        number that the layout gives to the target's first layer. `last_tap` is the default value of
+        the key `last_tap`. The value "raw" means the last layer's output, and "normed" means the
+        last layer's output after the target's final norm.
         """
         layer_ids = self["target_layer_ids"]
         too_high = layers is not None and max(layer_ids) >= layers + first_layer_id
         if min(layer_ids) < first_layer_id or too_high:
-            allowed = f"{first_layer_id} on"
+            allowed = f"{first_layer_id} upwards"
             if layers:
                 allowed = f"{first_layer_id} to {layers - 1 + first_layer_id}"
-            self.add_problem("target_layer_ids", f"is {layer_ids}: the target has layers {allowed}")
+            self.add_problem("target_layer_ids", f"is {layer_ids}, expected layers from {allowed}")
 
         layer_ids = [layer - first_layer_id for layer in layer_ids]
         if layers is None or layers - 1 in layer_ids:
@@ -317,7 +329,8 @@ class CheckedKeys(dict[str, Any]):
 
 
 def first_architecture(raw: dict[str, Any]) -> str | None:
-    """Return the first name under `architectures` in a config.json; None where there is none."""
+    """Return the first name under `architectures` in the config.json `raw`; None if there is
+    none."""
     names = raw.get("architectures")
     if type(names) is list and names:
         return str(names[0])
@@ -325,8 +338,11 @@ def first_architecture(raw: dict[str, Any]) -> str | None:
 
 
 def build_public_config(config: Qwen3Config) -> dict[str, Any]:
-    """Return config.json with the keys of the public layout alone; Qwen3Config has many others,
-    which would confuse readers."""
+    """Convert a drafter's config to the content of a config.json in the public layout.
+
+    Only the keys of that layout are written. Qwen3Config has many other keys, which programs that
+    read the file could misinterpret.
+    """
     assert config.rope_parameters is not None and config.layer_types is not None
     rope_parameters = dict(config.rope_parameters)
     keys = config.to_dict()

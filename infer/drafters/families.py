@@ -1,7 +1,7 @@
 """The table of drafter families.
 
-This module does not import torch: options are checked against the table before anything is loaded,
-and the module of a family is imported when it is first used.
+This module does not import torch, because options are checked against the table before any model is
+loaded. The module of a family is imported when the family is first used.
 
 To add a family, write a subclass of `infer.drafters.base.Drafter` in a file or folder of this
 package, add an entry to `_FAMILIES`, and add a file to conf/drafter.
@@ -19,18 +19,21 @@ from infer.utils.optional import is_installed, require_installed
 class ExportFormat:
     """A checkpoint layout that drafters of a family can be exported to, and what it can express."""
 
-    # the layout stores the target's embedding and language model head
+    # whether the layout stores copies of the target's embedding and language model head
     stores_embedding_and_head: bool = False
-    heads: tuple[str, ...] = ()  # supported conditional heads, by `HeadSpec.name`
-    allows_no_head: bool = True  # drafters without a conditional head can be exported
-    allows_convolutions: bool = False  # convolutions are supported, together with a selector
-    refused_features: tuple[str, ...] = ()  # keys of `infer.formats.export.find_export_limits`
+    heads: tuple[str, ...] = ()  # `HeadSpec.name` of each supported conditional head
+    allows_no_head: bool = True  # whether drafters without a conditional head can be exported
+    # whether drafters with both convolutions and a selector head can be exported
+    allows_convolutions: bool = False
+    # Drafters with one of these properties cannot be exported. The names are keys of the result of
+    # `infer.formats.export.find_export_limits`.
+    refused_features: tuple[str, ...] = ()
 
     def supports(self, head: HeadSpec | None, convolutions: bool) -> bool:
-        """Return whether the layout can express a drafter.
+        """Return whether the layout can store a drafter with this conditional head.
 
-        `head` is the drafter's conditional head, None for a drafter without one; `convolutions`
-        tells whether the drafter has convolutions.
+        `head` is None for a drafter without a conditional head. `convolutions` tells whether the
+        drafter has convolutions.
         """
         if head is None:
             return self.allows_no_head and not convolutions
@@ -41,21 +44,25 @@ class ExportFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """What options and readers of config.json need to know of a family without importing it."""
+    """The properties of a drafter family that are needed without importing its drafter class: to
+    check options and to read config.json."""
 
     name: str  # the value of the option `drafter.family`
-    title: str  # the name in messages and reports
+    title: str  # the family's name in messages and reports
     class_path: str  # "module:class" of the drafter; imported when the first drafter is made
     architecture: str = ""  # the class name under `architectures` in config.json
-    config_key: str = ""  # the object in config.json that holds the keys of this family alone
-    layers: int | None = None  # the only allowed number of layers; None: any number
+    config_key: str = ""  # key of the object in config.json that holds this family's own keys
+    layers: int | None = None  # the only allowed number of layers; None allows any number
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that the drafter can be trained with
-    formats: dict[str, ExportFormat] = field(default_factory=dict)  # export layouts by format=
-    options: tuple[str, ...] = ()  # the names in FAMILY_SPECIFIC_OPTIONS that this family reads
-    uses_mask_token: bool = False  # the drafted slots hold a token id that never occurs in text
-    # the drafter owns a language model head, which starts as a copy of the target's
+    # key: the value of the option `format` of the export command
+    formats: dict[str, ExportFormat] = field(default_factory=dict)
+    # options of `drafter` that this family reads and that not every family reads
+    options: tuple[str, ...] = ()
+    # whether the drafted slots hold a mask token, a token id that never occurs in text
+    uses_mask_token: bool = False
+    # whether the drafter has a language model head of its own, which starts as the target's
     includes_lm_head: bool = False
-    # drafting never waits for the host, so that it can be captured in a CUDA graph
+    # whether drafting runs without the host, so that it can be recorded as a CUDA graph
     drafts_on_device: bool = True
 
     def load(self) -> Any:
@@ -63,8 +70,8 @@ class Family:
         return resolve_name(self.class_path)
 
     def wrap_family_config(self, family_config: dict) -> dict:
-        """Return the entries of config.json that belong to the family: its architecture, and
-        `family_config` under `config_key`."""
+        """Return the family's entries of config.json: `architectures`, and `family_config` under
+        the key `config_key`."""
         return {"architectures": [self.architecture], self.config_key: family_config}
 
 
@@ -161,13 +168,14 @@ _FAMILIES = (
         architecture="DARTDraftModel",
         config_key="dart_config",
         layers=1,
-        zero_stages=(0, 1, 2),  # training reads the head's weight, which ZeRO stage 3 shards
+        # Training reads the whole weight of the language model head, which ZeRO stage 3 shards.
+        zero_stages=(0, 1, 2),
         includes_lm_head=True,
         options=("head",),
     ),
 )
 DRAFTER_FAMILIES = {family.name: family for family in _FAMILIES if is_installed(family.class_path)}
-# Prompt lookup has no network, and so no config.json.
+# Prompt lookup has neither weights nor a config.json, so it is not in the table.
 PROMPT_LOOKUP_FAMILY = Family(
     "lookup", "prompt lookup", "infer.drafters.lookup:PromptLookup", drafts_on_device=False
 )
@@ -176,24 +184,24 @@ EXPORT_FORMATS = {
     for family in DRAFTER_FAMILIES.values()
     for name, export_format in family.formats.items()
 }
-# Families whose module is not in this installation.
+# Families whose module is missing from this installation.
 MISSING_FAMILIES = [family for family in _FAMILIES if family.name not in DRAFTER_FAMILIES]
-# Names of the options that some families read and others do not, without duplicates, in order.
+# Names of the options that at least one family reads and that not every family reads.
 FAMILY_SPECIFIC_OPTIONS = tuple(
     dict.fromkeys(option for family in _FAMILIES for option in family.options)
 )
 
 
 def require_family(name: str) -> None:
-    """Raise ValueError for a family whose module is not in this installation."""
+    """Raise ValueError if the family's module is missing from this installation."""
     for family in _FAMILIES:
         if family.name == name:
             require_installed(family.class_path, f"drafter.family={name}")
 
 
 def check_family_and_layers(family_name: str, layers: int) -> None:
-    """Raise ValueError for a family that does not exist, or a number of layers that it does not
-    allow."""
+    """Raise ValueError if the family does not exist, or if the family does not allow this number of
+    layers."""
     require_family(family_name)
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
@@ -201,15 +209,16 @@ def check_family_and_layers(family_name: str, layers: int) -> None:
     if family.layers not in (None, layers):
         plural = "s" if family.layers > 1 else ""
         raise ValueError(
-            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} layer{plural} (drafter={family_name} sets it)"
+            f"drafter.layers={layers}: a {family.title} drafter has {family.layers} layer{plural}; drafter={family_name} sets this number, so remove drafter.layers"
         )
 
 
 def check_family_options(options: Any) -> None:
-    """Raise ValueError for an option that is not at its default although the family does not read
-    it.
+    """Raise ValueError if an option was changed from its default although the family does not read
+    the option.
 
-    `options` is an `infer.config.DrafterConfig`; that module imports this one.
+    `options` is an `infer.config.DrafterConfig`. The type is not in the signature because
+    infer/config.py imports this module.
     """
     family = DRAFTER_FAMILIES[options.family]
     defaults = vars(type(options)())
@@ -220,18 +229,17 @@ def check_family_options(options: Any) -> None:
         option = f"drafter.{name}={value}"
         if name == "head":
             option = f"drafter.head.name={value.name}"
-        raise ValueError(
-            f"{option}: drafter={options.family} does not have this option; leave it out"
-        )
+        raise ValueError(f"{option}: drafter={options.family} does not have this option; remove it")
 
 
 def check_export_format(
     family: Family, format_name: str, head: HeadSpec | None, convolutions: bool
 ) -> None:
-    """Raise ValueError where a drafter cannot be exported to a format.
+    """Raise ValueError if the format does not support such a drafter. The message names the formats
+    that do.
 
-    The drafter is of `family`, has the conditional head `head` or None, and has convolutions or
-    not. The message names the formats that it can be exported to.
+    The drafter belongs to `family` and has the conditional head `head`, or none if `head` is None.
+    `convolutions` tells whether the drafter has convolutions.
     """
     export_format = family.formats.get(format_name)
     if export_format is not None and export_format.supports(head, convolutions):
@@ -253,10 +261,10 @@ def check_export_format(
 
 
 def check_zero_stage(family_name: str, stage: int) -> None:
-    """Raise ValueError for a ZeRO stage that the family cannot be trained with."""
+    """Raise ValueError if drafters of the family cannot be trained with this ZeRO stage."""
     allowed_stages = DRAFTER_FAMILIES[family_name].zero_stages
     if stage not in allowed_stages:
         allowed = ", ".join(map(str, allowed_stages))
         raise ValueError(
-            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not support: use deepspeed.stage={allowed}"
+            f"deepspeed.stage={stage} shards the parameters, which drafter={family_name} does not support; allowed values of deepspeed.stage: {allowed}"
         )

@@ -1,6 +1,6 @@
-"""Initial weights of drafters; warm starts are in warm_start.py.
+"""Initial weights of new drafters. Warm starts from the target's weights are in warm_start.py.
 
-D hidden size, K target layers whose states a drafter reads.
+D hidden size, K number of target layers whose states the drafter reads.
 """
 
 import torch
@@ -8,12 +8,13 @@ from torch import nn
 
 from infer.targets.target import Target
 
-MAX_LOGIT_OF_NEW_DRAFTER = 3.0  # the largest logit of a new drafter, over TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens
+MAX_LOGIT_OF_NEW_DRAFTER = 3.0  # largest absolute logit of a new drafter for TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens
 TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS = 32
 
 
 def select_feature_layer(projection: nn.Linear, index: int) -> None:
-    """Initialise a projection (D, K * D) of features of K layers to return those of one layer."""
+    """Set the weight (D, K * D) of `projection`, whose input is the concatenated states of K target
+    layers, so that its output is the states of target layer number `index` of these K."""
     size = projection.out_features
     projection.weight.zero_()
     projection.weight.view(size, -1, size)[:, index] = torch.eye(size)
@@ -21,11 +22,11 @@ def select_feature_layer(projection: nn.Linear, index: int) -> None:
 
 @torch.no_grad()
 def shrink_final_norm(norm: nn.RMSNorm, target: Target) -> None:
-    """Scale the weight of a new drafter's final norm so that its logits are at most
-    MAX_LOGIT_OF_NEW_DRAFTER.
+    """Shrink the weight of a new drafter's final norm so that no logit of the drafter exceeds
+    MAX_LOGIT_OF_NEW_DRAFTER in absolute value.
 
-    The layers of a new drafter hardly change their input. With a head that is tied to the
-    embedding, the input token would get all probability.
+    The layers of a new drafter hardly change their input. Without this scaling, a language model
+    head that is tied to the embedding would give nearly all probability to the input token.
     """
     ids = torch.linspace(
         0, target.vocab_size - 1, TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS, device=target.device

@@ -1,5 +1,5 @@
-"""Rules for the keys of a drafter's config.json: allowed values, keys that change nothing, and keys
-that change what a drafter computes."""
+"""Rules for the keys of a drafter's config.json: the allowed values of the keys that are read, the
+keys that may be ignored, and the keys that may only have the value that this project supports."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,22 +10,23 @@ from infer.drafters.heads.table import CONDITIONAL_HEADS
 
 
 def is_positive_number(value: Any) -> bool:
-    """Return whether a value is an int or a float above 0; booleans are not."""
+    """Return whether `value` is an int or a float above 0. A boolean does not count as an int."""
     return type(value) in (int, float) and value > 0
 
 
 def is_integer_list(value: Any) -> bool:
-    """Return whether a value is a list of integers that is not empty; booleans are no integers."""
+    """Return whether `value` is a non-empty list of integers. Booleans do not count as integers."""
     return type(value) is list and {type(element) for element in value} == {int}
 
 
 def is_layer_type_list(value: Any) -> bool:
-    """Return whether a value is a list of attention types that drafters support."""
+    """Return whether `value` is a list of names of attention types that drafters support."""
     allowed = ("full_attention", "sliding_attention")
     return type(value) is list and all(element in allowed for element in value)
 
 
-# By kind of value: the check, and the description of allowed values in messages.
+# Key: a kind of value (`KeyRule.kind`). Value: the function that checks a value, and the
+# description of the allowed values for messages.
 CONFIG_VALUE_CHECKS_BY_KIND: dict[str, tuple[Callable[[Any], bool], str]] = {
     "number": (is_positive_number, "a number above 0"),
     "flag": (lambda value: type(value) is bool, "true or false"),
@@ -36,8 +37,11 @@ CONFIG_VALUE_CHECKS_BY_KIND: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class KeyRule(NamedTuple):
-    """The allowed values of a key: integers in a range, one of `choices`, or a value of a kind of
-    `CONFIG_VALUE_CHECKS_BY_KIND`."""
+    """The allowed values of a key of config.json.
+
+    If `choices` is not empty, these are the allowed values. Otherwise, the kind "integer" allows
+    integers from `minimum` to `maximum`, and the other kinds are described in `CONFIG_VALUE_CHECKS_BY_KIND`.
+    """
 
     kind: str = "integer"
     minimum: int = 1
@@ -45,7 +49,8 @@ class KeyRule(NamedTuple):
     choices: tuple = ()
 
     def find_problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value, as the end of a sentence; None if it is allowed."""
+        """Describe why a value is not allowed, for example "is 0, expected an integer of at least
+        1". Return None if the value is allowed."""
         if self.choices:
             allowed = value in self.choices
             expected = " or ".join(map(str, self.choices))
@@ -72,7 +77,8 @@ OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS = (
     *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
     *("conv_group_size", "xpress_mlp_hidden"),
 )
-# The names of one flag: of vLLM and the DFlash authors, of vLLM, and of JetSpec.
+# Three names of the same flag, which makes all layers causal within the block: vLLM and the DFlash
+# authors use the first name, vLLM also uses the second, and JetSpec uses the third.
 CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
 BOOLEAN_DRAFTER_CONFIG_KEYS = (
     *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
@@ -80,7 +86,8 @@ BOOLEAN_DRAFTER_CONFIG_KEYS = (
 )
 DRAFTER_CONFIG_KEY_RULES = {
     **dict.fromkeys((*REQUIRED_SIZE_KEYS, *OPTIONAL_INTEGER_DRAFTER_CONFIG_KEYS), KeyRule()),
-    # Without these maxima, a huge model would be built before a tensor shows that they are wrong.
+    # Without these maxima, a wrong value could cause a huge model to be built before the tensors in
+    # the file show that the value is wrong.
     "num_hidden_layers": KeyRule(maximum=1024),
     **dict.fromkeys(("block_size", "draft_length"), KeyRule(maximum=4096)),
     **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(minimum=0)),
@@ -97,8 +104,8 @@ DRAFTER_CONFIG_KEY_RULES = {
         for key in spec.config_keys
     },
 }
-# Keys that change what a drafter computes, and the value with which it computes what the drafters
-# of this project do.
+# Keys that change what a drafter computes. Value: the only supported value of the key, with which a
+# drafter computes the same as this project's drafters.
 ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -125,25 +132,27 @@ ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY: dict[str, Any] = {
     "lm_head_multiplier": 1.0,
     "norm_before_fc": False,
     "use_aux_hidden_state": True,
-    "use_swa": False,  # a sliding window in layers that are not causal
+    "use_swa": False,  # true would mean a sliding window in layers that are not causal
     "fusion_type": "concat_fc",
     "quantization_config": None,
 }
-# Rotary keys that are allowed in addition to the required ones.
+# Keys of `rope_parameters` that are allowed in addition to those in REQUIRED_ROPE_KEYS.
 OPTIONAL_ROPE_KEYS = {
     *("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     *("factor", "original_max_position_embeddings"),
 }
-# Rotary keys for images. Text has the same position in all sections, so they change nothing.
+# Keys of `rope_parameters` for images. They give image tokens several positions, one per section of
+# the head. Text tokens have the same position in all sections, so these keys change nothing here.
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-REQUIRED_ROPE_KEYS = {  # by rope_type
+# Key: an allowed rope_type. Value: the keys of `rope_parameters` that this rope_type requires.
+REQUIRED_ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Keys that change nothing in what a drafter computes: other keys of published drafters, and those
-# that transformers writes into every config.json, or did before release 5.
+# Keys that do not change what a drafter computes: keys that occur in published drafters, and keys
+# that transformers writes into every config.json or wrote before release 5.
 IGNORED_DRAFTER_CONFIG_KEYS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors"),
     *("max_anchors", "loss_decay_gamma", "torch_dtype", "confidence_head_alpha"),
@@ -159,7 +168,8 @@ IGNORED_DRAFTER_CONFIG_KEYS = {
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
     *("encoder_no_repeat_ngram_size", "tf_legacy_loss"),
 } | Qwen3Config().to_dict().keys()
-# Words in names of keys that record how a drafter was made, and by whom.
+# An unknown key whose name contains one of these words is assumed to record how, or by whom, the
+# drafter was made.
 WORDS_IN_IGNORED_CONFIG_KEYS = {
     *("train", "training", "trained", "trainer", "loss", "lr", "epoch", "epochs", "seed"),
     *("optimizer", "dataset", "datasets", "version", "commit", "date", "author", "authors"),

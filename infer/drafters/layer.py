@@ -1,7 +1,7 @@
 """The decoder layer of drafters, and its attention over the context and the drafted block.
 
-B batch rows, T context length, Q queries of all blocks of a batch row, D hidden size, H heads, E
-head size.
+Shapes: B batch rows, T context length, Q queries of all blocks of a batch row, D hidden size, H
+attention heads (key and value heads for keys and values), E head size.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from infer.attention.kv_cache import CacheView
 from infer.attention.masks import AttentionMask
 from infer.kernels.table import select_kernels
 
-CosSin = tuple[torch.Tensor, torch.Tensor]  # of rotary embeddings, (B, T, E) each, sin signed
-# attends from queries (B, H, Q, E) to the block's keys and values (B, H, Q, E) and to the context,
-# and returns (B, H, Q, E)
+# cos and sin of rotary embeddings, (B, T, E) each; sin has the signs that `negate_first_half` sets
+CosSin = tuple[torch.Tensor, torch.Tensor]
+# Takes the queries, keys and values of blocks, (B, H, Q, E) each. Attends from the queries to the
+# keys and values of the context and of the blocks, and returns the outputs (B, H, Q, E).
 AttendFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply rotary position embeddings to `states` (B, H, T, E).
 
-    `cos` and `sin` (B, T, E) are those of `Drafter.compute_rotary`, whose sines include the signs
-    of the rotation.
+    `cos` and `sin` (B, T, E) come from `Drafter.compute_rotary`, which has already negated the
+    first half of `sin`.
     """
     first_half, second_half = states.chunk(2, dim=-1)
     swapped = torch.cat([second_half, first_half], dim=-1)
@@ -33,7 +34,7 @@ def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
 
 
 def negate_first_half(sin: torch.Tensor) -> torch.Tensor:
-    """Return sines (B, T, E) with the signs of the rotation, as `apply_rotary` expects them."""
+    """Negate the first half of the head entries of `sin` (B, T, E), as `apply_rotary` expects."""
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -41,7 +42,7 @@ def negate_first_half(sin: torch.Tensor) -> torch.Tensor:
 class DrafterAttention(nn.Module):
     """The projections of an attention layer whose input has `input_size` features.
 
-    `use_qk_norm`: queries and keys are normalised per head, as in Qwen 3.
+    `use_qk_norm` tells whether queries and keys are normalised per head, as in Qwen 3.
     """
 
     def __init__(self, config: Qwen3Config, input_size: int, use_qk_norm: bool = True) -> None:
@@ -66,8 +67,8 @@ class DrafterAttention(nn.Module):
         return states.unflatten(-1, (-1, self.head_dim))
 
     def key_value_projections(self, suffix: str = "") -> list[nn.Module]:
-        """Return the projections to keys and to values, `k_proj` and `v_proj` followed by
-        `suffix`."""
+        """Return the submodules that compute keys and values. Their names are `k_proj` and
+        `v_proj`, each followed by `suffix`."""
         names = (f"k_proj{suffix}", f"v_proj{suffix}")
         return [self.get_submodule(name) for name in names]
 
@@ -76,8 +77,8 @@ class DrafterAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute keys and values (B, H, T, E) of `states` (B, T, input_size).
 
-        `cos` and `sin` (B, T, E) belong to their positions; `suffix` chooses among
-        `key_value_projections`.
+        `cos` and `sin` (B, T, E) are the rotary embeddings of the positions of `states`. `suffix`
+        chooses the projections, see `key_value_projections`.
         """
         project_keys, project_values = self.key_value_projections(suffix)
         keys = self.split_heads(project_keys(states))
@@ -88,16 +89,19 @@ class DrafterAttention(nn.Module):
     def project_queries(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """Compute queries (B, H, Q, E) of `states` (B, Q, input_size) at the positions of `cos` and
-        `sin` (B, Q, E)."""
+        """Compute queries (B, H, Q, E) of `states` (B, Q, input_size).
+
+        `cos` and `sin` (B, Q, E) are the rotary embeddings of the positions of `states`.
+        """
         queries = self.q_norm(self.split_heads(self.q_proj(states)))
         return apply_rotary(queries.transpose(1, 2), cos, sin)
 
 
 class DrafterLayer(nn.Module):
-    """A decoder layer, for training and for decoding; its attention reads `input_size` features."""
+    """A decoder layer, for training and for decoding. The input of its attention has `input_size`
+    features."""
 
-    # Prefixes of the names of tensors that no layer of a target has.
+    # Prefixes of the names of tensors that a drafter layer has and a target layer lacks.
     drafter_only_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: Qwen3Config, input_size: int, use_qk_norm: bool = True) -> None:
@@ -110,22 +114,20 @@ class DrafterLayer(nn.Module):
     def adapt_target_weights(
         self, target_weights: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the weights of a target's layer in the names and shapes of this layer."""
+        """Convert the weights of a target layer to the names and shapes of this layer's weights."""
         return target_weights
 
     def prepare_attention_inputs(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of attention (..., input_size) for `states` (..., D)."""
+        """Compute the inputs of attention (..., input_size) from `states` (..., D)."""
         return self.input_layernorm(states)
 
     def apply_sublayer(
-        self,
-        name: str,
-        inputs: torch.Tensor,
-        sublayer: Callable[[torch.Tensor], torch.Tensor],
+        self, name: str, inputs: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the output of a sublayer for normalised inputs.
+        """Return the output of a sublayer, attention or MLP, for normalised inputs.
 
-        `name` is "attention" or "mlp". A family may wrap the sublayer, for example in convolutions.
+        `name` is "attention" or "mlp". A family may override this method to surround the sublayer
+        with other operations, for example with convolutions.
         """
         return sublayer(inputs)
 
@@ -136,11 +138,12 @@ class DrafterLayer(nn.Module):
         attend: AttendFunction,
         attention_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output states (B, Q, D) for the states of blocks (B, Q, D).
+        """Run the layer on the states of blocks (B, Q, D), and return the output states (B, Q, D).
 
-        `rotary` belongs to the positions of the blocks. `attend` is called with the queries, keys
-        and values of the blocks and adds those of the context, from a cache or from a packed
-        sequence. `attention_inputs` (B, Q, input_size) replaces `prepare_attention_inputs(states)`.
+        `rotary` holds the rotary embeddings of the positions of the blocks. `attend` is called with
+        the queries, keys and values of the blocks, and adds the keys and values of the context,
+        from a cache or from a packed sequence. `attention_inputs` (B, Q, input_size) replaces
+        `prepare_attention_inputs(states)`.
         """
 
         def self_attention(inputs: torch.Tensor) -> torch.Tensor:
@@ -163,10 +166,12 @@ def attend_packed_context(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend in training: from queries (B, H, Q, E) of blocks to the context and the blocks.
+    """Compute attention in training: the queries (B, H, Q, E) of blocks attend to the context and
+    to the blocks.
 
-    `context_keys_values` are those of packed sequences, (B, H, T, E) each; `keys` and `values`
-    (B, H, Q, E) those of the blocks. `mask` has columns [context | blocks].
+    `context_keys_values` are the keys and the values of packed sequences, (B, H, T, E) each. `keys`
+    and `values` (B, H, Q, E) belong to the blocks. The columns of `mask` are first the context
+    positions, then the block slots.
     """
     context_keys, context_values = context_keys_values
     keys = torch.cat([context_keys, keys], dim=2)
@@ -182,10 +187,11 @@ def attend_cached_context(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend in decoding: from queries (B, H, Q, E) of blocks to a layer's cache and the blocks.
+    """Compute attention in decoding: the queries (B, H, Q, E) of blocks attend to the KV cache of
+    layer number `layer` and to the blocks.
 
-    `keys` and `values` (B, H, Q, E) are those of the blocks; they are written after the committed
-    positions of the cache, where the next pass overwrites them.
+    `keys` and `values` (B, H, Q, E) belong to the blocks. They are written into the cache after the
+    committed positions; the next pass overwrites them.
     """
     keys, values = cache_window.update(keys, values, layer)
     return select_kernels(values.device, values.dtype).attention(queries, keys, values, mask)

@@ -1,9 +1,10 @@
-"""Prompt lookup: drafts from n-grams of the sequence itself
-(https://github.com/apoorvumang/prompt-lookup-decoding), with the interface of a drafter.
+"""Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) with the interface of a
+drafter: the draft continues earlier occurrences of the sequence's last tokens in the same sequence.
 
-It is the baseline that a drafter with a network has to beat.
+A drafter with a neural network should be faster than this baseline.
 
-B batch rows, C new positions, L drafted positions, T tokens of a sequence, V vocabulary.
+B batch rows, C new positions, L drafted positions, T tokens of a sequence, V tokens of the
+vocabulary.
 """
 
 from collections.abc import Generator
@@ -22,45 +23,53 @@ from infer.trees.vocabulary import FULL_VOCABULARY
 
 # Weight of the uniform distribution in each drafted distribution, so that every token is possible.
 LOOKUP_UNIFORM_DISTRIBUTION_WEIGHT = 1e-4
-MAX_LOOKUP_SUFFIX_TOKENS = 4  # longest suffix of the sequence that is searched in it
-LOOKUP_WEIGHT_FACTOR_PER_TOKEN = 8.0  # weight of a match relative to one that is a token shorter
+MAX_LOOKUP_SUFFIX_TOKENS = (
+    4  # length of the longest suffix of the sequence whose occurrences are searched
+)
+LOOKUP_WEIGHT_FACTOR_PER_TOKEN = (
+    8.0  # a match weighs this many times as much as a match one token shorter
+)
 
 
 class LookupState:
-    """The tokens of each batch row's sequence up to its bonus token, which is not included."""
+    """The tokens of each batch row's sequence, without the bonus token at the end."""
 
     def __init__(self) -> None:
         self.sequences: list[list[int]] = []
 
     @contextmanager
     def add(self, count: int) -> Generator["LookupState"]:
-        """Yield a state of `count` new empty batch rows, to be filled; they become the next rows of
-        this state when the block is left without an exception."""
+        """Yield a state of `count` new empty batch rows, which the caller fills. On leaving the
+        `with` statement without an exception, the new batch rows are appended to this state."""
         new_rows = LookupState()
         new_rows.sequences = [[] for _ in range(count)]
         yield new_rows
         self.sequences += new_rows.sequences
 
     def keep(self, order: list[int]) -> None:
-        """Replace the batch rows: new row i is the old row order[i]; other rows are removed."""
+        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
+        removed."""
         self.sequences = [self.sequences[i] for i in order]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return no tensors: the tokens, which the caller has, are enough to restore a row."""
+        """Return an empty list. `DrafterState.read` returns cached tensors here, but `restore` of
+        prompt lookup needs only the tokens of the sequence, which the caller has."""
         return []
 
     def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
-        """Fill an empty batch row with the tokens `ids`."""
+        """Fill an empty batch row with the tokens `ids`. `pieces` is ignored."""
         self.sequences[row] = list(ids)
 
 
 class PromptLookup(nn.Module):
-    """A drafter without weights that reads the tokens of a sequence and no features of the target.
+    """A drafter without weights. It reads the tokens of a sequence and no features of the target.
 
-    The distribution of a drafted position counts the tokens that followed earlier occurrences of
-    the sequence's suffix, at that distance. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as one
-    that is a token shorter; of equally long matches, a later one weighs more. A copy that reaches
-    the end of the sequence repeats from its start. `block_size` includes the bonus token.
+    A match is an earlier position where the last tokens of the sequence occurred. To draft the
+    token at distance d after the sequence, the drafter counts the tokens at distance d after each
+    match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one token shorter,
+    and a later match weighs more than an earlier match of the same length. If distance d after a
+    match is beyond the end of the sequence, counting starts again after the match. `block_size`
+    includes the bonus token.
     """
 
     family = PROMPT_LOOKUP_FAMILY
@@ -76,13 +85,14 @@ class PromptLookup(nn.Module):
         super().__init__()
         assert block_size > 1, "block_size includes the bonus token and must be at least 2"
         self.block_size = block_size
-        self.ngram_path = ngram_path  # n-gram file for trees
+        self.ngram_path = ngram_path  # n-gram file with which engines score draft trees
 
     def check_target(self, target: Target) -> None:
         """Do nothing: prompt lookup works with every target."""
 
     def allocate_state(self, rows: int, capacity: int, keep_all: bool = True) -> LookupState:
-        """Return an empty state; the arguments are those of `Drafter.allocate_state`."""
+        """Return an empty state. The arguments are those of `Drafter.allocate_state` and are
+        ignored."""
         return LookupState()
 
     def update_context(
@@ -94,7 +104,7 @@ class PromptLookup(nn.Module):
         state: LookupState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Append the first counts[b] of the committed tokens (B, C) to sequence b."""
+        """Append the first counts[b] of row b of the committed `tokens` (B, C) to sequence b."""
         for sequence, row_tokens, count in zip(
             state.sequences, tokens.tolist(), counts, strict=True
         ):
@@ -116,9 +126,9 @@ class PromptLookup(nn.Module):
 
 
 def compute_continuations(sequence: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
-    """Return the distributions (L, V), float64, of the next `length` tokens of a sequence (T,).
+    """Return the distributions (L, V), float64, of the next L = `length` tokens of a sequence (T,).
 
-    They are uniform where the last token did not occur before.
+    The distributions are uniform if the last token of the sequence has not occurred before.
     """
     last = len(sequence) - 1
     matches = np.flatnonzero(sequence[:-1] == sequence[-1])  # earlier positions of the last token

@@ -1,4 +1,4 @@
-"""What a drafter keeps of the sequences that it drafts for: the KV cache of their context.
+"""The decoding state of a drafter: the KV cache of the sequences for which it drafts.
 
 B batch rows, W slots of a block, E head size.
 """
@@ -14,25 +14,28 @@ from transformers import Qwen3Config
 from infer.attention.kv_cache import CacheView, KVCache
 from infer.attention.masks import AttentionMask, build_draft_mask
 
-# The most positions that one pass writes to a cache that drops what left the sliding window; a
-# block may be longer.
+# If a cache drops positions that have left the sliding window, one pass may write at most this many
+# positions to the cache, or one block if a block is longer.
 MAX_POSITIONS_WRITTEN_TO_SLIDING_CACHE = 64
-# Whether a layer is causal within the block, and its sliding window in positions or None.
+# The attention pattern of a layer: whether attention is causal within the block, and the length of
+# the sliding window in positions, None for full attention.
 AttentionPattern = tuple[bool, int | None]
 
 
 class BlockPosition(NamedTuple):
-    """Where the blocks of a batch are drafted: after the context in the KV cache."""
+    """The positions of a batch of blocks, each of which follows its context in the KV cache."""
 
-    context_lengths: torch.Tensor  # (B,) int64 cached positions before each block
-    rotary: tuple[torch.Tensor, torch.Tensor]  # cos and sin of the blocks' positions, (B, W, E)
+    context_lengths: torch.Tensor  # (B,) int64 number of cached positions before each block
+    # cos and sin of the rotary embeddings of the blocks' positions, (B, W, E) each
+    rotary: tuple[torch.Tensor, torch.Tensor]
     cache_window: CacheView
 
 
 def build_cached_block_mask(
     position: BlockPosition, num_queries: int, pattern: AttentionPattern
 ) -> AttentionMask:
-    """Return the attention mask of blocks of `num_queries` slots over their cached context."""
+    """Return the attention mask with which the `num_queries` slots of each block attend to the
+    cached context and to the block itself, for layers with the attention pattern `pattern`."""
     window = position.cache_window
     keys = window.visible_end - window.visible_start
     context_lengths = position.context_lengths - window.visible_start
@@ -43,23 +46,24 @@ def build_cached_block_mask(
 
 @dataclass
 class DrafterState:
-    """The context of the sequences that a drafter drafts for: keys and values, in batch rows that
-    are added and removed as in the `KVCache`."""
+    """The keys and values of the context of all sequences. Batch rows are added and removed as in
+    the `KVCache`."""
 
     cache: KVCache
-    # cos and sin of every position, (1, capacity, E) each
+    # cos and sin of the rotary embeddings of every position, (1, capacity, E) each
     rotary_tables: tuple[torch.Tensor, torch.Tensor]
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows in the same memory, to be filled; they
-        become the next rows of this state when the block is left."""
+        """Yield a state of `count` new empty batch rows, which the caller fills. The new state
+        shares this state's memory. On leaving the `with` statement, the new batch rows are appended
+        to this state."""
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache)
 
     def next_rotary(self, rows: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (rows, count, E) of the `count` positions after the committed ones of
-        each batch row."""
+        """Return cos and sin, (rows, count, E) each, of the `count` positions that follow the
+        committed positions of each batch row."""
         positions = self.cache.next_positions(rows, count)
         cos_table, sin_table = self.rotary_tables
         cos = torch.embedding(cos_table[0], positions)
@@ -67,17 +71,20 @@ class DrafterState:
         return cos, sin
 
     def keep(self, order: list[int]) -> None:
-        """Replace the batch rows: new row i is the old row order[i]; other rows are removed."""
+        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
+        removed."""
         self.cache.keep_rows(order)
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return copies of the cached tensors of `count` positions of a batch row."""
+        """Return copies of the cached tensors of `count` positions of batch row `row`, from
+        position `start` on."""
         return self.cache.read_positions(row, start, count)
 
     def restore(self, row: int, ids: list[int], pieces: list[list[torch.Tensor]]) -> None:
-        """Fill an empty batch row with positions that `read` returned, in one or more pieces.
+        """Fill the empty batch row `row` with cached positions.
 
-        `ids` are the tokens of these positions.
+        `pieces` are results of `read` for consecutive ranges of positions. `ids` are the tokens of
+        these positions.
         """
         self.cache.restore_positions(row, pieces)
 
@@ -91,10 +98,12 @@ def allocate_cache(
     weight: torch.Tensor,
     keep_all: bool,
 ) -> KVCache:
-    """Return an empty cache for `rows` sequences of up to `capacity` positions, blocks included.
+    """Return an empty KV cache for `rows` sequences of up to `capacity` positions, including the
+    drafted block.
 
-    `patterns` are those of the layers. Where all layers slide, the cache drops positions that left
-    their window, unless `keep_all`. Dtype and device are those of `weight`.
+    `patterns` are the attention patterns of the layers. If all layers have a sliding window, the
+    cache drops positions that have left every window; `keep_all` keeps these positions. The cache
+    has the dtype and device of `weight`.
     """
     windows = [window for _, window in patterns if window is not None]
     max_window = None

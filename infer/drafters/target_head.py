@@ -12,11 +12,12 @@ from infer.targets.target import Target
 
 
 class TargetHeadCopy(NamedTuple):
-    """A copy of the target's language model head, for some tokens or with int8 weights."""
+    """A copy of the target's language model head, limited to some tokens or with int8 weights."""
 
-    source: "ref[nn.Module]"  # the target's head
-    version: tuple  # changes where the target's weights or the draft vocabulary change
-    head: nn.Module
+    source: "ref[nn.Module]"  # the target's language model head
+    # differs from that of an earlier copy if the target's weights or the draft vocabulary changed
+    version: tuple
+    head: nn.Module  # the copy
 
 
 def update_target_head_copy(
@@ -27,10 +28,12 @@ def update_target_head_copy(
     tokens: torch.Tensor | None,
     to_int8: bool,
 ) -> TargetHeadCopy:
-    """Return the copy of a target's `head`: the old copy if it is still valid, else a new one.
+    """Return a copy of the target's language model head `head`: `old_copy` if it is still valid,
+    else a new copy.
 
-    The copy has the rows `tokens` (R,) int64, or all rows for None. `d2t` is the drafter's tensor
-    that determines them. `to_int8`: the weights are rounded to int8.
+    The copy has the rows of the R tokens in `tokens` (R,) int64, or all rows if `tokens` is None.
+    `d2t` is the drafter's tensor from which `tokens` was computed. `to_int8` tells whether the
+    weights of the copy are rounded to int8.
     """
     d2t_version = None
     if d2t is not None and not d2t.is_inference():

@@ -1,10 +1,11 @@
-"""Warm starts: the layers of a drafter begin with the weights of the target's layers.
+"""Warm starts: the layers of a new drafter start with the weights of target layers.
 
-They do so where both layers compute the same, or nearly so: the gated attention layers of Qwen3.5
-and Qwen3-Next are close to the layers of a drafter, which have no gates.
+A warm start is possible if a drafter layer with the weights of a target layer computes the same as
+the target layer. It is also possible for the gated attention layers of Qwen3.5 and Qwen3-Next: a
+drafter layer has no gates, but computes nearly the same.
 
-T tokens, H heads, E head size. R of the E head entries rotate in the target; all E rotate in a
-drafter.
+T tokens, D hidden size, H heads, E head size (entries per head). Rotary embeddings rotate R of the
+E entries of a head in the target, and all E entries in a drafter.
 """
 
 import math
@@ -22,12 +23,18 @@ from infer.targets.layers import UnsupportedLayer, convert_norm
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# The largest difference of two layers that count as the same, as a fraction of what the layer adds
-# to its input. It is more than the rounding of bfloat16.
+# A drafter layer counts as equal to a target layer if the norm of the difference of their outputs
+# is less than this fraction of the norm of what the drafter layer adds to its input. The fraction
+# is larger than rounding errors of bfloat16.
 MAX_LAYER_DIFFERENCE = 0.05
-MAX_GATED_LAYER_DIFFERENCE = 1.0  # of a gated layer, which a layer without gates only approximates
-MIN_WARM_START_COMPARED_POSITIONS = 4
-RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES = 128  # random tokens over which gates are averaged
+# The same fraction for a gated target layer, which a drafter layer without gates only approximates.
+MAX_GATED_LAYER_DIFFERENCE = 1.0
+MIN_WARM_START_COMPARED_POSITIONS = (
+    4  # the two layers are compared at this number of positions or more
+)
+RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES = (
+    128  # number of random tokens over which attention gates are averaged
+)
 
 
 @torch.no_grad()
@@ -39,16 +46,18 @@ def layer_matches_target(
     rotary_module: nn.Module,
     target: Target,
 ) -> bool:
-    """Return whether a drafter's layer with these weights computes what `target_layer` does.
+    """Return whether the drafter layer `layer`, with the weights `weights`, computes the same as
+    `target_layer`.
 
-    `num_slots` are the slots of the drafter's block, `rotary_module` computes its rotary
-    embeddings.
+    `num_slots` is the number of slots of the drafter's block. `rotary_module` computes the
+    drafter's rotary embeddings.
 
-    Names and shapes of `weights` must be those of the layer, except for tensors that only drafters
-    have (`drafter_only_prefixes`). Equal shapes are not enough: norms that multiply by one plus
-    their weight, other activations, scaled residuals and interleaved rotary pairs have the same
-    shapes. So both layers run on the same random states, causally. A gated layer is compared at
-    position 0 alone, where nothing rotates, and only for similarity.
+    The names and shapes of `weights` must be those of `layer`, except for tensors that only drafter
+    layers have (`drafter_only_prefixes`). Equal shapes are not enough, because a target layer with
+    equal shapes can have other norms, activations, residual scales or rotary pairs. Therefore both
+    layers run on the same random states with causal attention, and their outputs are compared. A
+    gated target layer is run with all tokens at position 0, where rotary embeddings rotate nothing,
+    and the outputs need only be similar.
     """
     rotary_module = rotary_module.cpu()
     layer_shapes = {
@@ -64,7 +73,8 @@ def layer_matches_target(
 
     candidate = deepcopy(layer)
     candidate.load_state_dict(weights, strict=False)
-    # Convolutions act within a block, so the number of positions is a multiple of the block's.
+    # The drafter's convolutions act within blocks, so the number of positions must be a multiple of
+    # the block length.
     num_blocks = math.ceil(MIN_WARM_START_COMPARED_POSITIONS / num_slots)
     count = num_slots * num_blocks
     positions = torch.arange(count)[None]
@@ -92,10 +102,10 @@ def run_target_layer(
     rotary_module: nn.Module,
     target: Target,
 ) -> torch.Tensor | None:
-    """Return a target layer's output (1, T, D) for `states` (1, T, D) at `positions` (1, T), with
-    causal attention; None if the layer takes other arguments.
+    """Run a target layer with causal attention on `states` (1, T, D) at `positions` (1, T). Return
+    the output (1, T, D), or None if the layer does not accept the arguments used here.
 
-    The rotary embeddings are those of `rotary_module`, or the target's own if the layer is gated.
+    The rotary embeddings come from `rotary_module`, or from the target if the layer is gated.
     """
     weight = next(target_layer.parameters())
     count = states.shape[1]
@@ -118,16 +128,16 @@ def run_target_layer(
 
 
 def read_target_layer(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Return the weights of a target's layer for a layer without gates; {} if this is not
-    possible."""
+    """Return the weights of a target layer. The weights of a gated layer are converted to those of
+    a layer without gates; {} is returned if this is not possible."""
     if has_gated_attention(layer):
         return remove_gates(layer, target)
     return layer.state_dict()
 
 
 def has_gated_attention(layer: nn.Module) -> bool:
-    """Return whether the query projection of a layer's attention also computes gates of the same
-    size, as in Qwen3.5 and Qwen3-Next."""
+    """Return whether a target layer has gated attention, as in Qwen3.5 and Qwen3-Next. There, the
+    query projection computes queries and as many gates."""
     shapes = {name: tensor.shape for name, tensor in layer.named_parameters()}
     names = [f"self_attn.{module}.weight" for module in ("q_proj", "o_proj", "q_norm", "k_norm")]
     if not shapes.keys() >= {*names}:
@@ -138,13 +148,15 @@ def has_gated_attention(layer: nn.Module) -> bool:
 
 
 def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | None:
-    """Return the order (E,) int64 in which a drafter takes the target's head entries, so that the
-    rotating ones keep their angles: entry i of the drafter is entry order[i] of the target.
+    """Return the order (E,) int64 in which a drafter uses the E = head_size entries of a target's
+    head: entry i of the drafter is entry order[i] of the target. Return None if there is no order
+    that preserves the rotary angles.
 
-    R = head_size * rotary_factor entries rotate in the target. Its pairs (i, i + R / 2) rotate by
-    base^(-2 i / R), a drafter's pairs (s, s + E / 2) by base^(-2 s / E): the same for s = i E / R.
-    The target's other entries do not rotate; in a drafter they do. Returns None where E / R is not
-    an integer.
+    In the target, R = head_size * rotary_factor entries rotate: the pair (i, i + R / 2) has the
+    frequency base^(-2 i / R). In a drafter, all entries rotate: the pair (s, s + E / 2) has the
+    frequency base^(-2 s / E). The two frequencies are equal for s = i E / R, so target pair i
+    becomes drafter pair i E / R. This requires that R is even and divides E. The remaining entries
+    rotate in the drafter, although they do not rotate in the target.
     """
     rotating = int(head_size * rotary_factor)
     if rotating == 0 or rotating % 2 or head_size % rotating:
@@ -161,8 +173,8 @@ def match_rotary_order(head_size: int, rotary_factor: float) -> torch.Tensor | N
 def measure_mean_gates(
     layer: nn.Module, target: Target, tokens: int = RANDOM_TOKENS_AVERAGED_FOR_ATTENTION_GATES
 ) -> torch.Tensor:
-    """Return the mean value (H E,) of each attention gate of a layer, over random tokens; 0.5 where
-    the target's weights are not in memory."""
+    """Return the mean value of each attention gate of a target layer over random tokens, as a
+    tensor (H * E,). The values are 0.5 if the target's weights are not in memory."""
     attention = cast(nn.Module, layer.self_attn)
     query_projection = cast(nn.Module, attention.q_proj)
     output_projection = cast(nn.Linear, attention.o_proj)
@@ -180,19 +192,21 @@ def measure_mean_gates(
     target.compute_packed_features(ids, positions, torch.zeros_like(ids), ())
     hook.remove()
 
-    # The projection holds a query and a gate for each head.
+    # The output of the projection contains a query and a gate for each head.
     gates = projected[0].unflatten(-1, (-1, 2, attention.head_dim))[0, :, :, 1]  # (T, H, E)
     return gates.float().sigmoid().mean(0).flatten().cpu()
 
 
 @torch.no_grad()
 def remove_gates(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Return the weights of a gated attention layer for a layer without gates.
+    """Convert the weights of a gated attention layer of the target to weights of a drafter layer
+    without gates.
 
-    Each gate is replaced by its mean value, which scales the output projection, and head entries
-    are put in the order of `match_rotary_order`. The result is exact except for the deviation of
-    gates from their mean and for entries that do not rotate in the target. Returns {} for a layer
-    with other norms or with a rotary factor that is not supported.
+    Each gate is replaced by its mean value, which is multiplied into the output projection. The
+    entries of each head are put in the order of `match_rotary_order`. The converted layer deviates
+    from the target layer because gates vary around their mean, and because some head entries do not
+    rotate in the target. Returns {} if the layer has unsupported norms, or if
+    `match_rotary_order` returns None.
     """
     weights = {name: value.cpu().float() for name, value in layer.state_dict().items()}
     attention = cast(nn.Module, layer.self_attn)

@@ -1,6 +1,6 @@
-"""Drafters on disk: folders and hub ids in any public layout are read, checked, written and
-exported.
+"""Drafters on disk: read, check, write and export folders in any public layout, and read drafters
+from the Hugging Face hub.
 
-May import infer.config, utils, ngrams, targets and drafters, whose families know their own layouts.
-Start reading at checkpoint.py.
+This package may import infer.config, utils, ngrams, targets and drafters. The code of each layout
+is in the drafter families. Start reading at checkpoint.py.
 """

@@ -1,6 +1,9 @@
-"""Load and save drafters: folders with `config.json` and `model.safetensors`. They are read in
-every layout that a family knows, and written in the family's own layout. For DFlash that is the
-public one, which serving engines read."""
+"""Load and save drafters. A drafter is stored as a folder with `config.json` and
+`model.safetensors`.
+
+Drafters are loaded from every layout that their family can read. They are saved in one layout per
+family; for DFlash, this is the public layout, which serving engines read.
+"""
 
 import json
 import warnings
@@ -21,17 +24,18 @@ from infer.targets.checks import check_finite
 from infer.targets.loading import load_int8_package
 from infer.utils.files import atomic_write
 
-NGRAM_FILE_NAME = "ngrams"  # beside the weights: an n-gram file for trees
+NGRAM_FILE_NAME = "ngrams"  # optional n-gram file beside the weights; engines score trees with it
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write config.json and model.safetensors. `config` and `weights` are `drafter.config` and
-    `drafter.state_dict()`, in any dtype."""
+    """Write a drafter's config.json and model.safetensors to `folder`. `config` is
+    `drafter.config`, and `weights` is `drafter.state_dict()` in any dtype."""
     write_drafter_folder(build_public_config(config), weights, folder)
 
 
 def write_drafter_folder(config: dict, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write a drafter's folder in any layout, with digests (`infer.formats.integrity`)."""
+    """Write the folder of a drafter: `config` as config.json, and `weights` as model.safetensors
+    with digests (`infer.formats.integrity`). Both may be in any layout."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -46,30 +50,33 @@ def load_drafter(
     quantization: str = "none",
     sliding_window: int | None = None,
 ) -> Drafter | PromptLookup:
-    """Load a drafter in any layout that a family knows.
+    """Load a drafter from any layout that a drafter family can read.
 
-    folder: a local folder, a training checkpoint (which holds the drafter in `drafter/`), an id on
-        the model hub, or "lookup" for prompt lookup
-    dtype: of the weights; None: as stored
-    target_layers: the target's number of layers, needed for a config without the ids of the feature
-        layers (DART's published ones)
-    quantization: "none" or "int8" (`infer.int8_cpu`), for float32 on the CPU
-    window: see `infer.drafters.base.limit_attention_window`
+    folder: a path or an id on the Hugging Face hub, see `find_drafter_folder`; or "lookup" for
+        prompt lookup
+    dtype: the dtype of the weights; None means the stored dtype
+    device: the device of the weights
+    target_layers: the target's number of layers; needed if config.json does not store it and the
+        layout derives the feature layers from it, as DART's published layout does
+    quantization: "none", or "int8" for int8 weights (`infer.int8_cpu`), which need float32 on the
+        CPU
+    sliding_window: the maximum length of the attention window in positions, see
+        `limit_attention_window`; None means no limit
 
-    An n-gram file beside the weights is used by engines. Warns if config.json was changed after the
-    weights were saved.
+    If the folder contains an n-gram file, its path is stored in the drafter's `ngram_path`. Warns
+    if config.json was changed after the weights were saved.
 
-    Raises FileNotFoundError if there is no drafter. Raises ValueError for int8 on other devices,
-    for a window that does not fit, and with every config key and tensor that is missing, unknown,
-    wrong or not finite."""
+    Raises FileNotFoundError if there is no drafter. Raises ValueError if int8 is not possible with
+    this dtype or device, if the sliding window is invalid, or if config keys or tensors are
+    missing, unknown, wrong or not finite; the message lists all of them.
+    """
     if str(folder) == PROMPT_LOOKUP_FAMILY.name:
         return PromptLookup()
     if quantization == "int8":
         is_cpu = torch.device(device).type == "cpu"
         if dtype not in (None, torch.float32) or not is_cpu:
             raise ValueError(
-                "drafter.quantization=int8 is for float32 on the CPU: use target.device=cpu "
-                "target.dtype=auto"
+                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu target.dtype=auto"
             )
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
@@ -90,7 +97,7 @@ def load_drafter(
     if sliding_window is not None:
         limit_attention_window(drafter, sliding_window)
     if quantization == "int8":
-        del weights  # quantisation needs the memory
+        del weights  # frees memory for the quantisation
         load_int8_package().quantise_drafter(drafter)
     return drafter
 
@@ -98,15 +105,19 @@ def load_drafter(
 def open_checked_folder(
     folder: str | Path, target_layers: int | None
 ) -> tuple[DrafterFolder, ParsedConfig]:
-    """Open a drafter's folder and read its config, with tensors under our names. Raises
-    FileNotFoundError and ValueError as `load_drafter` does, and gives its warnings."""
+    """Open a drafter's folder, check it, and translate its config and the names of its tensors to
+    those of this project.
+
+    Raises FileNotFoundError if there is no drafter, and ValueError with all problems of the folder.
+    Warns if config.json was changed after the weights were saved, or leaves something open.
+    """
     opened = open_drafter_folder(folder)
     if not opened.config or not opened.tensors:
         subfolders = ""
         if str(opened.path) == str(folder):
-            subfolders = f" (and there is neither {' nor '.join(DRAFTER_SUBFOLDERS)} in it)"
+            subfolders = f" (the folder has no subfolder {' or '.join(DRAFTER_SUBFOLDERS)} either)"
         problems = "; ".join(opened.problems)
-        raise FileNotFoundError(f"{opened.path} is no drafter: {problems}{subfolders}")
+        raise FileNotFoundError(f"{opened.path} contains no drafter: {problems}{subfolders}")
 
     reading = read_layout(opened, target_layers)
     problems = find_folder_problems(opened, reading)
@@ -114,8 +125,7 @@ def open_checked_folder(
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.config_changed:
         warnings.warn(
-            f"{folder}/config.json was changed after its weights were saved; copy it again unless "
-            "that was you",
+            f"{folder}/config.json was changed after the weights were saved; copy the folder again unless you changed the file yourself",
             stacklevel=3,
         )
     for doubt in reading.warnings:
@@ -124,22 +134,24 @@ def open_checked_folder(
 
 
 def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_size: int) -> None:
-    """Raise ValueError unless d2t (draft vocabulary,), offsets from draft ids to token ids, gives
-    different tokens of the vocabulary."""
+    """Raise ValueError unless `d2t` maps the draft tokens to different tokens of the vocabulary.
+
+    `d2t` (draft vocabulary size,) holds, for each draft token, the difference between the token's
+    id in the target's vocabulary and its number in the draft vocabulary.
+    """
     tokens = d2t.long() + torch.arange(len(d2t))
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: d2t leads twice to a token, or outside the vocabulary, 0 to "
-            f"{vocabulary_size - 1}"
+            f"{folder}: d2t maps two draft tokens to the same target token, or one to an id outside the vocabulary (0 to {vocabulary_size - 1})"
         )
 
 
 def check_padded_vocabulary(folder: str | Path, d2t: torch.Tensor) -> None:
-    """Raise ValueError unless d2t (V,), offsets from the ids of a padded vocabulary to token ids,
-    is zero everywhere."""
+    """Raise ValueError unless every entry of `d2t` is zero, so that `d2t` maps every token to
+    itself. Otherwise a drafter whose draft vocabulary is larger than the vocabulary (because it is
+    padded) cannot be loaded."""
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero: a d2t that "
-            "maps ids to other tokens can only be read if draft_vocab_size is at most vocab_size"
+            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere; with such a draft_vocab_size, d2t must map every token to itself"
         )

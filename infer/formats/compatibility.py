@@ -1,9 +1,10 @@
-"""Find out which engines would load a drafter's folder, and why others would not. Only config.json
-and the headers of the weight files are read, never a tensor.
+"""Find out which inference engines would load a drafter's folder, and why others would not. Only
+config.json and the headers of the weight files are read, never a tensor.
 
-What vLLM, SGLang and speculators require is taken from their sources of autumn 2026
-(docs/formats.md). A drafter with another architecture than ours (biases, attention sinks, quantised
-weights) is reported as a problem for every engine, though some support it.
+The requirements of the engines are taken from their source code of autumn 2026 (docs/formats.md).
+Some engines support architectures that this project's drafters do not have, such as biases,
+attention sinks and quantised weights. A drafter with such an architecture is nevertheless reported
+as a problem for every engine.
 """
 
 import warnings
@@ -23,16 +24,18 @@ from infer.formats.layouts import (
 )
 
 EMBEDDING_AND_HEAD_NAMES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-# names of layouts: see `infer.drafters.dflash.layouts`
+# The names of layouts are those of `CheckpointLayout.name` in infer/drafters/dflash/layouts.py.
 DFLASH_LAYOUTS = ("dflash", "dflash2")
-DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")  # DSpark's: the first slot of a block drafts
+# Layouts of DSpark drafters, in which the slot of the bonus token drafts a token too.
+DSPARK_LAYOUTS = ("DeepSpec", "SpecForge")
 VLLM_ENGINE = "vLLM (method dflash)"
 SGLANG_ENGINE = "SGLang (DFLASH)"
 SPECULATORS_ENGINE = "speculators, and vLLM through it"
 AUTHORS_ENGINE = "the DFlash authors' code"
 TRANSFORMERS_ENGINE = "transformers (speculation_type=dflash)"
 ANGELSLIM_ENGINE = "AngelSlim (dflash_benchmark.py)"
-# the engines whose readers are checked key by key; transformers reads its own layout only
+# Engines for which features of the drafter are compared with the layout. transformers is not among
+# them, because it reads only its own layout.
 ENGINES_CHECKED_KEY_BY_KEY = (
     VLLM_ENGINE,
     SGLANG_ENGINE,
@@ -40,6 +43,7 @@ ENGINES_CHECKED_KEY_BY_KEY = (
     AUTHORS_ENGINE,
     ANGELSLIM_ENGINE,
 )
+# Key: an engine. Value: the layouts that this engine reads.
 ENGINE_LAYOUTS = {
     VLLM_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
     SGLANG_ENGINE: (*DFLASH_LAYOUTS, *DSPARK_LAYOUTS),
@@ -48,13 +52,14 @@ ENGINE_LAYOUTS = {
     TRANSFORMERS_ENGINE: ("transformers",),
     ANGELSLIM_ENGINE: ("AngelSlim",),
 }
+# Key: a layout. Value: the class name that vLLM and SGLang expect under `architectures`.
 LAYOUT_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflash2": "DFlash2DraftModel",
     "DeepSpec": "Qwen3DSparkModel",
 }
-# by layout: the config keys of features that the layout can express, beyond a DFlash drafter whose
-# first slot does not draft
+# Every layout can express a DFlash drafter without further features. Key: a layout that can express
+# further features. Value: the config.json keys that turn these features on.
 LAYOUT_FEATURE_KEYS = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),
@@ -64,29 +69,31 @@ LAYOUT_FEATURE_KEYS = {
     "speculators xpress": ("xpress_rank", "sample_from_anchor"),
     "AngelSlim": ("layer_fusion",),
 }
-# pairs of the engines that a problem concerns, and a sentence
+# An iterator over problems. Each problem is a pair: the engines that have the problem, and a
+# sentence that describes the problem.
 EngineProblems = Iterator[tuple[tuple[str, ...], str]]
 
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """Whether an engine would load a folder."""
+    """The result of checking whether an engine would load a drafter's folder."""
 
     engine: str
-    problems: list[str]  # empty if the engine would load the folder
-    reads_layout: bool = True  # whether the engine reads folders of this layout at all
+    problems: list[str]  # reasons why the engine would not load the folder; empty if it would
+    reads_layout: bool = True  # whether the engine can read the layout of the folder
 
     def __str__(self) -> str:
         if not self.problems:
             return f"{self.engine}: would load it"
         lines = [f"  - {problem}" for problem in self.problems]
-        return "\n".join([f"{self.engine}: would not, or would read it wrongly", *lines])
+        return "\n".join([f"{self.engine}: would not load it, or would load it wrongly", *lines])
 
 
 def check_engines(path: str | Path, target_layers: int | None = None) -> list[EngineVerdict]:
-    """Return the verdict of each engine on a folder or hub id, and of this project last.
+    """Check for each engine, and last for this project, whether it would load a drafter.
 
-    target_layers: the target's number of layers, for layouts that do not store the feature layers
+    path: the drafter's folder or its id on the Hugging Face hub, see `find_drafter_folder`
+    target_layers: the target's number of layers, which some layouts do not store
 
     Raises FileNotFoundError if there is no folder.
     """
@@ -103,11 +110,15 @@ def check_engines(path: str | Path, target_layers: int | None = None) -> list[En
 
 
 def describe_export(verdicts: list[EngineVerdict]) -> str:
-    """Return the verdicts on an exported folder as text: the engines that load it; those that read
-    its layout but refuse it, with reasons; and in one line those that read other layouts."""
+    """Format the verdicts on an exported folder as text for the user.
+
+    The first line lists the engines that would load the folder. It is followed by the engines that
+    read the folder's layout but would not load the folder, with the reasons. The last line lists
+    the engines that read other layouts.
+    """
     loading = [verdict.engine for verdict in verdicts if not verdict.problems]
     refusing = [verdict for verdict in verdicts if verdict.problems and verdict.reads_layout]
-    # AngelSlim's layout can be read, but not exported.
+    # AngelSlim is left out, because this project cannot export to AngelSlim's layout.
     others = [
         verdict.engine
         for verdict in verdicts
@@ -115,18 +126,19 @@ def describe_export(verdicts: list[EngineVerdict]) -> str:
     ]
     lines = [f"loads in    {'; '.join(loading) or 'no engine'}", *map(str, refusing)]
     if others:
-        lines.append(f"others      read other layouts (format=): {'; '.join(others)}")
+        lines.append(f"others      read other formats (choose with format=): {'; '.join(others)}")
     return "\n".join(lines)
 
 
 def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: str) -> list[str]:
-    """Return the reasons why an engine would not load a folder, or would compute something else."""
+    """Return the reasons why an engine would not load a drafter's folder, or would load the drafter
+    but compute something else than this project; [] if there are none."""
     problems = [*folder.problems]
     layouts = ENGINE_LAYOUTS[engine]
     if reading.layout not in (*layouts, "none"):
         architectures = folder.config.get("architectures")
         problems.append(
-            f"config.json: the layout is {reading.layout}'s (architectures {architectures}), expected that of {layouts[0]}"
+            f"config.json: the layout is {reading.layout} (architectures {architectures}), expected the layout {layouts[0]}"
         )
         return problems
     problems += reading.problems
@@ -146,14 +158,14 @@ def find_engine_problems(folder: DrafterFolder, reading: ParsedConfig, engine: s
 
 
 def get_nested_object(config: Mapping, key: str) -> dict:
-    """Return the object under a key of a config, empty if there is none."""
+    """Return the object under `key` of a config; {} if there is none."""
     value = config.get(key)
     return value if type(value) is dict else {}
 
 
 def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield what an engine looks for in config.json and does not find, or finds with another
-    value."""
+    """Yield the problems of engines with keys of config.json that are missing or have another value
+    than the engine expects."""
     dflash_config = get_nested_object(config, "dflash_config")
     speculators_config = get_nested_object(config, "speculators_config")
     architecture = (
@@ -170,7 +182,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     ):
         yield (
             (VLLM_ENGINE,),
-            "markov_rank is missing beside dflash_config, where vLLM looks for it; it has no Domino",
+            "markov_rank is missing at the top level, where vLLM reads it; vLLM does not support Domino drafters",
         )
     if config.get("model_type") != "qwen3":
         yield (VLLM_ENGINE,), f"model_type is {config.get('model_type')!r}, expected 'qwen3'"
@@ -179,7 +191,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     if target_layers is None:
         yield (
             (SGLANG_ENGINE,),
-            "num_target_layers is missing: SGLang would take the drafter's own number of layers for it",
+            "num_target_layers is missing: SGLang would use the drafter's number of layers instead",
         )
 
     layer_config = get_nested_object(config, "transformer_layer_config") or config
@@ -187,7 +199,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
     if has_window and not layer_config.get("use_sliding_window"):
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            "use_sliding_window is not true: the engine would find no sliding_window",
+            "use_sliding_window is not true: the engine would ignore sliding_window",
         )
 
     if not speculators_config:
@@ -197,8 +209,7 @@ def find_misplaced_keys(config: dict, reading: ParsedConfig) -> EngineProblems:
 
 
 def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield the features of a drafter that its layout cannot express, or that an engine computes in
-    another way."""
+    """Yield the problems of engines with features of the drafter that the layout cannot express."""
     family_config = reading.family_config
     head = find_head_spec(family_config)
     layout = reading.layout
@@ -215,33 +226,33 @@ def find_unsupported_features(config: dict, reading: ParsedConfig) -> EngineProb
     if kernel_size and "conv_kernel_size" not in supported_keys:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            f"conv_kernel_size is {kernel_size}: the engine has no convolutions there",
+            f"conv_kernel_size is {kernel_size}: the engine supports no convolutions in this layout",
         )
     if family_config.get("layer_fusion") and "layer_fusion" not in supported_keys:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            "layer_fusion is true: the engine has one mix of the feature layers for all its layers",
+            "layer_fusion is true: in the engine, all drafter layers read the same mix of the target's layers",
         )
     if family_config.get("sample_from_anchor") and "sample_from_anchor" not in supported_keys:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            "sample_from_anchor is true: the engine drafts from the second slot on",
+            "sample_from_anchor is true: in the engine, the first slot drafts no token",
         )
     if reading.layout in DSPARK_LAYOUTS and head is None:
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            "markov_rank is 0 or missing: the engine reads this layout for DSpark's drafters alone",
+            "markov_rank is 0 or missing: the engine reads this layout only for DSpark drafters",
         )
     if reading.layout in DSPARK_LAYOUTS and not family_config.get("sample_from_anchor"):
         yield (
             ENGINES_CHECKED_KEY_BY_KEY,
-            "sample_from_anchor is false: the engine drafts from the first slot on",
+            "sample_from_anchor is false: in the engine, the first slot drafts a token too",
         )
 
 
 def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
-    """Yield the engines that read other features than ours of the target's last layer: before or
-    after the final norm."""
+    """Yield the problems of engines that read the target's last layer at another point than this
+    project does (before or after the final norm)."""
     if reading.options["num_target_layers"] is None:
         return
     last_layer_features = reading.family_config.get("last_tap")
@@ -258,15 +269,17 @@ def find_last_layer_differences(reading: ParsedConfig) -> EngineProblems:
     if last_layer_features is not None:
         yield (
             (SGLANG_ENGINE,),
-            "target_layer_ids has the target's last layer: SGLang reads each layer at the input of the next one",
+            "target_layer_ids contains the target's last layer: SGLang reads the output of a layer at the input of the next layer, and the last layer has no next layer",
         )
 
 
 def find_causality_differences(config: dict, reading: ParsedConfig) -> EngineProblems:
-    """Yield the engines whose attention inside the block has another causality than ours.
+    """Yield the problems of engines in which attention inside the block would be causal in other
+    layers than in this project.
 
-    An engine takes the first of its flags that is set for all layers. Without one, sliding layers
-    are causal and full ones are not.
+    Each engine reads certain flags of config.json. The first flag that is set decides for all
+    layers. If no flag is set, layers with a sliding window are causal, and layers with full
+    attention are not.
     """
     our_flag = reading.family_config.get("causal")
     dflash_config = get_nested_object(config, "dflash_config")
@@ -291,35 +304,38 @@ def find_causality_differences(config: dict, reading: ParsedConfig) -> EnginePro
         if not is_different:
             continue
 
-        our_layers = "layers of two kinds" if our_flag is None else f"is {our_flag}"
+        our_layers = "depends on the layer" if our_flag is None else f"is {our_flag}"
         behaviour = f"would run every layer with causal {engine_flag}"
         if engine_flag is None:
-            behaviour = "goes by layer_types alone"
+            behaviour = "reads only layer_types to decide whether a layer is causal"
         yield (engine,), f"causal {our_layers}: {engine.split(',')[0]} {behaviour}"
 
 
 def find_engine_tensor_problems(
     folder: DrafterFolder, reading: ParsedConfig, engine: str
 ) -> list[str]:
-    """Return the problems that an engine has with the stored tensors.
+    """Return the problems of an engine with the tensors that are stored in the folder.
 
-    vLLM takes a stored embedding and head. SGLang and the authors' code take the target's, except
-    for DeepSpec's drafters, which store copies.
+    vLLM uses the embedding and the language model head that are stored in the folder. SGLang and
+    the authors' code use those of the target instead. This is no problem in DeepSpec's layout,
+    which stores copies of the target's.
     """
     has_reduced_vocabulary = "draft_vocab_size" in reading.options
     stored_names = EMBEDDING_AND_HEAD_NAMES & folder.tensors.keys()
     problems = []
     if engine == VLLM_ENGINE and "d2t" in folder.tensors and not has_reduced_vocabulary:
-        problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
+        problems.append(
+            "d2t is stored, although draft_vocab_size is missing or equals the target's vocabulary"
+        )
     takes_stored = engine in (VLLM_ENGINE, SPECULATORS_ENGINE)
     if takes_stored and has_reduced_vocabulary and "lm_head.weight" not in folder.tensors:
         problems.append(
-            "lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other rows"
+            "lm_head.weight is missing; with draft_vocab_size it is required, because the target's head has other rows"
         )
     takes_targets = engine in (SGLANG_ENGINE, AUTHORS_ENGINE) and reading.layout != "DeepSpec"
     if takes_targets and stored_names:
         names = ", ".join(sorted(stored_names))
-        problems.append(f"the engine takes the target's embedding and head and ignores {names}")
+        problems.append(f"the engine uses the target's embedding and head and ignores {names}")
     if not folder.tensors:
         return problems
 

@@ -1,7 +1,8 @@
-"""Export drafters in the layouts that other engines read.
+"""Export drafters to the layouts that other engines read.
 
-A drafter is refused if the readers of a layout would compute something else than it was trained
-for."""
+An export is refused if the engines that read the layout would compute something else than this
+project computes with the drafter.
+"""
 
 from pathlib import Path
 
@@ -16,18 +17,22 @@ from infer.formats.checkpoint import write_drafter_folder
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
-MAX_SELECTOR_TOP_K = 1024  # engines hold a table of top_k x top_k scores for every slot
+# The maximum top_k of an exported selector head; engines store top_k * top_k scores per slot.
+MAX_SELECTOR_TOP_K = 1024
 
 
 def find_export_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties of a drafter that readers of some formats do not support: names that
-    `ExportFormat.refused_features` lists, with a sentence for each."""
+    """Return the properties of a drafter that some export formats do not support.
+
+    Key: the name of the property, as in `ExportFormat.refused_features`. Value: a sentence that
+    describes the property to the user.
+    """
     return find_attention_limits(drafter) | find_head_limits(drafter)
 
 
 def find_attention_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties of a drafter's slots, attention and feature layers, as
-    `find_export_limits` does."""
+    """Return the properties for `find_export_limits` that concern the drafter's slots, its
+    attention and the target layers that it reads."""
     family_config = drafter.family_config
     patterns = drafter.attention_patterns
     starts_at_anchor = family_config.get("sample_from_anchor")
@@ -36,48 +41,53 @@ def find_attention_limits(drafter: Drafter) -> dict[str, str]:
 
     limits = {}
     if starts_at_anchor:
-        limits["from anchor"] = "its first slot drafts already (sample_from_anchor)"
+        limits["from anchor"] = (
+            "its first slot, that of the bonus token, drafts a token (sample_from_anchor is true)"
+        )
     else:
         limits["not from anchor"] = (
-            "its first slot does not draft (drafter.sample_from_anchor=true)"
+            "its first slot, that of the bonus token, drafts no token (train with drafter.sample_from_anchor=true)"
         )
     if any(causal for causal, _ in patterns):
         limits["causal"] = "it has layers that are causal inside the block"
     if (True, None) in patterns:
         limits["full and causal"] = (
-            "it has layers that see all and are causal inside the block (dflash_config.causal)"
+            "it has layers with full attention that are causal inside the block (dflash_config.causal is true)"
         )
     if any(window for _, window in patterns):
-        limits["sliding"] = "it has sliding layers"
+        limits["sliding"] = "it has layers with a sliding window"
     if any(window == 1 for _, window in patterns):
-        limits["window of 1"] = "its window of 1 position cannot be expressed there"
+        limits["window of 1"] = "the format cannot express its sliding window of 1 position"
     if rope_type == "llama3":
         limits["llama3"] = (
-            "its rotary positions are scaled as Llama 3's, which llama.cpp does not support in a drafter"
+            "it has Llama 3's scaling of rotary embeddings, which llama.cpp does not support in a drafter"
         )
     if family_config.get("layer_fusion"):
         limits["layer fusion"] = (
-            "each of its layers reads its own mix of the feature layers (layer_fusion)"
+            "each of its layers reads its own mix of the target's layers (layer_fusion is true)"
         )
     if last_layer_features == "raw":
-        limits["raw"] = "it reads the last layer before the target's last norm (last_tap=raw)"
+        limits["raw"] = "it reads the target's last layer before the final norm (last_tap is raw)"
     if last_layer_features == "normed":
-        limits["normed"] = "it reads the last layer after the target's last norm (last_tap=normed)"
+        limits["normed"] = (
+            "it reads the target's last layer after the final norm (last_tap is normed)"
+        )
     return limits
 
 
 def find_head_limits(drafter: Drafter) -> dict[str, str]:
-    """Return the properties of a drafter's conditional head, as `find_export_limits` does."""
+    """Return the properties for `find_export_limits` that concern the drafter's conditional
+    head."""
     family_config = drafter.family_config
     starts_at_anchor = family_config.get("sample_from_anchor")
     limits = {}
     if family_config.get("markov_head_type") == "rnn" and not starts_at_anchor:
         limits["recurrent"] = (
-            "its recurrent head reads the bonus token's slot there (sample_from_anchor)"
+            "its conditional head is recurrent, which the format supports only if sample_from_anchor is true"
         )
     if drafter.head_spec is not None and drafter.d2t is not None:
         limits["reduced vocabulary"] = (
-            "its conditional head has a reduced vocabulary, theirs the whole one (drafter.draft_vocab_size=0)"
+            "its conditional head has a reduced vocabulary, and the format supports only the whole vocabulary (train with drafter.draft_vocab_size=0)"
         )
     if drafter.head_spec is None or drafter.head_spec.name != "selector":
         return limits
@@ -87,27 +97,28 @@ def find_head_limits(drafter: Drafter) -> dict[str, str]:
     top_k = head.top_k or drafter.config.vocab_size
     hidden_size = drafter.config.hidden_size
     if drafter.d2t is not None:
-        limits["reduced selector vocabulary"] = "its selector has a reduced vocabulary"
+        limits["reduced selector vocabulary"] = "its selector head has a reduced vocabulary"
     if starts_at_anchor:
         limits["selector from anchor"] = (
-            "its selector chooses in the first slot too (sample_from_anchor)"
+            "its selector head also chooses a token in the first slot, that of the bonus token (sample_from_anchor is true)"
         )
     if top_k > MAX_SELECTOR_TOP_K:
         limits["selector size"] = (
-            f"its selector chooses among {top_k} tokens, and they hold a table of all pairs (drafter.head.top_k=16)"
+            f"its selector head chooses among {top_k} tokens, but at most {MAX_SELECTOR_TOP_K} are allowed, because engines store scores for all pairs of these tokens (set drafter.head.top_k, for example to 16)"
         )
-    # llama.cpp stores the pairs of a slot, and the tokens, in one hidden state.
+    # llama.cpp stores the top_k tokens of a slot and the scores of their top_k * top_k pairs in the
+    # memory of one hidden state.
     if top_k * (top_k + 1) > hidden_size:
         max_top_k = int((hidden_size + 0.25) ** 0.5 - 0.5)
         limits["selector pairs"] = (
-            f"its selector chooses among {top_k} tokens, and llama.cpp supports at most {max_top_k} with hidden_size={hidden_size} (drafter.head.top_k)"
+            f"its selector head chooses among {top_k} tokens, and llama.cpp supports at most {max_top_k} with hidden_size={hidden_size} (set drafter.head.top_k)"
         )
     return limits
 
 
 def check_export(drafter: Drafter, format: str) -> None:
-    """Raise ValueError if a layout cannot express a drafter, or if its readers would compute
-    something else."""
+    """Raise ValueError if `drafter` cannot be exported to the format `format`: the format's layout
+    cannot store the drafter, or engines would compute something else than this project."""
     has_convolutions = bool(drafter.family_config.get("conv_kernel_size"))
     check_export_format(drafter.family, format, drafter.head_spec, has_convolutions)
     refused = drafter.family.formats[format].refused_features
@@ -115,21 +126,23 @@ def check_export(drafter: Drafter, format: str) -> None:
     sentences = [sentence for name, sentence in limits.items() if name in refused]
     if sentences:
         raise ValueError(
-            f"format={format}: its readers would run another drafter: {'; '.join(sentences)}"
+            f"format={format} does not support this drafter, because {'; '.join(sentences)}"
         )
 
 
 def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout of its family (`infer.drafters.families.EXPORT_FORMATS`).
+    """Write a drafter to the folder `out` in one of the export formats of its family.
 
-    target: needed if the layout stores the embedding and the head, and if the drafter has copies of
-        them
+    format: a key of `Family.formats`
+    target: required if the format stores the target's embedding and language model head, or if the
+        drafter has an embedding or a head of its own, which is then compared with the target's
 
-    Raises ValueError as `check_export` does, and if the target is missing.
+    Raises ValueError as `check_export` does, and if the target is required and None.
     """
     check_export(drafter, format)
     family_config = drafter.family_config
-    if format == "gguf":  # written in a layout that llama.cpp's converter reads
+    if format == "gguf":
+        # Write a layout that llama.cpp's converter reads; `convert_to_gguf` runs the converter.
         if family_config.get("sample_from_anchor") or family_config.get("markov_rank"):
             source_format = "dspark"
         elif drafter.head_spec is None:
@@ -144,13 +157,14 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     else:
         weights = drop_embedding_and_head(drafter, target, format)
     config = build_public_config(drafter.config)
-    # Readers of formats without reduced vocabularies use the target's whole head instead.
+    # Engines that do not support reduced vocabularies use the target's whole language model head
+    # instead.
     if "reduced vocabulary" in export_format.refused_features:
         config.pop("draft_vocab_size", None)
         weights.pop("d2t", None)
     causal = family_config.get("causal")
     if causal is not None and not export_format.stores_embedding_and_head:
-        # Readers of these formats look for different keys.
+        # The engines that read these formats look for this flag under different keys.
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}
     write = drafter.export_writers[format]
@@ -160,11 +174,11 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
 def add_embedding_and_head(
     drafter: Drafter, target: Target | None, format: str
 ) -> dict[str, torch.Tensor]:
-    """Return the drafter's tensors with the embedding and the head that it uses. Raises ValueError
-    if the target is missing."""
+    """Return the drafter's tensors together with the embedding and the language model head that the
+    drafter uses. Raises ValueError if `target` is None."""
     if target is None:
         raise ValueError(
-            f"format={format} stores the target's embedding and head: give target.path"
+            f"format={format} stores the target's embedding and head: set target.path to the target"
         )
     weights = drafter.state_dict()
     target_weights = {
@@ -179,36 +193,39 @@ def add_embedding_and_head(
 def drop_embedding_and_head(
     drafter: Drafter, target: Target | None, format: str
 ) -> dict[str, torch.Tensor]:
-    """Return the drafter's tensors without embedding and head. Raises ValueError if the drafter's
-    differ from the target's, or if the target is missing and they cannot be compared."""
+    """Return the drafter's tensors without an embedding and a language model head.
+
+    Raises ValueError if the drafter has an embedding or a head that differs from the target's, or
+    that cannot be compared because `target` is None.
+    """
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
-                f"format={format}: it has its own embedding or head: give target.path to compare them"
+                f"format={format} does not store the drafter's own embedding or head: set target.path to the target, so that they can be compared with the target's"
             )
         try:
             drop_target_copies(drafter, target)
         except ValueError as error:
             raise ValueError(
-                f"format={format} stores neither embedding nor head, and {error}"
+                f"format={format} stores neither an embedding nor a head, but {error}"
             ) from error
     return drafter.state_dict()
 
 
 def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
-    """Check that the model which the card names as the target has the sizes of the drafter's
-    target.
+    """Check that the base model of a model card can be the drafter's target: that it has the same
+    hidden size, number of layers and vocabulary size.
 
-    name: a path or hub id
+    name: the base model, a path or an id on the Hugging Face hub
 
-    Returns a sentence if its config.json cannot be read, else None. Raises ValueError if a size
-    differs.
+    Returns a warning for the user if the base model's config.json cannot be read, else None. Raises
+    ValueError if a size differs.
     """
     try:
         expected = get_target_sizes(drafter.config)
         sizes = get_target_sizes(load_config(name).get_text_config())
     except FileNotFoundError:
-        return f"base_model={name}: its config.json could not be read from here, and was not compared with the drafter"
+        return f"base_model={name}: the config.json of this model could not be read, so it was not checked that the drafter fits the model"
     wrong = [
         f"{key} {sizes[key]}, expected {size}"
         for key, size in expected.items()
@@ -222,6 +239,7 @@ def require_base_model_sizes(name: str, drafter: Drafter) -> str | None:
 
 
 def get_target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the sizes of a target, from its config or from that of a drafter for it."""
+    """Return the hidden size, the number of layers and the vocabulary size of a target. `config` is
+    the config of the target, or the config of a drafter for this target."""
     layers = vars(config).get("num_target_layers", config.num_hidden_layers)
     return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}

@@ -1,5 +1,5 @@
-"""A drafter's folder: find it, and read its config.json and the headers of its weight files,
-without loading tensors."""
+"""Find a drafter's folder, and read its config.json and the headers of its weight files. Tensors
+are loaded later, by `DrafterFolder.load`."""
 
 import json
 import re
@@ -16,17 +16,18 @@ from infer.targets.loading import EMBEDDED_TARGET_FOLDER
 from infer.utils.files import json_digest, read_limited_text
 
 MAX_JSON_BYTES = 64 << 20
-# where the drafter is in a checkpoint's folder, and in a run's
+# Where the drafter is inside the folder of a training checkpoint, and inside the folder of a
+# training run.
 DRAFTER_SUBFOLDERS = ("drafter", "checkpoints/best/drafter")
-# targets whose drafters are in the repository
+# Drafters that are part of this repository. Key: the target's name. Value: the drafter's folder.
 BUNDLED_DRAFTERS = {
     "embedded": EMBEDDED_TARGET_FOLDER,
     "smollm2": EMBEDDED_TARGET_FOLDER.parent / "smollm2",
 }
 WEIGHTS_FILE_NAME = "model.safetensors"
 WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
-# An `Int8Linear` is stored as three tensors, which are read as one weight. Its dtype is INT8_DTYPE,
-# and its name is that of the first tensor.
+# The weight of an `Int8Linear` is stored as three tensors, named INT8_TENSOR_NAMES. `DrafterFolder`
+# describes them as one `StoredTensor` with the dtype INT8_DTYPE and the name of the first tensor.
 INT8_DTYPE = "codes"
 INT8_TENSOR_NAMES = ("codes", "scales", "smooth")
 INT8_STORED_DTYPES = ["I8", "F32", "F32"]
@@ -34,16 +35,16 @@ INT8_STORED_DTYPES = ["I8", "F32", "F32"]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it."""
+    """The description of a stored tensor, from the header of its safetensors file."""
 
     file: Path
-    name: str  # in the file
+    name: str  # the name in the file
     dtype: str  # F32, BF16, I64, BOOL, ...; INT8_DTYPE for the weight of an `Int8Linear`
     shape: tuple[int, ...]
-    rows: int | None = None  # only these first rows are read; None: all
+    rows: int | None = None  # only this number of first rows is loaded; None means all rows
 
     def load(self, opened: Any) -> torch.Tensor:
-        """Return the tensor. `opened`: its file, opened by `safe_open`."""
+        """Load the tensor. `opened` is the tensor's file, opened by `safe_open`."""
         if self.rows is not None:
             return opened.get_slice(self.name)[: self.rows]
         if self.dtype != INT8_DTYPE:
@@ -59,21 +60,22 @@ class DrafterFolder:
 
     path: Path
     config: dict
-    tensors: dict[str, StoredTensor]
-    problems: list[str]  # sentences on what could not be read
-    config_changed: bool = False  # config.json is not the one that the weights were saved with
+    tensors: dict[str, StoredTensor]  # by the tensor's name
+    problems: list[str]  # sentences that describe missing, unreadable and unexpected files
+    config_changed: bool = False  # whether config.json was changed after the weights were saved
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Load the tensors of these names, on the host. Raises ValueError for a file whose weights
-        changed after they were saved."""
+        """Load the tensors with these names into CPU memory.
+
+        Raises ValueError if the weights in a file were changed after they were saved.
+        """
         weights: dict[str, torch.Tensor] = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
                 saved = (opened.metadata() or {}).get("sha256")
                 if saved is not None and saved != digest_tensors(opened.keys(), opened.get_tensor):
                     raise ValueError(
-                        f"{file} is altered: its weights are not those that were saved; copy it "
-                        "again"
+                        f"{file} is altered: the SHA-256 of its weights differs from the one that was stored with them; copy the file again"
                     )
                 for name in names:
                     tensor = self.tensors[name]
@@ -82,14 +84,15 @@ class DrafterFolder:
         return weights
 
     def rename_tensors(self, new_names: Mapping[str, str]) -> "DrafterFolder":
-        """Return the folder with tensors under other names. `new_names`: by the name in the
-        file."""
+        """Return the folder with renamed tensors. `new_names` maps old names to new names; other
+        tensors keep their names."""
         tensors = {new_names.get(name, name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
 
     def remove_padding(self, padded_rows: int | None, vocabulary_size: int) -> "DrafterFolder":
-        """Return the folder with only the first `vocabulary_size` rows of the tensors that have
-        `padded_rows` rows; unchanged if `padded_rows` is None."""
+        """Remove padding rows: of each tensor with `padded_rows` rows, keep only the first
+        `vocabulary_size` rows. Return the changed folder, or this folder if `padded_rows` is
+        None."""
         if padded_rows is None:
             return self
         tensors = dict(self.tensors)
@@ -101,12 +104,13 @@ class DrafterFolder:
 
 
 def find_drafter_folder(path: str | Path) -> Path:
-    """Return a drafter's folder.
+    """Return the local folder that contains a drafter's config.json and weights.
 
-    path: the folder itself, a training checkpoint, a run (its best checkpoint is taken), a name in
-        BUNDLED_DRAFTERS, or an id on the model hub (its JSON and safetensors files are downloaded)
+    path: this folder, the folder of a training checkpoint, the folder of a training run (the run's
+        best checkpoint is used), a name in BUNDLED_DRAFTERS, or an id on the Hugging Face hub (the
+        JSON and safetensors files are downloaded)
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if there is no such folder.
     """
     folder = BUNDLED_DRAFTERS.get(str(path)) or Path(path)
     for subfolder in DRAFTER_SUBFOLDERS:
@@ -116,8 +120,7 @@ def find_drafter_folder(path: str | Path) -> Path:
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise FileNotFoundError(
-            f"{path} is no folder, and no name on the model hub either: checkpoint=<a drafter's "
-            "folder>, or checkpoint=lookup, which needs none"
+            f"{path} is neither a folder nor an id on the Hugging Face hub: use checkpoint=<folder of a drafter>, or checkpoint=lookup, which needs no drafter"
         )
     from huggingface_hub import snapshot_download
 
@@ -125,14 +128,16 @@ def find_drafter_folder(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path}: found neither as a local folder nor on the model hub from here. "
-            "Download the drafter once where there is a network, then give its folder"
+            f"{path}: found neither as a local folder nor on the Hugging Face hub. Without a network, download the drafter on another machine and pass the path of the folder"
         ) from error
 
 
 def open_drafter_folder(path: str | Path) -> DrafterFolder:
-    """Read config.json and the headers of the weight files. `path`: as in `find_drafter_folder`.
-    Raises FileNotFoundError if there is no folder; other problems are collected in the result."""
+    """Read config.json and the headers of the weight files of a drafter's folder.
+
+    `path` is described in `find_drafter_folder`. Raises FileNotFoundError if there is no folder.
+    Other problems are listed in the result.
+    """
     folder = find_drafter_folder(path)
     problems: list[str] = []
     config = _read_json_object(folder / "config.json", problems)
@@ -141,8 +146,7 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
         other_names = find_other_weights(folder, file_names)
         if other_names:
             problems.append(
-                f"{', '.join(other_names)}: tensors that would be left out; move the file "
-                "elsewhere if it is not the drafter's"
+                f"these files contain tensors that would not be loaded: {', '.join(other_names)}; move them to another folder if they do not belong to the drafter"
             )
 
     tensors: dict[str, StoredTensor] = {}
@@ -154,19 +158,19 @@ def open_drafter_folder(path: str | Path) -> DrafterFolder:
             config_changed = True
     if (folder / "mask_embedding.pt").exists():
         problems.append(
-            "mask_embedding.pt holds a separate mask embedding, which this project's drafters "
-            "do not have"
+            "the folder contains mask_embedding.pt, a separate embedding of the mask token, which this project's drafters do not support"
         )
     return DrafterFolder(folder, config, tensors, problems, config_changed)
 
 
 def _read_json_object(file: Path, problems: list[str]) -> dict:
-    """Return the object in a JSON file; an empty one, and a problem, if it cannot be read."""
+    """Return the object in a JSON file. If the file cannot be read, add a sentence to `problems`
+    and return {}."""
     try:
         content = json.loads(read_limited_text(file, MAX_JSON_BYTES))
         if type(content) is dict:
             return content
-        problems.append(f"{file.name} is no JSON object")
+        problems.append(f"{file.name} does not contain a JSON object")
     except FileNotFoundError:
         problems.append(f"{file.name} is missing")
     except (OSError, ValueError, RecursionError) as error:
@@ -175,7 +179,8 @@ def _read_json_object(file: Path, problems: list[str]) -> dict:
 
 
 def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
-    """Return the names of the weight files: the only one, or those in the index."""
+    """Return the names of the folder's weight files: model.safetensors if it exists, or else the
+    files that the index names. Add a sentence to `problems` for each missing file."""
     if (folder / WEIGHTS_FILE_NAME).is_file():
         return [WEIGHTS_FILE_NAME]
     if not (folder / WEIGHTS_INDEX_NAME).is_file():
@@ -183,26 +188,28 @@ def _list_weight_files(folder: Path, problems: list[str]) -> list[str]:
         return []
     weight_map = _read_json_object(folder / WEIGHTS_INDEX_NAME, problems).get("weight_map")
     if type(weight_map) is not dict:
-        problems.append(f"{WEIGHTS_INDEX_NAME} has no weight_map")
+        problems.append(f"{WEIGHTS_INDEX_NAME} has no object weight_map")
         return []
 
     file_names = []
     for file_name in sorted({str(file_name) for file_name in weight_map.values()}):
-        # The pattern keeps paths inside this folder.
+        # The pattern rejects paths that lead out of this folder.
         is_safe = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file_name)
         if is_safe and (folder / file_name).is_file():
             file_names.append(file_name)
         else:
             problems.append(
-                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, which is no safetensors file of this "
-                "folder"
+                f"{WEIGHTS_INDEX_NAME} names {file_name!r}, but this folder contains no such safetensors file"
             )
     return file_names
 
 
 def find_other_weights(folder: Path, file_names: list[str]) -> list[str]:
-    """Return the safetensors files in the folder, and in its direct subfolders, that are not among
-    `file_names`. Subfolders with a config.json are other models and are skipped."""
+    """Return the names of safetensors files that are not among `file_names`.
+
+    The files in the folder and in its direct subfolders are searched. A subfolder with a
+    config.json contains another model and is skipped.
+    """
     other_names = []
     for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
         is_other_model = path.parent != folder and (path.parent / "config.json").exists()
@@ -213,8 +220,11 @@ def find_other_weights(folder: Path, file_names: list[str]) -> list[str]:
 
 
 def _read_header(file: Path, problems: list[str]) -> tuple[dict[str, StoredTensor], str | None]:
-    """Return the tensors of a weight file, and the digest of the config.json that it was saved
-    with, None if it has no digest."""
+    """Return the tensors of a weight file by name, and the stored digest of the config.json with
+    which the file was saved, None if no digest is stored.
+
+    If the file cannot be read, add a sentence to `problems` and return no tensors.
+    """
     try:
         with safe_open(file, "pt") as opened:
             config_digest = (opened.metadata() or {}).get("config_sha256")
@@ -224,14 +234,17 @@ def _read_header(file: Path, problems: list[str]) -> tuple[dict[str, StoredTenso
                 shape = tuple(header.get_shape())
                 tensors[name] = StoredTensor(file, name, header.get_dtype(), shape)
     except (SafetensorError, OSError) as error:
-        problems.append(f"{file.name} is truncated or altered ({error})")
+        problems.append(f"{file.name} is truncated or altered ({error}); copy the file again")
         return {}, None
     return _merge_int8_tensors(tensors), config_digest
 
 
 def _merge_int8_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Replace each group of codes, scales and factors by the weight that they represent. Incomplete
-    groups stay as they are."""
+    """Replace the three stored tensors of each `Int8Linear` by one entry for the layer's weight.
+
+    The tensors of a layer stay as they are if one of them is missing or has the wrong dtype or
+    shape.
+    """
     merged = dict(tensors)
     codes_name, *_ = INT8_TENSOR_NAMES
     for name, codes in tensors.items():

@@ -1,5 +1,4 @@
-"""Convert drafters to GGUF for llama.cpp, with llama.cpp's own converter, from a layout that it
-reads."""
+"""Convert exported drafters to GGUF files for llama.cpp, by running llama.cpp's own converter."""
 
 import shutil
 import subprocess
@@ -16,23 +15,26 @@ MAX_CONVERTER_ERROR_CHARACTERS = 400
 
 
 def find_converter(converter: str | None) -> Path:
-    """Return llama.cpp's converter: the given file, or the one on PATH if None. Raises ValueError
-    if there is none."""
+    """Return the path of llama.cpp's converter script: `converter` if it is not None, or else the
+    script found on PATH. Raises ValueError if there is no such file."""
     file = converter or shutil.which(GGUF_CONVERTER_SCRIPT_NAME)
     if file is None or not Path(file).is_file():
         reason = f"{GGUF_CONVERTER_SCRIPT_NAME} is not on PATH"
         if converter:
-            reason = f"converter={converter}: no such file"
+            reason = f"converter={converter} does not exist"
         raise ValueError(
-            f"format=gguf is written by llama.cpp's own converter, and {reason}: give "
-            f"converter=<folder of llama.cpp>/{GGUF_CONVERTER_SCRIPT_NAME}"
+            f"format=gguf is written by llama.cpp's own converter, but {reason}; use converter=<folder of llama.cpp>/{GGUF_CONVERTER_SCRIPT_NAME}"
         )
     return Path(file)
 
 
 def convert_to_gguf(folder: Path, target: str, converter: Path) -> Path:
-    """Convert the drafter in `folder` and return the GGUF file. The file also gets the tokenizer of
-    `target`, a path or hub id. Raises ValueError with the converter's last line if it fails."""
+    """Convert the drafter in `folder` to a GGUF file in the same folder, and return the path of the
+    GGUF file.
+
+    The converter copies the tokenizer of `target`, a path or an id on the Hugging Face hub, into
+    the GGUF file. If the converter fails, raises ValueError with the last line of its output.
+    """
     target_folder = Path(resolve_path(target))
     if not target_folder.is_dir():
         # The converter reads the target's config and tokenizer only.

@@ -1,9 +1,10 @@
-"""Digests in the metadata of a drafter's weight file, which other readers of safetensors ignore.
+"""Write weight files whose metadata contain digests, so that damaged files are detected.
 
-A bit that flips on a disk or in transfer changes weights without an error. The metadata therefore
-holds the SHA-256 of the tensors and of the config.json beside them; both are compared when the
-folder is read. Files without digests, written by other programs, are accepted. The digests protect
-against damage, not against forgery.
+A bit that flips on a disk or in transfer changes weights without an error. The metadata of the
+safetensors file therefore hold two SHA-256 digests: one of the tensors, and one of the config.json
+in the same folder. Both digests are checked when the folder is read. Other programs ignore the
+digests, and files without digests are accepted. The digests protect against damage, not against
+forgery.
 """
 
 import hashlib
@@ -17,8 +18,11 @@ from infer.utils.files import json_digest, save_shared_safetensors
 
 
 def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tensor]) -> str:
-    """Return the SHA-256 of tensors: name, dtype, shape and content. One tensor is in memory at a
-    time."""
+    """Return the SHA-256 digest of the names, dtypes, shapes and contents of tensors.
+
+    `names` are the names of all tensors, and `load_tensor` returns the tensor with a given name.
+    Tensors are loaded one after the other, so that only one is in memory at a time.
+    """
     digest = hashlib.sha256()
     for name in sorted(names):
         tensor = load_tensor(name).detach().cpu().contiguous()
@@ -28,9 +32,10 @@ def digest_tensors(names: Iterable[str], load_tensor: Callable[[str], torch.Tens
 
 
 def save_weights_with_digests(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
-    """Write a weight file with the digests of its tensors and of config.json.
+    """Write a weight file whose metadata contain the digests of the tensors and of `config`, the
+    content of config.json.
 
-    Equal tensors give equal bytes: safetensors writes metadata in any order, so the header is
+    Equal tensors give equal files. As safetensors writes metadata in no fixed order, the header is
     rewritten with sorted keys.
     """
     metadata = {

@@ -1,8 +1,8 @@
-"""Read a drafter's folder in any layout: find its family, its config in our terms, and the tensors
-that it must have.
+"""Read the config.json of a drafter's folder in any layout: find the drafter's family, translate
+the keys to this project's keys, and check which tensors the folder must contain.
 
-The families know their own layouts (`read` of their classes). All problems are collected, not only
-the first one.
+The method `read_config` of each drafter class reads the layouts of its family. All problems of a
+folder are reported, not only the first one.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +12,8 @@ from infer.drafters.families import DRAFTER_FAMILIES, MISSING_FAMILIES
 from infer.formats.folders import INT8_DTYPE, DrafterFolder
 from infer.utils.optional import find_missing_path
 
-# methods that no family implements, by a word of `architectures` or `speculators_model_type`
+# Drafting methods that no drafter family of this project implements. Key: a substring, in lower
+# case, of `architectures` or `speculators_model_type` in config.json. Value: a description.
 UNSUPPORTED_DRAFTER_TYPES_BY_WORD = {
     "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
     "peagle": "a P-EAGLE drafter (EAGLE-3's layers over mask tokens; vLLM runs it)",
@@ -22,9 +23,10 @@ SAFETENSORS_INDEX_DTYPES = ("I64", "I32")
 
 
 def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> ParsedConfig:
-    """Read the config of a folder in our terms. Nothing is raised: problems are in the reading.
+    """Translate the config.json of a folder to this project's keys. No exception is raised: the
+    result lists the problems.
 
-    target_layers: the target's number of layers, for layouts that do not store the feature layers
+    target_layers: the target's number of layers, which some layouts do not store
     """
     raw = folder.config
     if not raw:
@@ -35,7 +37,7 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
         method = "peagle"
     for word, description in UNSUPPORTED_DRAFTER_TYPES_BY_WORD.items():
         if word in method:
-            return refuse_config(f"this is {description}, which is not read here")
+            return refuse_config(f"this is {description}, which this project does not support")
 
     for family in DRAFTER_FAMILIES.values():
         reader = family.load().read_config
@@ -46,21 +48,23 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
     for family in MISSING_FAMILIES:
         if family.config_key in raw:
             module = find_missing_path(family.class_path)
-            return refuse_config(f"this is a {family.title} drafter, and {module} is missing")
+            return refuse_config(
+                f"this is a {family.title} drafter, and this installation lacks {module}"
+            )
     architectures = ", ".join(f"['{family.architecture}']" for family in DRAFTER_FAMILIES.values())
     return refuse_config(
-        f"architectures is {raw.get('architectures')}, expected {architectures}, or another class "
-        "name of these drafters"
+        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class name of another public layout of these drafters"
     )
 
 
 def refuse_config(reason: str) -> ParsedConfig:
-    """Return the reading of a config that no family can read."""
+    """Return a `ParsedConfig` with the only problem `reason`, for a config.json that no family can
+    read."""
     return ParsedConfig("none", None, {}, [f"config.json: {reason}"])
 
 
 def expected_shapes(reading: ParsedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors that a drafter with this config has. The reading
+    """Return the name and the shape of each tensor that a drafter with this config has. `reading`
     must have no problems."""
     return {
         name: tuple(tensor.shape) for name, tensor in reading.build_drafter().state_dict().items()
@@ -73,8 +77,13 @@ def find_tensor_problems(
     unused: Collection[str],
     float_dtypes: Collection[str] = SAFETENSORS_FLOAT_DTYPES,
 ) -> list[str]:
-    """Compare a folder's tensors with the expected names and shapes. Return a sentence for each
-    kind of problem, with the names of the tensors. `unused`: names that are ignored."""
+    """Compare the tensors of a folder with the expected tensors. Return one sentence for each kind
+    of problem: missing, unknown, of wrong shape or of wrong dtype.
+
+    expected: the shape of each tensor that the folder must contain, by the name of the tensor
+    unused: names of tensors that are ignored if the folder contains them
+    float_dtypes: allowed dtypes of all tensors except d2t, which holds integers
+    """
     stored = folder.tensors
     common = [name for name in expected if name in stored]
     problems = {
@@ -98,14 +107,15 @@ def find_tensor_problems(
 
 
 def normalise_tensors(folder: DrafterFolder, reading: ParsedConfig) -> DrafterFolder:
-    """Return a folder with its tensors under our names, and without the padding rows of the
-    vocabulary. The reading must have no problems."""
+    """Return the folder with the tensors renamed to this project's names, and without the padding
+    rows of the vocabulary. `reading` must have no problems."""
     renamed = folder.rename_tensors(reading.renamed_tensors)
     return renamed.remove_padding(reading.padded_rows, reading.options["vocab_size"])
 
 
 def find_folder_problems(folder: DrafterFolder, reading: ParsedConfig) -> list[str]:
-    """Return every problem that prevents loading the folder."""
+    """Return a sentence for each problem that prevents loading the drafter from the folder; [] if
+    there is none."""
     problems = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return problems
@@ -117,7 +127,7 @@ def find_folder_problems(folder: DrafterFolder, reading: ParsedConfig) -> list[s
             if name != our_name and our_name in folder.tensors
         ]
         names = ", ".join(sorted(duplicates))
-        problems.append(f"tensors stored twice, under two names: {names}")
+        problems.append(f"these tensors are also stored under a second name: {names}")
     float_dtypes = (*SAFETENSORS_FLOAT_DTYPES, INT8_DTYPE)
     shapes = expected_shapes(reading)
     return problems + find_tensor_problems(converted, shapes, reading.unused_tensors, float_dtypes)

@@ -1,3 +1,5 @@
-"""Optional package: targets and drafters in 8-bit integers on a CPU (README.md). The core reaches
-it through the table of `infer.kernels` and through `infer.targets.loading.load_int8_package`; start
-reading at `kernels.py`."""
+"""Optional package: targets and drafters in 8-bit integers on a CPU (see README.md).
+
+The rest of `infer` uses this package through `infer.kernels.table` and
+`infer.targets.loading.load_int8_package`. Start reading at `kernels.py`.
+"""

@@ -1,12 +1,13 @@
 """Attention in float32 with a fixed summation order.
 
-Sums run from the first cached position to the last, one by one, and a masked position adds exactly
-0. So a query's result depends only on the positions that it sees, not on where these are in the
-cache or what is between them: it is bit-identical for a sequence alone, in a draft tree and in a
-batch.
+Each sum adds one cached position after the other, from the first to the last, and a masked position
+adds exactly 0. The result for a query therefore depends only on the positions that the query
+attends to. It does not depend on where these positions are in the cache, or on masked positions
+between them. The result is bit-identical for a sequence alone, in a draft tree and in a batch.
 
-N new positions of B batch rows, Q new positions per batch row, K key/value heads, G query heads per
-key head, E head size, S visible positions, R = (positions of a tile) * G.
+Dimensions: N new positions of all batch rows, B batch rows, Q new positions per batch row, K
+key/value heads, G query heads per key head, E head size, S cached positions up to the last one that
+any query attends to, R queries of a tile, which are (positions of the tile) * G.
 """
 
 import numpy as np
@@ -22,13 +23,7 @@ from infer.int8_cpu.float_matmul import (
     transpose,
 )
 from infer.kernels import reference
-from infer.kernels.cpu import (
-    bits_to_float,
-    copy_floats,
-    exp,
-    float_to_bits,
-    order_preserving_bits,
-)
+from infer.kernels.cpu import bits_to_float, copy_floats, exp, float_to_bits, order_preserving_bits
 from infer.kernels.launch import (
     KERNEL_ARGUMENT_ADDRESS_TYPE,
     KERNEL_ARGUMENT_FLOAT_TYPE,
@@ -44,8 +39,9 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import FASTMATH_KEEP_ORDER, njit
 
-QUERY_TILE_POSITIONS = 16  # positions of a batch row whose queries are computed together
-# Cached positions that are computed together: their keys stay in the L1 cache until the second use.
+QUERY_TILE_POSITIONS = 16  # new positions of a batch row that are computed together
+# Cached positions that are computed together. Their keys stay in the L1 cache, where all queries of
+# a tile read them.
 KEY_TILE_POSITIONS = 128
 
 
@@ -53,9 +49,10 @@ KEY_TILE_POSITIONS = 128
 def exponentiate_scores(
     scores: np.ndarray, mask: np.ndarray, sees_all: bool, scale: float, count: int
 ) -> None:
-    """Replace the first `count` scores (S,) by e^(score - maximum), and the others by 0.
+    """Scale and mask scores (S,), then replace each score by e^(score - highest score), in place.
 
-    Scores are scaled first; unless `sees_all`, an additive mask (S,) is added.
+    Only the first `count` scores are visible to the query; the other scores are replaced by 0. The
+    additive mask (S,) is added to the scores after scaling, unless `sees_all` is set.
     """
     highest = np.int32(-(2**31))
     for j in range(count):
@@ -75,8 +72,10 @@ def exponentiate_scores(
 
 @njit
 def count_visible(mask: np.ndarray) -> int:
-    """Return the number of positions up to the last one that an additive mask (S,) allows, at least
-    1."""
+    """Return the number of positions up to the last one that an additive mask (S,) allows.
+
+    The number is at least 1.
+    """
     count = len(mask)
     while count > 1 and mask[count - 1] < 0:
         count -= 1
@@ -85,7 +84,7 @@ def count_visible(mask: np.ndarray) -> int:
 
 @njit
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
+    """Round a number up to a multiple of `multiple`."""
     return (number + multiple - 1) // multiple * multiple
 
 
@@ -93,8 +92,11 @@ def round_up(number: int, multiple: int) -> int:
 def fill_visible_lengths(
     mask: np.ndarray, sees_all: bool, positions: int, visible_counts: np.ndarray
 ) -> int:
-    """Fill visible_counts (Q,) for the first `positions` queries under an additive mask (Q, S):
-    the number of positions up to the last one that a query sees. Return the maximum, at least 0."""
+    """Fill `visible_counts` (Q,) for the first `positions` new positions; return the largest count.
+
+    A visible count is the number of cached positions up to the last one that the additive mask
+    (Q, S) allows, or S if `sees_all` is set. Returns 0 if there are no new positions.
+    """
     maximum = 0
     for i in range(positions):
         visible_counts[i] = mask.shape[1] if sees_all else count_visible(mask[i])
@@ -104,8 +106,11 @@ def fill_visible_lengths(
 
 @njit
 def find_row_range(row_ends: int, row: int, width: int) -> tuple[int, int]:
-    """Return the first of the N positions that belongs to a batch row, and the number of its
-    positions. row_ends: address of (B,) int64, 0 if each row has `width` positions."""
+    """Return where the new positions of a batch row start among the N positions, and their number.
+
+    row_ends: address of (B,) int64, the end of each batch row among the N positions; 0 if each
+        batch row has `width` new positions
+    """
     if row_ends == 0:
         return row * width, width
     first = int64_pointer(row_ends)[row - 1] if row > 0 else 0
@@ -122,8 +127,11 @@ def gather_queries(
     groups: int,
     queries: np.ndarray,
 ) -> None:
-    """Copy the queries of one key head at positions first .. first + positions - 1 from (N, K, G,
-    E) at the address `source` to queries (R, E)."""
+    """Copy the queries of one key head at consecutive new positions to `queries` (R, E).
+
+    source: address of the queries of all heads, (N, K, G, E)
+    first, positions: the first position to copy, and the number of positions
+    """
     size = queries.shape[1]
     for i in range(positions):
         row = ((first + i) * key_heads + key_head) * groups
@@ -139,8 +147,12 @@ def write_averages(
     out: np.ndarray,
     key_head: int,
 ) -> None:
-    """Write the first `count` rows of weighted_values (R, ..), divided by weight_sums (R, ..), to
-    out (N, K, G, E)."""
+    """Divide sums of weighted values by sums of weights; write the averages to `out` (N, K, G, E).
+
+    weighted_values: (R, at least E), of which the first `count` rows are used
+    weight_sums: (R, FLOAT_TILE_COLUMNS), of which the first column is used
+    key_head: index of the key head in `out`
+    """
     size = out.shape[3]
     for r in range(count):
         position = r // groups
@@ -160,8 +172,10 @@ def add_query_key_products(
 ) -> None:
     """Add the dot products of queries (R, E) with the first `count` cached keys to scores (R, S).
 
-    keys: address of the first key; position_bytes: distance between keys. transposed_keys (E,
-    KEY_TILE_POSITIONS + ..) is scratch memory for KEY_TILE_POSITIONS keys at a time.
+    keys: address of the first key
+    position_bytes: distance in bytes between the keys of two positions
+    transposed_keys: scratch memory for KEY_TILE_POSITIONS transposed keys, with E rows of at least
+        KEY_TILE_POSITIONS columns
     """
     rows, size = queries.shape
     tile_address = transposed_keys.ctypes.data
@@ -179,9 +193,11 @@ def add_query_key_products(
 
 @njit
 def add_row_sums(weights: np.ndarray, count: int, weight_sums: np.ndarray) -> None:
-    """Add the first `count` weights of each row (R, S), in order, to weight_sums (R, FLOAT_TILE_COLUMNS).
+    """Add the first `count` weights of each row (R, S), in order, to its sum.
 
-    It is a matmul with ones, so that four rows are summed at a time.
+    weight_sums: (R, FLOAT_TILE_COLUMNS), output; all columns of a row have the same sum
+
+    The sums are computed as a matmul with ones, which sums four rows at a time.
     """
     ones = np.ones(FLOAT_TILE_COLUMNS, np.float32)
     add_matmul(
@@ -201,12 +217,14 @@ def add_weighted_values(
     padded_values: np.ndarray,
     weighted_values: np.ndarray,
 ) -> None:
-    """Add the first `count` cached values (E,), times weights (R, S), to weighted_values (R, padded
-    E).
+    """Multiply weights (R, S) by the first `count` cached values; add to weighted_values.
 
-    values: address of the first value; position_bytes: distance between values. padded_values
-    (KEY_TILE_POSITIONS, padded E) is scratch memory for values whose size is not a multiple of
-    FLOAT_TILE_COLUMNS.
+    values: address of the first value
+    position_bytes: distance in bytes between the values of two positions
+    size: head size
+    padded_values: scratch memory (KEY_TILE_POSITIONS, padded head size), used if the head size is
+        not a multiple of FLOAT_TILE_COLUMNS
+    weighted_values: (R, padded head size), output
     """
     rows = len(weights)
     padded_size = weighted_values.shape[1]
@@ -232,25 +250,25 @@ class AttentionArguments(KernelArguments):
     _fields_ = [
         ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, K, G, E)
-        (
-            "keys",
-            KERNEL_ARGUMENT_ADDRESS_TYPE,
-        ),  # (B, capacity, K, E), from the first visible position on
-        ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        (
-            "mask",
-            KERNEL_ARGUMENT_ADDRESS_TYPE,
-        ),  # (B, Q, S) additive; 0: every query sees all S positions
-        # (B,) int64: end of each batch row among the N positions; 0: each has Q positions
+        # (B, capacity, K, E). The address is that of the first visible position.
+        ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("values", KERNEL_ARGUMENT_ADDRESS_TYPE),  # like `keys`
+        # (B, Q, S), added to the scores. 0 means that every query attends to all S positions.
+        ("mask", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        # (B,) int64, the end of each batch row among the N positions. 0 means that each batch row
+        # has Q positions.
         ("row_ends", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("batch_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # B
-        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # K
-        ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # G
-        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # E
-        ("capacity", KERNEL_ARGUMENT_INTEGER_TYPE),  # positions of a batch row in the cache
-        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # S
-        ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # Q
-        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),
+        ("batch_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of batch rows, B in shapes
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads, K in shapes
+        ("groups", KERNEL_ARGUMENT_INTEGER_TYPE),  # query heads per key head, G in shapes
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # head size, E in shapes
+        (
+            "capacity",
+            KERNEL_ARGUMENT_INTEGER_TYPE,
+        ),  # positions that the cache has for each batch row
+        ("visible", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of visible positions, S in shapes
+        ("width", KERNEL_ARGUMENT_INTEGER_TYPE),  # new positions per batch row, Q in shapes
+        ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),  # factor of the scores
     ]
 
 
@@ -259,10 +277,14 @@ read_attention_arguments = make_argument_reader(AttentionArguments)
 
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def attention_kernel(address: int) -> None:
-    """Compute attention. A work item is up to QUERY_TILE_POSITIONS positions of a batch row and the
-    query heads of one key head."""
+    """Compute the attention of new positions over a cache.
+
+    A work item is a tile: up to QUERY_TILE_POSITIONS new positions of a batch row, with the query
+    heads of one key head.
+    """
     args = read_attention_arguments(address)
-    # Copies of the fields: the compiler must assume that a write to memory changes the structure.
+    # The fields are copied to variables, because the compiler must assume that every write to
+    # memory can change the structure.
     batch_rows = args.batch_rows
     key_heads = args.key_heads
     groups = args.groups
@@ -280,14 +302,15 @@ def attention_kernel(address: int) -> None:
     mask = carray(float_pointer(args.mask), (batch_rows, width, visible))
     out = carray(float_pointer(args.out), (batch_rows * width, key_heads, groups, size))
     padded_size = round_up(size, FLOAT_TILE_COLUMNS)
-    # The padding of FLOATS_PER_CPU_VECTOR columns spreads the starts of rows over the sets of the CPU cache.
+    # The rows have FLOATS_PER_CPU_VECTOR more columns than needed. Rows whose length is a power of two would
+    # all start in the same few sets of the CPU cache.
     transposed_keys = np.zeros((size, KEY_TILE_POSITIONS + FLOATS_PER_CPU_VECTOR), np.float32)
     padded_values = np.zeros((KEY_TILE_POSITIONS, padded_size), np.float32)
     queries = np.empty((tile_rows, size), np.float32)
     weights = np.empty((tile_rows, round_up(visible, FLOAT_TILE_COLUMNS)), np.float32)
     weighted_values = np.empty((tile_rows, padded_size), np.float32)
     weight_sums = np.empty((tile_rows, FLOAT_TILE_COLUMNS), np.float32)
-    visible_counts = np.empty(tile_queries, np.int64)  # up to the last position a query sees
+    visible_counts = np.empty(tile_queries, np.int64)  # see `fill_visible_lengths`
     position_bytes = 4 * key_heads * size
     item = claim_work_item(address)
     while item < batch_rows * key_heads * query_tiles:
@@ -326,7 +349,7 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.attend`."""
+    """Implement `infer.kernels.reference.attend` with `attention_kernel`."""
     if not isinstance(layer_cache, LayerCacheView):
         return reference.attend(queries, layer_cache, mask, scale)
     queries = queries.contiguous()
@@ -356,7 +379,7 @@ def attend(
 
     bind(layer_cache, mask)
     work_items = batch_rows * key_heads * -(-layer_cache.query_length // QUERY_TILE_POSITIONS)
-    # Attention always runs on several threads.
+    # More than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, so that attention always runs on several threads.
     cycles = max(queries.numel() * visible // 2, MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL + 1)
     launch_kernel(attention_kernel, arguments, work_items, cycles, bind, (layer_cache, mask))
     return out

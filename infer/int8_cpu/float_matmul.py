@@ -1,5 +1,4 @@
-"""Transposes and matmuls of float32 matrices with a fixed summation order, built from LLVM
-intrinsics."""
+"""Transposes and matmuls of float32 matrices with a fixed summation order, built from LLVM code."""
 
 from itertools import chain
 
@@ -11,30 +10,36 @@ from numba.core import cgutils
 from infer.kernels.launch import float_pointer, llvm_intrinsic
 from infer.utils.jit import njit
 
-# float32 values per vector register. A tile's sums fill 16 registers of AVX2 or of AVX-512.
+# float32 values per vector register of AVX-512 or AVX2.
 FLOATS_PER_CPU_VECTOR = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
 BYTES_PER_CPU_VECTOR = 4 * FLOATS_PER_CPU_VECTOR
-FLOAT_TILE_COLUMNS = 2 * FLOATS_PER_CPU_VECTOR
+FLOAT_TILE_COLUMNS = 2 * FLOATS_PER_CPU_VECTOR  # columns of a matmul that are computed together
 LLVM_FLOAT32_VECTOR_TYPE = ir.VectorType(ir.FloatType(), FLOATS_PER_CPU_VECTOR)
 
 
 def int64_constant(number: int) -> ir.Constant:
-    """Return an int64 constant of LLVM."""
+    """Return an LLVM constant of type int64."""
     return ir.Constant(ir.IntType(64), number)
 
 
 def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) -> ir.Value:
-    """Emit a load from an address, which need not be aligned; return the loaded value."""
+    """Generate LLVM code that loads a value from an address; return the loaded value.
+
+    The address need not be aligned.
+    """
     return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=1)
 
 
 @llvm_intrinsic
 def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
-    """Add a product of a vector and a matrix to FLOAT_TILE_COLUMNS sums, for several vectors at once.
+    """Multiply several vectors by one matrix, and add the products to sums in memory.
 
-    factors and sums are tuples of addresses. Vector i, `count` values at factors[i], is multiplied
-    by the matrix, `count` rows at distances of `row_bytes`, and added to the FLOAT_TILE_COLUMNS values at
-    sums[i]. The rows are added in order, by fused multiply-adds.
+    factors: tuple with the address of each vector, which has `count` float32 values
+    matrix: address of a matrix of `count` rows and FLOAT_TILE_COLUMNS columns
+    row_bytes: distance in bytes between two rows of the matrix
+    sums: tuple with the address of the FLOAT_TILE_COLUMNS sums of each vector
+
+    The rows of the matrix are added in order, with fused multiply-adds.
     """
 
     def generate(context, builder, signature, values):
@@ -45,7 +50,7 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
             int64_constant(offset)
             for offset in range(0, 4 * FLOAT_TILE_COLUMNS, BYTES_PER_CPU_VECTOR)
         ]
-        vector_addresses = []  # of the sums
+        vector_addresses = []  # for each vector, the addresses of its sums
         accumulators = []
         for sum_address in sum_addresses:
             addresses = [builder.add(sum_address, offset) for offset in offsets]
@@ -92,9 +97,10 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
 
 @llvm_intrinsic
 def transpose_tile(typing, source, source_row_bytes, destination, destination_row_bytes):
-    """Transpose a matrix of FLOATS_PER_CPU_VECTOR rows and columns of 4-byte values to another address.
+    """Transpose a square matrix of FLOATS_PER_CPU_VECTOR rows of 4-byte values to another address.
 
-    The off-diagonal blocks of half the size are swapped, then those of a quarter, and so on.
+    The matrix is divided into 2 x 2 blocks, and the two off-diagonal blocks are swapped. Then the
+    same is done within each block, down to blocks of single values.
     """
 
     def generate(context, builder, signature, values):
@@ -139,7 +145,11 @@ def transpose(
     destination: int,
     destination_row_bytes: int,
 ) -> None:
-    """Transpose a matrix (rows, columns) of 4-byte values to another address."""
+    """Transpose a matrix (rows, columns) of 4-byte values.
+
+    source, destination: addresses of the matrix and of the result
+    source_row_bytes, destination_row_bytes: distances in bytes between two rows
+    """
     for row in range(0, rows, FLOATS_PER_CPU_VECTOR):
         is_full = row + FLOATS_PER_CPU_VECTOR <= rows
         tiled_columns = columns // FLOATS_PER_CPU_VECTOR * FLOATS_PER_CPU_VECTOR if is_full else 0
@@ -169,11 +179,12 @@ def add_matmul(
     out: int,
     out_row_bytes: int,
 ) -> None:
-    """Add the product of matrices left (rows, count) and right (count, columns) to out.
+    """Add the matrix product of `left` (rows, count) and `right` (count, columns) to `out`.
 
-    Matrices are given by address and distance between rows. Sums run from the first value to the
-    last. Columns are processed in tiles of FLOAT_TILE_COLUMNS, which may write padding columns; rows in
-    fours, where the last row is computed several times if fewer are left.
+    Each matrix is given by its address and the distance in bytes between two of its rows. Each sum
+    adds the `count` products in order. Columns are processed in tiles of FLOAT_TILE_COLUMNS, so `right`
+    and `out` need padding columns up to a multiple of FLOAT_TILE_COLUMNS. Rows are processed four at a
+    time; if fewer than four are left, the last row is computed several times.
     """
     for r in range(0, rows, 4):
         r1 = min(r + 1, rows - 1)

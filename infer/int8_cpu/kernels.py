@@ -1,9 +1,9 @@
-"""The operations of int8 layers for the table of `infer.kernels`.
+"""The operations for targets and drafters in int8, as an entry of `infer.kernels.table`.
 
-They are those of the CPU in float32, attention with a fixed summation order, and matmuls of int8
-codes.
+Linear layers multiply int8 codes, and attention has a fixed summation order. The other operations
+are those of `infer.kernels.cpu` in float32.
 
-N positions, D inputs, O outputs of a linear layer.
+Dimensions: N positions, D inputs and O outputs of a linear layer.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from infer.kernels.validation import (
 def compute_accumulators(
     states: torch.Tensor, weights: Int8Weights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise states (N, D) and multiply their codes by the weights' codes.
+    """Quantise hidden states (N, D), and multiply their codes by the codes of the weights.
 
-    Returns int32 accumulators (codes_per_activation * N, O) and the scales (N,) of the states'
-    codes.
+    Returns int32 accumulators (codes_per_activation * N, O), and the scales (N,) of the codes of
+    the hidden states.
     """
     rows = weights.codes_per_activation * len(states)
     padded_rows = count_padded_rows(rows, weights.codes)
@@ -44,7 +44,7 @@ def compute_accumulators(
 
 
 def linear(states: torch.Tensor, weights: Int8Weights | LinearWeights) -> torch.Tensor:
-    """Implement `infer.kernels.reference.linear`."""
+    """Implement `infer.kernels.reference.linear`. The reference is used for float weights."""
     if not isinstance(weights, Int8Weights):
         return reference.linear(states, weights)
     accumulators, scales = compute_accumulators(states, weights)
@@ -69,7 +69,10 @@ def make_random_weights(outputs: int) -> Int8Weights:
 
 
 def check_int8_linear(operation: Callable, device: torch.device) -> str:
-    """Compare a `linear` for int8 weights with the matmul of the dequantised weights."""
+    """Check an implementation of `linear` for int8 weights against a matmul of dequantised weights.
+
+    Returns a description of the difference, or "" if the results agree.
+    """
     weights = make_random_weights(20)
     states = make_normal_tensor(device, 5, 48)
     dequantised = LinearWeights(weights.weight, weights.bias)
@@ -77,7 +80,10 @@ def check_int8_linear(operation: Callable, device: torch.device) -> str:
 
 
 def check_int8_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Compare an `argmax_head` for int8 weights with the argmax of the outputs of `linear`."""
+    """Check an implementation of `argmax_head` for int8 weights against the argmax of `linear`.
+
+    Returns a description of the difference, or "" if the results agree.
+    """
     weights = make_random_weights(2500)
     states = make_normal_tensor(device, 2, 5, 48)
     expected = linear(states.flatten(0, 1), weights).argmax(-1).view(2, 5)

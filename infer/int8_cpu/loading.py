@@ -1,7 +1,8 @@
-"""Loading targets in int8, whose quantised weights are written once to a cache folder, and
-quantising drafters, whose weights are rounded to nearest.
+"""Load targets in int8, and quantise drafters.
 
-The rest of `infer` imports this module through `infer.targets.loading.load_int8_package`.
+A target is quantised with calibration once, and its quantised weights are written to a cache
+folder. The weights of a drafter are rounded to the nearest int8 code each time it is loaded. The
+rest of `infer` uses this module through `infer.targets.loading.load_int8_package`.
 """
 
 import ctypes
@@ -36,8 +37,8 @@ __all__ = ["load_int8_target", "quantise_drafter", "quantise_linear"]
 def quantise_drafter(drafter: nn.Module) -> None:
     """Replace the linear layers of a float32 drafter by int8 layers, in place, for decoding.
 
-    A drafter need not be exact: rounding changes the acceptance length but never the output. The
-    conditional head and the confidence head stay in float32.
+    Rounding the weights of a drafter changes the acceptance length but never the output. The
+    conditional head and the confidence head are not quantised.
     """
     float_modules: set[nn.Module] = set()
     heads = cast(list[nn.Module | None], [drafter.conditional_head, drafter.confidence_head])
@@ -50,8 +51,8 @@ def quantise_drafter(drafter: nn.Module) -> None:
             drafter.set_submodule(name, quantise_linear(module, codes_per_activation))
     drafter.quantised = True  # ty: ignore[invalid-assignment]
 
-    # Loading leaves ten times the memory of the codes unused in the C library's heap: return it to
-    # the system. Only glibc has this function.
+    # After loading, the heap of the C library holds unused memory of ten times the size of the
+    # codes. malloc_trim returns it to the system. Only glibc has this function.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -59,8 +60,8 @@ def quantise_drafter(drafter: nn.Module) -> None:
 class Int8Config(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a target in int8.
 
-    digits: by module name, the codes per activation of a linear layer, 0 for an embedding. The name
-    is that of the key in config.json.
+    digits: key: name of a quantised module; value: number of int8 codes per activation of a linear
+        layer, or 0 for an embedding. The attribute has the same name as the key in config.json.
     """
 
     def __init__(self, digits: dict[str, int], quant_method: str = INT8_QUANT_METHOD) -> None:
@@ -69,7 +70,7 @@ class Int8Config(QuantizationConfigMixin):
 
 
 class Int8Quantizer(HfQuantizer):
-    """Lets transformers load and save models with int8 layers."""
+    """The quantizer with which transformers loads and saves models that have int8 layers."""
 
     is_trainable = False
 
@@ -91,7 +92,7 @@ class Int8Quantizer(HfQuantizer):
             model.set_submodule(name, int8_module)
 
 
-# The stubs of transformers only allow its own classes.
+# The type stubs of transformers allow only classes of transformers as values.
 AUTO_QUANTIZATION_CONFIG_MAPPING[INT8_QUANT_METHOD] = Int8Config  # ty: ignore[invalid-assignment]
 AUTO_QUANTIZER_MAPPING[INT8_QUANT_METHOD] = Int8Quantizer  # ty: ignore[invalid-assignment]
 
@@ -99,11 +100,13 @@ AUTO_QUANTIZER_MAPPING[INT8_QUANT_METHOD] = Int8Quantizer  # ty: ignore[invalid-
 def make_int8_folder(
     path: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 ) -> str:
-    """Return the cache folder of a target in int8. It is written on the first call.
+    """Return the cache folder of a target in int8. The first call writes the folder.
 
-    path: folder of the float32 model. load: returns the float32 model and its tokenizer; it is
-    called only if the folder must be written. Raises what `load` raises, and OSError as
-    `create_cached_folder` does.
+    path: folder of the float32 model
+    load: returns the float32 model and its tokenizer; called only if the cache folder does not
+        exist yet
+
+    Raises the exceptions of `load`, and OSError if the cache folder cannot be written.
     """
     source = Path(path)
     source_files = []
@@ -130,15 +133,18 @@ def make_int8_folder(
         model.hf_quantizer = Int8Quantizer(config)  # ty: ignore[invalid-assignment]
         save_model(model, tokenizer, folder)
 
-    message = f"writing {path} in int8, once, into {folder}"
+    message = f"writing {path} in int8 to {folder}; this is done once"
     return str(create_cached_folder(folder, message, load, write_folder))
 
 
 def load_int8_target(
     path: str, trust_remote_code: bool, chat_template_kwargs: Mapping[str, object] | None
 ) -> Target:
-    """Load a target in int8. The first call quantises it and writes its weights to a cache
-    folder."""
+    """Load a target in int8.
+
+    The first call quantises the target and writes it to a cache folder; later calls read the
+    folder.
+    """
 
     def load_float_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         target = load_target(path, "float32", "cpu", trust_remote_code)
@@ -155,9 +161,10 @@ def load_int8_target(
 def consolidate_memory(target: Target, files: list[Path]) -> None:
     """Rearrange the memory of an int8 target that was just loaded.
 
-    The parameters of the decoder layers are copied to one block per kind of parameter, so that a
-    recording holds few storages and layers that read the same states are adjacent. The int8 codes
-    of embedding and head are mapped from the files again, so that pages read by loading are freed.
+    The parameters of the decoder layers are copied to one block of memory per kind of parameter. So
+    a recording (recording.py) references few storages, and the weights of layers that read the same
+    hidden states are adjacent. The int8 codes of the embedding and the head are mapped from the
+    files again, which frees the memory pages that were read while loading.
     """
     layers = cast(nn.ModuleList, target.decoder.layers)
     parameters_by_kind = defaultdict(list)
@@ -179,10 +186,11 @@ def consolidate_memory(target: Target, files: list[Path]) -> None:
         if parameter.is_floating_point():
             parameter.data = parameter.clone()
 
-    # Compute these cached properties before the codes are mapped.
+    # These cached properties are computed before the codes are mapped, so that the computation
+    # does not read the mapped files.
     target.kernel_decoder, target.cache_shapes  # noqa: B018
     for file in files:
-        for name, tensor in load_file(file).items():  # maps the file without reading it
+        for name, tensor in load_file(file).items():  # maps the file, reads no data
             if tensor.dtype == torch.int8 and name in other_parameters:
                 other_parameters[name].data = tensor
     target.weight_watcher.take_snapshot()

@@ -1,7 +1,10 @@
-"""Matmuls of int8 codes with int32 accumulators: oneDNN's where they are fast, an AVX2 kernel on an
-x86 CPU with AVX2 and without VNNI.
+"""Matmuls of int8 codes with int32 accumulators.
 
-N rows of activation codes, D inputs, O outputs.
+On an x86 CPU with AVX2 and without VNNI, `avx2_matmul_kernel` computes them. On all other CPUs
+oneDNN does, through PyTorch. Each kernel divides its work into work items, which several threads
+claim (infer/kernels/launch.py).
+
+Dimensions: N rows of activation codes, D inputs, O outputs.
 """
 
 from functools import cache, partial
@@ -12,12 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from infer.int8_cpu.float_matmul import (
-    FLOATS_PER_CPU_VECTOR,
-    int64_constant,
-    load_value,
-    transpose,
-)
+from infer.int8_cpu.float_matmul import FLOATS_PER_CPU_VECTOR, int64_constant, load_value, transpose
 from infer.int8_cpu.quantisation import int32_pointer
 from infer.kernels.launch import (
     KERNEL_ARGUMENT_ADDRESS_TYPE,
@@ -32,15 +30,21 @@ from infer.kernels.launch import (
 )
 from infer.utils.jit import njit
 
-# Bounds of the transposed matmul, weights (O, D) times codes (D, N). With more rows it is not
-# faster; more accumulators leave the cache before they are transposed back.
+# A transposed matmul multiplies weights (O, D) by transposed codes (D, N). It is used for at most
+# this many rows N, because it is not faster for more rows.
 MAX_TRANSPOSED_MATMUL_ROWS = 64
+# A transposed matmul is used for at most this many accumulators N * O. More accumulators would
+# leave the CPU cache before they are transposed back.
 MAX_TRANSPOSED_MATMUL_ACCUMULATORS = 2**20
-MAX_ROWS_TRANSPOSED_ONE_BY_ONE = 4  # rows after the last full vector that are transposed one by one
+# Up to this many rows after the last full vector are transposed value by value.
+MAX_ROWS_TRANSPOSED_ONE_BY_ONE = 4
 
-CODES_PER_REGISTER = 16  # of AVX2, widened to 16 bits
-ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE = 24
-INT8_MATMUL_TILE_OUTPUTS = 4  # a tile's accumulators stay in registers
+CODES_PER_REGISTER = 16  # int8 codes that fill an AVX2 register when widened to 16 bits
+ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE = (
+    24  # estimated multiply-accumulates per CPU cycle of `avx2_matmul_kernel`
+)
+# Outputs and rows of a tile, few enough for its accumulators to stay in registers.
+INT8_MATMUL_TILE_OUTPUTS = 4
 INT8_MATMUL_TILE_ROWS = 2
 MATMUL_OUTPUTS_PER_WORK_ITEM = 32
 TRANSPOSE_OUTPUTS_PER_WORK_ITEM = 1024
@@ -48,8 +52,11 @@ TRANSPOSE_OUTPUTS_PER_WORK_ITEM = 1024
 
 @cache
 def uses_avx2_kernel(inputs: int) -> bool:
-    """Return whether matmuls over that many inputs run in `avx2_matmul_kernel`. oneDNN has fast
-    int8 matmuls only with VNNI."""
+    """Return whether `avx2_matmul_kernel` computes matmuls with this number of inputs.
+
+    It is used on CPUs with AVX2 and without VNNI, because oneDNN has no fast int8 matmul without
+    VNNI. The number of inputs must be a multiple of CODES_PER_REGISTER.
+    """
     capabilities = torch.cpu.get_capabilities()
     has_vnni = capabilities["avx512_vnni"] or capabilities["avx_vnni"]
     has_avx2 = capabilities.get("avx2", False)
@@ -58,12 +65,12 @@ def uses_avx2_kernel(inputs: int) -> bool:
 
 @cache
 def count_transposed_rows(rows: int, outputs: int) -> int:
-    """Return the number of rows, with padding, of a transposed matmul; 0 if the matmul is not
-    transposed.
+    """Return the padded number of rows of a transposed matmul, or 0 if it is not transposed.
 
-    With AMX, oneDNN packs the right operand before it multiplies, so the right operand should be
-    the smaller one. If more than MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows do not fill a vector, they are padded to a
-    full one, which is transposed back at once.
+    The matmul is transposed on a CPU with AMX: there oneDNN packs the right operand before it
+    multiplies, so the smaller matrix should be the right operand. The rows are padded to a
+    multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed back faster. They are not padded
+    if at most MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows remain after the last full vector.
     """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
@@ -75,7 +82,11 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
 
 
 def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
-    """Return the number of rows of codes, with padding, that `matmul` takes for `rows` rows."""
+    """Return the padded number of rows that the codes passed to `matmul` must have.
+
+    rows: number of rows without padding
+    weights: (O, D) int8
+    """
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
         return rows
@@ -84,12 +95,14 @@ def count_padded_rows(rows: int, weights: torch.Tensor) -> int:
 
 @llvm_intrinsic
 def compute_dot_products(typing, left, right, count, prefetch_distance):
-    """Return the dot products of the codes at each address of `left` with the codes at each address
-    of `right`, in row-major order.
+    """Return the dot product of each vector of `left` with each vector of `right`.
 
-    Each address has `count` * CODES_PER_REGISTER codes. AVX2 multiplies in 16 bits and adds pairs
-    in 32 bits, which is exact. The codes `prefetch_distance` bytes after those at `left` are
-    prefetched.
+    left, right: tuples of the addresses of vectors of `count` * CODES_PER_REGISTER int8 codes
+    prefetch_distance: the codes at this distance in bytes after each vector of `left` are
+        prefetched into the CPU cache
+
+    The products are returned in row-major order, with a row for each vector of `left`. They are
+    exact: AVX2 multiplies 16-bit integers and adds in 32 bits.
     """
     sums_type = types.UniTuple(types.int32, left.count * right.count)
 
@@ -110,7 +123,7 @@ def compute_dot_products(typing, left, right, count, prefetch_distance):
         prefetch = declare(
             ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *[int32] * 3]), "llvm.prefetch.p0"
         )
-        # read access, highest locality, data cache
+        # These options stand for read access, highest locality and the data cache.
         prefetch_options = [ir.Constant(int32, option) for option in (0, 3, 1)]
         accumulators = [
             cgutils.alloca_once_value(builder, ir.Constant(sum_vector, None))
@@ -149,9 +162,9 @@ class MatmulArguments(KernelArguments):
         ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D) int8
         ("weights", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, D) int8
         ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
-        ("inputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs, O in shapes
+        ("inputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of inputs, D in shapes
     ]
 
 
@@ -160,10 +173,11 @@ read_matmul_arguments = make_argument_reader(MatmulArguments)
 
 @njit
 def avx2_matmul_kernel(address: int) -> None:
-    """Multiply codes by weights. A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs of all rows.
+    """Multiply activation codes by weight codes.
 
-    A tile has INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. At the edge, the last output or row is
-    computed several times.
+    A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs for all rows. It is computed in tiles of
+    INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. In a tile at the edge of the result, the last output or
+    row is computed several times.
     """
     args = read_matmul_arguments(address)
     item = claim_work_item(address)
@@ -202,8 +216,8 @@ class TransposeArguments(KernelArguments):
     _fields_ = [
         ("transposed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O, N) int32
         ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) int32, output
-        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
+        ("outputs", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of outputs, O in shapes
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
     ]
 
 
@@ -212,8 +226,10 @@ read_transpose_arguments = make_argument_reader(TransposeArguments)
 
 @njit
 def transpose_kernel(address: int) -> None:
-    """Transpose the accumulators of a transposed matmul. A work item is
-    TRANSPOSE_OUTPUTS_PER_WORK_ITEM outputs."""
+    """Transpose back the result of a transposed matmul.
+
+    A work item is TRANSPOSE_OUTPUTS_PER_WORK_ITEM outputs for all rows.
+    """
     args = read_transpose_arguments(address)
     item = claim_work_item(address)
     while item * TRANSPOSE_OUTPUTS_PER_WORK_ITEM < args.outputs:
@@ -231,9 +247,11 @@ def transpose_kernel(address: int) -> None:
 
 
 def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the product (N, O) int32 of the first N = `rows` rows of codes with weights (O, D).
+    """Multiply the first N rows of codes by weights. Return int32 accumulators (N, O).
 
-    codes: (count_padded_rows of N, D) int8, from -127 to 127. weights: int8.
+    codes: (padded number of rows, D) int8, from -127 to 127; see `count_padded_rows`
+    weights: (O, D) int8
+    rows: the number of rows N
     """
     outputs, inputs = weights.shape
     if uses_avx2_kernel(inputs):
@@ -249,7 +267,7 @@ def matmul(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tenso
 
 
 def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) -> torch.Tensor:
-    """Compute `matmul` in `avx2_matmul_kernel`."""
+    """Implement `matmul` with `avx2_matmul_kernel`."""
     outputs, inputs = weights.shape
     accumulators = allocate_tensor((rows, outputs), torch.int32, scratch="accumulators")
     arguments = MatmulArguments(
@@ -260,7 +278,8 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
         outputs=outputs,
         inputs=inputs,
     )
-    # Reading a row of weights from memory takes as long as multiplying INT8_MATMUL_TILE_ROWS rows by it.
+    # Reading the weights of an output from memory takes about as long as multiplying INT8_MATMUL_TILE_ROWS rows
+    # of codes by these weights.
     cycles = (
         (rows + INT8_MATMUL_TILE_ROWS) * inputs * outputs // ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE
     )
@@ -270,8 +289,13 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
 
 
 def multiply_transposed(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the product (padded rows, O) int32, computed as weights times transposed codes and
-    transposed back."""
+    """Multiply codes by weights in a transposed matmul, and transpose the result back.
+
+    codes: (padded number of rows, D) int8
+    weights: (O, D) int8
+
+    Returns int32 accumulators (padded number of rows, O).
+    """
     padded_rows = len(codes)
     outputs = len(weights)
     transposed = allocate_tensor(

@@ -1,6 +1,6 @@
-"""Modules that replace a model's linear layers and embedding by int8 weights.
+"""Modules with int8 weights that replace the linear layers and the embedding of a model.
 
-N positions, D inputs, O outputs of a linear layer, V vocabulary.
+Dimensions: D inputs (or embedding size), O outputs of a linear layer, V vocabulary size.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from infer.int8_cpu.weights import Int8Weights, round_weight_to_nearest
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights. See `Int8Weights` for its parameters."""
+    """A linear layer with int8 weights. `Int8Weights` explains the parameters."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, codes_per_activation: int = 1
     ) -> None:
         super().__init__()
         self.codes_per_activation = codes_per_activation
-        # Names of tensors in checkpoints: codes, scales, smooth, bias.
+        # The names codes, scales, smooth and bias are also the names of the tensors in checkpoints.
         self.codes = nn.Parameter(
             torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False
         )
@@ -39,8 +39,10 @@ class Int8Linear(nn.Module):
         smoothing: torch.Tensor,
         codes_per_activation: int,
     ) -> "Int8Linear":
-        """Return a quantised layer with the shape and bias of a linear layer and the given
-        weights."""
+        """Return an int8 layer with the shape and bias of a linear layer and given int8 weights.
+
+        codes, scales, smoothing, codes_per_activation: see `Int8Weights`
+        """
         bias = linear.bias
         layer = cls(linear.in_features, linear.out_features, bias is not None, codes_per_activation)
         layer.codes.data = codes
@@ -52,12 +54,12 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, (O, D) float32; computed on each access."""
+        """The dequantised weight, (O, D) float32. It is computed on each access."""
         return self.int8_weights.weight.t()
 
     @property
     def int8_weights(self) -> Int8Weights:
-        """The operand of this package's `linear`. It shares the parameters' memory."""
+        """The weights as `infer.int8_cpu.kernels.linear` reads them. They are not copied."""
         return Int8Weights(
             codes=self.codes.data,
             scales=self.scales.data,
@@ -67,15 +69,18 @@ class Int8Linear(nn.Module):
         )
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the outputs (..., O) for states (..., D)."""
+        """Return the outputs (..., O) of the layer for hidden states (..., D)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
         outputs = linear(states.reshape(-1, states.shape[-1]), self.int8_weights)
         return outputs.view(*states.shape[:-1], -1)
 
     def can_join(self, others: Sequence[nn.Module]) -> bool:
-        """Return whether one matmul can compute this layer and others that read the same states:
-        all must have the same smoothing factors and codes per activation."""
+        """Return whether one matmul can compute this layer and other layers with the same input.
+
+        This is possible if all are int8 layers that have equal smoothing factors and the same
+        number of codes per activation.
+        """
         if not all(type(other) is Int8Linear for other in others):
             return False
         layers = cast(Sequence[Int8Linear], others)
@@ -87,9 +92,10 @@ class Int8Linear(nn.Module):
     def join(
         layers: list["Int8Linear"], join_weights: Callable[[list[nn.Parameter]], torch.Tensor]
     ) -> Int8Weights:
-        """Return the weights of one matmul for layers that read the same states (`can_join`).
+        """Return the weights of one matmul that computes several layers with the same input.
 
-        join_weights: concatenates parameters along the outputs.
+        layers: layers for which `can_join` is True
+        join_weights: function that concatenates parameters along the output dimension
         """
         first = layers[0]
         bias = None
@@ -107,7 +113,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """An embedding with int8 codes and a scale for each token."""
+    """An embedding with int8 codes and one scale for each token."""
 
     def __init__(self, vocabulary: int, size: int) -> None:
         super().__init__()
@@ -118,7 +124,7 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, (V, D) float32; computed on each access."""
+        """The dequantised weight, (V, D) float32. It is computed on each access."""
         return self.codes * self.scales
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -126,8 +132,10 @@ class Int8Embedding(nn.Module):
 
 
 def quantise_linear(linear: nn.Linear, codes_per_activation: int = 1) -> Int8Linear:
-    """Return a linear layer quantised without calibration: weights rounded to the nearest code, no
-    smoothing."""
+    """Quantise a linear layer without calibration.
+
+    The weights are rounded to the nearest code, and all smoothing factors are 1.
+    """
     codes, scales = round_weight_to_nearest(linear.weight.detach().float())
     smoothing = torch.ones(linear.in_features)
     return Int8Linear.from_linear(linear, codes, scales.flatten(), smoothing, codes_per_activation)

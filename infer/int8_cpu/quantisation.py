@@ -1,8 +1,11 @@
-"""Quantising activations to int8 codes, and dequantising the int32 accumulators of their matmuls.
+"""Quantise activations to int8 codes, and dequantise the int32 accumulators of their matmuls.
 
-N positions, D inputs, O outputs of a linear layer, C = 1 or 2 codes per activation. With two codes,
-the second is the code of the first one's rounding error. The rows of all second codes follow the
-rows of all first codes.
+Dimensions: N positions, D inputs and O outputs of a linear layer, C codes per activation (1 or 2).
+
+With two codes per activation, the second code is the quantised rounding error of the first code. A
+tensor of C * N rows has the first codes of all N positions, and then the second codes of all N
+positions. Each kernel divides its work into work items, which several threads claim
+(infer/kernels/launch.py).
 """
 
 import numpy as np
@@ -31,9 +34,9 @@ from infer.kernels.launch import (
 from infer.utils.jit import njit
 
 SECOND_ACTIVATION_CODE_SCALE = (
-    254  # the second code of an activation is that much finer than the first
+    254  # one step of the first code is this many steps of the second code
 )
-ARGMAX_TILE_OUTPUTS = 1024  # float32 outputs per tile; fits in the L1 cache
+ARGMAX_TILE_OUTPUTS = 1024  # float32 outputs of a tile, which fits in the L1 cache
 int8_pointer = make_pointer_cast(types.int8)
 int32_pointer = make_pointer_cast(types.int32)
 
@@ -43,13 +46,16 @@ class QuantiseArguments(KernelArguments):
 
     _fields_ = [
         ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
-        ("smoothing", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (D,) factors of the states
-        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C N, D) int8, output
-        # (N,), output: a state is scale * (first code + second code / SECOND_ACTIVATION_CODE_SCALE)
+        (
+            "smoothing",
+            KERNEL_ARGUMENT_ADDRESS_TYPE,
+        ),  # (D,), factors by which the states are multiplied
+        ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C * N, D) int8, output
+        # (N,), output. A smoothed state is scale * (first code + second code / SECOND_ACTIVATION_CODE_SCALE).
         ("scales", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # C
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, D in shapes
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # codes per activation, C in shapes
     ]
 
 
@@ -58,7 +64,10 @@ read_quantise_arguments = make_argument_reader(QuantiseArguments)
 
 @njit
 def quantise_kernel(address: int) -> None:
-    """Quantise each row to codes from -127 to 127 and a scale. A work item is a row."""
+    """Multiply hidden states by smoothing factors, and quantise each row.
+
+    The result for a row is a scale, and codes from -127 to 127. A work item is a row.
+    """
     args = read_quantise_arguments(address)
     row_size = args.row_size
     row = np.empty(row_size, np.float32)
@@ -70,7 +79,8 @@ def quantise_kernel(address: int) -> None:
         max_magnitude = np.int32(0)
         for d in range(row_size):
             row[d] = states[d] * smoothing[d]
-            # Without the sign bit, the bits of floats are integers in the same order.
+            # The bits of floats without the sign bit, read as integers, have the same order as the
+            # magnitudes of the floats.
             magnitude = np.int32(float_to_bits(row[d]) & np.int32(0x7FFFFFFF))
             max_magnitude = magnitude if magnitude > max_magnitude else max_magnitude
         max_value = max(bits_to_float(max_magnitude), np.float32(1e-30))
@@ -97,14 +107,15 @@ class DequantiseArguments(KernelArguments):
     """Arguments of `dequantise_kernel` and `argmax_kernel`."""
 
     _fields_ = [
-        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C N, O) int32
+        ("accumulators", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C * N, O) int32
         ("activation_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,)
         ("weight_scales", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,)
-        ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,); 0: no bias
-        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, O) float32, or for argmax (N,) int64
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # O
-        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # C
+        ("bias", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (O,); the address is 0 if there is no bias
+        # Output: (N, O) float32 for `dequantise_kernel`, (N,) int64 for `argmax_kernel`.
+        ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, O in shapes
+        ("codes_per_activation", KERNEL_ARGUMENT_INTEGER_TYPE),  # codes per activation, C in shapes
     ]
 
 
@@ -113,7 +124,10 @@ read_dequantise_arguments = make_argument_reader(DequantiseArguments)
 
 @njit
 def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarray) -> None:
-    """Write the outputs of row n from output `start` on to out (T,)."""
+    """Dequantise consecutive outputs of row `n`, and write them to `out`.
+
+    The first output is number `start`; the length of `out` is the number of outputs.
+    """
     size = len(out)
     offset = n * args.row_size + start
     accumulators = carray(int32_pointer(args.accumulators + 4 * offset), size)
@@ -137,7 +151,7 @@ def dequantise_row(args: DequantiseArguments, n: int, start: int, out: np.ndarra
 
 @njit
 def dequantise_kernel(address: int) -> None:
-    """Write the outputs as float32. A work item is a row."""
+    """Dequantise accumulators to float32 outputs. A work item is a row."""
     args = read_dequantise_arguments(address)
     n = claim_work_item(address)
     while n < args.num_rows:
@@ -149,8 +163,11 @@ def dequantise_kernel(address: int) -> None:
 
 @njit
 def argmax_kernel(address: int) -> None:
-    """Write the index of the largest output of each row, the first one of equal outputs, computed
-    ARGMAX_TILE_OUTPUTS outputs at a time. A work item is a row."""
+    """Write the index of the largest output of each row.
+
+    Of several largest outputs, the index of the first one is written. The outputs are dequantised
+    ARGMAX_TILE_OUTPUTS at a time and are not stored. A work item is a row.
+    """
     args = read_dequantise_arguments(address)
     tile = np.empty(ARGMAX_TILE_OUTPUTS, np.float32)
     n = claim_work_item(address)
@@ -176,9 +193,10 @@ def argmax_kernel(address: int) -> None:
 def quantise_activations(
     states: torch.Tensor, smoothing: torch.Tensor, codes_per_activation: int, padded_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes (padded_rows, D) int8 and scales (N,) of states (N, D) times smoothing (D,).
+    """Multiply hidden states (N, D) by smoothing factors (D,), and quantise them.
 
-    padded_rows is at least codes_per_activation * N; the rows after these are not initialised.
+    Returns int8 codes (padded_rows, D) and scales (N,). The first codes_per_activation * N rows
+    have codes; further rows are padding and are not initialised.
     """
     states = states.contiguous()
     num_rows, row_size = states.shape
@@ -203,7 +221,7 @@ def make_dequantise_arguments(
     weights: Int8Weights,
     out: torch.Tensor,
 ) -> DequantiseArguments:
-    """Return the arguments of `dequantise_kernel` and `argmax_kernel`."""
+    """Return the arguments with which to launch `dequantise_kernel` or `argmax_kernel`."""
     return DequantiseArguments(
         accumulators=accumulators,
         activation_scales=activation_scales,
@@ -219,8 +237,10 @@ def make_dequantise_arguments(
 def dequantise_outputs(
     accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
 ) -> torch.Tensor:
-    """Return the outputs (N, O) float32 for int32 accumulators (C N, O) and activation scales
-    (N,)."""
+    """Dequantise int32 accumulators (C * N, O) with activation scales (N,).
+
+    Returns the outputs (N, O) of the linear layer in float32, with its bias added.
+    """
     num_rows = len(activation_scales)
     out = allocate_tensor((num_rows, accumulators.shape[1]))
     arguments = make_dequantise_arguments(accumulators, activation_scales, weights, out)
@@ -231,7 +251,13 @@ def dequantise_outputs(
 def argmax_outputs(
     accumulators: torch.Tensor, activation_scales: torch.Tensor, weights: Int8Weights
 ) -> torch.Tensor:
-    """Return the index of the largest output, (N,) int64, without writing the outputs to memory."""
+    """Return the index of the largest output at each position, (N,) int64.
+
+    accumulators: (C * N, O) int32
+    activation_scales: (N,)
+
+    The outputs themselves are not stored.
+    """
     num_rows = len(activation_scales)
     out = allocate_tensor((num_rows,), torch.int64)
     arguments = make_dequantise_arguments(accumulators, activation_scales, weights, out)

@@ -1,8 +1,9 @@
-"""Recordings of passes over int8 layers. They are to the CPU what CUDA graphs are to a GPU.
+"""Record the kernel calls of a forward pass, and replay them, as CUDA graphs do on a GPU.
 
-With few positions, the Python code between the twenty kernel calls of a layer takes as long as the
-kernels. A recording stores the calls of a pass once; later passes of the same shape replay them
-with their own cache, masks and rotary angles.
+A pass is a forward pass of new positions through all int8 layers of a decoder. If there are few
+positions, the Python code between the kernel calls takes about as long as the kernels. A recording
+stores all kernel calls of one pass. Later passes with the same shapes replay these calls with other
+hidden states, cache positions, masks and rotary angles.
 """
 
 import ctypes
@@ -32,16 +33,19 @@ from infer.kernels.launch import (
 from infer.targets.kernel_decoder import KernelDecoder, MasksByLayerType, RotationsByLayerType
 from infer.utils.jit import njit
 
-MAX_INT8_CPU_CALL_RECORDINGS = 32  # per decoder
-MAX_INT8_CPU_RECORDING_BYTES = 2**25  # buffers of all recordings of a decoder
-# In longer passes, the kernels take much longer than the Python code between them.
+MAX_INT8_CPU_CALL_RECORDINGS = 32  # maximum number of recordings of a decoder
+MAX_INT8_CPU_RECORDING_BYTES = 2**25  # maximum size of the buffers of all recordings of a decoder
+# Passes over more positions are not recorded, because their kernels take much longer than the
+# Python code between the kernels.
 MAX_RECORDED_INT8_CPU_POSITIONS = 128
-INT64_FIELDS_PER_RECORDED_CALL = 6  # int64 per call in `CallListArguments.calls`
+INT64_FIELDS_PER_RECORDED_CALL = (
+    6  # number of int64 values for each call in `CallListArguments.calls`
+)
 
 
 @llvm_intrinsic
 def call_function_address(typing, function, a, b, c, d):
-    """Call the function at an address with four int64 arguments."""
+    """Call the compiled function at the address `function` with four int64 arguments."""
 
     def generate(context, builder, signature, values):
         function_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
@@ -55,10 +59,10 @@ class CallListArguments(KernelArguments):
     """Arguments of `call_list_kernel`."""
 
     _fields_ = [
-        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64: function address, its four arguments, and the address of
-        # its work item counter
+        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64. A row has the address of a function, the four arguments of
+        # the function, and the address of the function's work item counter.
         ("calls", KERNEL_ARGUMENT_ADDRESS_TYPE),
-        ("count", KERNEL_ARGUMENT_INTEGER_TYPE),
+        ("count", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of calls
     ]
 
 
@@ -67,7 +71,7 @@ read_call_list_arguments = make_argument_reader(CallListArguments)
 
 @njit
 def call_list_kernel(address: int) -> None:
-    """Call compiled kernels one after the other, without Python between them."""
+    """Call compiled kernels one after the other, without Python code between the calls."""
     args = read_call_list_arguments(address)
     calls = carray(int64_pointer(args.calls), (args.count, INT64_FIELDS_PER_RECORDED_CALL))
     for i in range(args.count):
@@ -76,8 +80,10 @@ def call_list_kernel(address: int) -> None:
 
 
 def merge_kernel_calls(calls: list[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Return equivalent calls in which consecutive calls of compiled kernels are merged into one
-    call."""
+    """Merge consecutive calls of compiled kernels into single calls of `call_list_kernel`.
+
+    Calls of other functions are returned unchanged, and the order of all calls is kept.
+    """
     merged: list[Callable[[], object]] = []
     for is_kernel, group in groupby(calls, lambda call: isinstance(call, KernelCall)):
         if not is_kernel:
@@ -85,53 +91,53 @@ def merge_kernel_calls(calls: list[Callable[[], object]]) -> list[Callable[[], o
             continue
         kernel_calls = [cast(KernelCall, call) for call in group]
         table_rows = [
-            (
-                call.function_address,
-                *call.call_arguments,
-                ctypes.addressof(call.kernel_arguments),
-            )
+            (call.function_address, *call.call_arguments, ctypes.addressof(call.kernel_arguments))
             for call in kernel_calls
         ]
         table = torch.tensor(table_rows, dtype=torch.int64)
         arguments = CallListArguments(calls=table, count=len(table_rows))
-        arguments.kernel_calls = kernel_calls  # keeps the memory that the table points to
+        arguments.kernel_calls = kernel_calls  # keeps memory alive that the table points to
         call_arguments = (ctypes.addressof(arguments), 0, 0, 0)
         merged.append(KernelCall(get_kernel_address(call_list_kernel), call_arguments, arguments))
     return merged
 
 
 class Recording:
-    """The calls of a pass, and the memory that they work in.
+    """The kernel calls of a pass, and the memory that these calls read and write.
 
-    It holds a reference to every tensor whose address a call stores. It must not be replayed once
-    one of these tensors has moved (`has_moved_tensors`).
+    A recording references every tensor whose address is stored in a call. If one of these tensors
+    has moved to another address (`has_moved_tensors`), the recording must not be replayed.
     """
 
     def __init__(self, states: torch.Tensor, inputs: list[object]) -> None:
         """Prepare to record a pass.
 
-        states: the input of the first layer. inputs: what differs between passes: rotations, masks
-        and the layers of a cache.
+        states: hidden states that the first layer reads
+        inputs: the other inputs that differ between passes: the rotary angles, the masks and the
+            views of the cache's layers
         """
-        # Not an inference tensor: passes outside inference mode also write to it.
+        # The clone is made outside inference mode, because passes outside inference mode must be
+        # able to write to it.
         with torch.inference_mode(False):
             self.states = states.clone()
         self.inputs = inputs
         self.calls: list[Callable[[], object]] = []
-        # Functions that set the arguments of a call, with the indices of their inputs.
+        # Functions that set the arguments of a call, each with the indices into `inputs` of the
+        # inputs that it takes.
         self.bindings: list[tuple[Callable, list[int]]] = []
-        self.referenced_tensors: dict[int, torch.Tensor] = {}  # one per storage
+        self.referenced_tensors: dict[int, torch.Tensor] = {}  # one tensor for each storage
         self.outputs: dict[int, torch.Tensor] = {}
-        # Memory for the results of a layer's calls, numbered in their order. Layers alternate
-        # between two sets of buffers, because a layer reads the results of the one before.
+        # Buffers for the results of the calls of a layer, numbered in the order of the calls.
+        # Layers with even and odd numbers use different buffers, because a layer reads the results
+        # of the layer before it.
         self.layer_buffers: tuple[dict, dict] = ({}, {})
-        self.scratch_buffers: dict[str, torch.Tensor] = {}  # memory within operations, by name
+        self.scratch_buffers: dict[str, torch.Tensor] = {}  # key: name of the scratch memory
         self.used_buffers = 0
         self.layer = 0
 
     @contextmanager
     def activate(self) -> Generator[None]:
-        """Record all calls of this thread within the block."""
+        """Record all kernel calls that this thread makes within the `with` block."""
         ACTIVE_KERNEL_CALL_RECORDER.recorder = self
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -167,7 +173,8 @@ class Recording:
         """Implement `infer.kernels.launch.Recorder.record_call`."""
         self.calls.append(call)
         for tensor in tensors:
-            # An alias, because a parameter's memory can be replaced through `.data`.
+            # The alias keeps referring to the recorded memory, while a parameter can be given other
+            # memory through `.data`.
             alias = tensor.detach()
             self.referenced_tensors.setdefault(alias.untyped_storage()._cdata, alias)
         if bind is None:
@@ -179,17 +186,20 @@ class Recording:
                 self.used_buffers = 0
 
     def find_input(self, value: object) -> int:
-        """Return the index of a value among the inputs of the pass, by identity."""
+        """Return the index in `inputs` of the input that is the same object as `value`."""
         return next(index for index, item in enumerate(self.inputs) if item is value)
 
     def copy_output(self, states: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a layer's output that later layers do not overwrite."""
+        """Return a copy of the output of a layer, which later layers do not overwrite."""
         copy = torch.empty_like(states)
         run_and_record(lambda: copy.copy_(states), [copy, states])
         return copy
 
     def replay(self, states: torch.Tensor, inputs: list[object]) -> dict[int, torch.Tensor]:
-        """Repeat the pass with other states and inputs; return copies of its outputs."""
+        """Repeat the recorded pass with other hidden states and inputs.
+
+        Returns copies of the outputs, by index of the layer.
+        """
         self.states.copy_(states)
         for bind, indices in self.bindings:
             bind(*[inputs[index] for index in indices])
@@ -198,17 +208,19 @@ class Recording:
         return {index: out.clone() for index, out in self.outputs.items()}
 
     def read_addresses(self) -> list[int]:
-        """Return the present addresses of the tensors whose addresses the calls store."""
+        """Return the current addresses of all tensors whose addresses are stored in calls."""
         return [tensor.data_ptr() for tensor in self.referenced_tensors.values()]
 
     def has_moved_tensors(self) -> bool:
-        """Return whether a tensor has moved since the calls were recorded. `share_memory`, for
-        example, moves a storage with all its tensors."""
+        """Return whether a referenced tensor has moved to another address since the recording.
+
+        `share_memory`, for example, moves a storage and all tensors in it.
+        """
         return self.read_addresses() != self.addresses
 
     @property
     def buffer_bytes(self) -> int:
-        """The size of the buffers in bytes."""
+        """The size of all buffers of this recording, in bytes."""
         total = 0
         for buffers in (*self.layer_buffers, self.scratch_buffers):
             total += sum(len(buffer) for buffer in buffers.values())
@@ -218,15 +230,18 @@ class Recording:
 def collect_inputs(
     rotations: RotationsByLayerType, masks: MasksByLayerType, memories: list[LayerCacheView]
 ) -> list[object]:
-    """Return what a pass reads besides its states and the weights. None stands for no rotation."""
+    """Return the inputs of a pass other than its hidden states and the weights.
+
+    The first input is None, which stands for a layer without rotation.
+    """
     return [None, *rotations.values(), *masks.values(), *memories]
 
 
 @dataclass(frozen=True)
 class RecordedDecoder(KernelDecoder):
-    """A decoder that records passes over few positions and replays them."""
+    """A decoder that records passes over few positions, and replays them for the same shapes."""
 
-    # By shape of the pass, the most recently used last.
+    # Key: shapes and settings of a pass. Value: its recording. The most recently used is the last.
     recordings: dict[tuple, Recording] = field(default_factory=dict)
 
     def run(
@@ -238,9 +253,13 @@ class RecordedDecoder(KernelDecoder):
         output_layer_ids: tuple[int, ...],
         keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
     ) -> dict[int, torch.Tensor]:
-        """Implement `KernelDecoder.run`. The outputs of recorded passes are always copies."""
+        """Implement `KernelDecoder.run`: record a pass, or replay a recording of the same shape.
+
+        The outputs are copies, which later passes do not overwrite, unless the pass is not recorded
+        because it has too many positions, packed layers or another number of cache slots.
+        """
         positions = len(states)
-        # Packed layers are an iterator and cannot be recorded.
+        # Views of packed layers come from an iterator, and such passes cannot be recorded.
         if not isinstance(layer_views, list) or positions > MAX_RECORDED_INT8_CPU_POSITIONS:
             return super().run(states, rotations, masks, layer_views, output_layer_ids, keep_output)
         layer_views = cast(list[LayerCacheView], layer_views)
@@ -256,7 +275,7 @@ class RecordedDecoder(KernelDecoder):
             torch.get_num_threads(),
         )
         inputs = collect_inputs(rotations, masks, layer_views)
-        # Taken out of the dict, so that no other thread uses it meanwhile.
+        # The recording is removed from the dict while it is used, so that no other thread uses it.
         recording = self.recordings.pop(key, None)
         if recording is None or recording.has_moved_tensors():
             recording = Recording(states, inputs)
@@ -271,8 +290,11 @@ class RecordedDecoder(KernelDecoder):
         return outputs
 
     def drop_old_recordings(self) -> None:
-        """Keep the most recently used recordings, at most MAX_INT8_CPU_CALL_RECORDINGS with MAX_INT8_CPU_RECORDING_BYTES
-        in total. Other threads may take out recordings meanwhile."""
+        """Drop the least recently used recordings.
+
+        At most MAX_INT8_CPU_CALL_RECORDINGS recordings with MAX_INT8_CPU_RECORDING_BYTES in total are kept. Other threads
+        may remove recordings from the dict at the same time.
+        """
         total_bytes = 0
         most_recent_first = reversed(list(self.recordings.items()))
         for number, (key, recording) in enumerate(most_recent_first):

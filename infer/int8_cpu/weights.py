@@ -1,13 +1,15 @@
 """Weights as int8 codes.
 
-A weight matrix has a scale for each output. An activation has a scale for each token; before it is
-quantised, it is multiplied by a smoothing factor for each input, which moves outliers from
-activations to weights (SmoothQuant, 2211.10438, section 4).
+A weight is approximately its int8 code times a scale. A layer has one scale for each output.
+Activations are quantised too, with one scale for each token. Before an activation is quantised, it
+is multiplied by the smoothing factor of its input. The smoothing factors move outliers from the
+activations to the weights (SmoothQuant, 2211.10438, section 4).
 
-An activation is quantised to one int8 code, or to two codes: the second one is the code of the
-first one's rounding error. Layers get two codes if one loses too much accuracy in calibration.
+An activation is quantised to one or two int8 codes. The second code is the quantised rounding error
+of the first code. The activations of a layer get two codes if calibration shows that one code is
+not accurate enough.
 
-D inputs, O outputs of a linear layer.
+Dimensions: D inputs and O outputs of a linear layer.
 """
 
 from dataclasses import dataclass
@@ -19,28 +21,35 @@ MAX_INT8_CODE = 127
 
 @dataclass(frozen=True)
 class Int8Weights:
-    """The quantised weights of a linear layer, as this package's `linear` reads them."""
+    """The quantised weights of a linear layer, as `infer.int8_cpu.kernels.linear` reads them."""
 
     codes: torch.Tensor  # (O, D) int8
-    scales: torch.Tensor  # (O,) float32, of the codes
-    smoothing: torch.Tensor  # (D,) float32, factors of the activations
+    scales: torch.Tensor  # (O,) float32, factors of the codes
+    smoothing: torch.Tensor  # (D,) float32, factors of the activations before quantisation
     codes_per_activation: int  # 1 or 2
     bias: torch.Tensor | None = None  # (O,) float32
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, (D, O) float32 as in `LinearWeights`; computed on each access."""
+        """The dequantised weight, (D, O) float32 like that of `LinearWeights`.
+
+        It is computed on each access.
+        """
         return (self.codes * self.scales[:, None] * self.smoothing).t()
 
 
 def compute_weight_scales(weight: torch.Tensor) -> torch.Tensor:
-    """Return a scale for each output, (O, 1), of a weight (O, D), so that its codes stay within
-    MAX_INT8_CODE."""
+    """Return scales (O, 1), one for each output of a weight (O, D).
+
+    With these scales the codes are from -MAX_INT8_CODE to MAX_INT8_CODE.
+    """
     return weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / MAX_INT8_CODE
 
 
 def round_weight_to_nearest(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes (O, D) int8 and scales (O, 1) of a weight (O, D), with each entry rounded to
-    the nearest code."""
+    """Quantise a weight (O, D) by rounding each entry to the nearest code.
+
+    Returns the codes (O, D) int8 and the scales (O, 1).
+    """
     scales = compute_weight_scales(weight)
     return (weight / scales).round().to(torch.int8), scales

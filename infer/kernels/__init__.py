@@ -1,2 +1,4 @@
-"""Operations that have more than one implementation: a PyTorch reference of each and at most one
-fast version per device. `table.py` selects them; start reading there."""
+"""Operations that have a PyTorch reference and fast versions for some devices.
+
+`table.py` selects the implementation of each operation. Start reading there.
+"""

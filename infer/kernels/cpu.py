@@ -1,10 +1,11 @@
-"""Operations on the CPU in float32, compiled by numba: each fuses several tensor operations.
+"""Operations on the CPU in float32, compiled by numba. Each one fuses several tensor operations.
 
-With few positions, the overhead of a PyTorch call exceeds its computation. The result for one
-position does not depend on the other positions.
+For few positions, a PyTorch call has more overhead than computation, so fused operations are
+faster. The result for one position does not depend on the other positions. Each kernel divides its
+work into work items, which several threads claim (launch.py).
 
-N positions, D hidden size, I MLP size, L layers, H query heads, K key/value heads, E head size, R
-rotated features of a head.
+Dimensions: N positions, D hidden size, I MLP size, L layers, H query heads, K key/value heads, E
+head size, R rotated features of a head.
 """
 
 from collections.abc import Callable
@@ -35,21 +36,22 @@ from infer.kernels.table import FastKernels
 from infer.utils.jit import FASTMATH_KEEP_ORDER, FASTMATH_REASSOCIATE, njit
 
 LOG2_E = np.float32(1.44269504)
-# ln 2 as a sum of two float32 values. The first has few significant bits, so that its product with
-# a small integer is exact.
+# ln 2 is LN2_HIGH + LN2_LOW. LN2_HIGH has few significant bits, so that a product of LN2_HIGH and a
+# small integer is exact.
 LN2_HIGH = np.float32(0.693359375)
 LN2_LOW = np.float32(-2.12194440e-4)
 # The coefficients of x^2 .. x^7 in the Taylor series of e^x about 0.
 EXP_COEFFICIENTS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
-FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(
-    1.5 * 2**23
-)  # adding it rounds a float32 to an integer
-EXP_UNDERFLOW = np.float32(-87)  # e^x is returned as 0 below
+# Adding this to a small float32 rounds the float32 to an integer.
+FLOAT32_ROUND_TO_INTEGER_ADDEND = np.float32(1.5 * 2**23)
+EXP_UNDERFLOW = np.float32(-87)  # for x below this, `exp` returns 0
 
 
 def make_bitcast(source_type: types.Type, result_type: types.Type) -> Callable:
-    """Return a function for compiled code that reinterprets the bits of a number as another
-    type."""
+    """Return a function that reinterprets the bits of a number as another type.
+
+    The function can be called from compiled code only.
+    """
 
     @llvm_intrinsic
     def bitcast(typing, value):
@@ -67,20 +69,24 @@ float_to_bits = make_bitcast(types.float32, types.int32)
 
 @numba.njit(inline="always")
 def order_preserving_bits(bits: np.int32) -> np.int32:
-    """Return the bits of a float32 as an int32 that sorts like the float, or convert back."""
+    """Convert the bits of a float32 to an int32 that sorts like the float32.
+
+    Applied to such an int32, the function returns the bits of the float32.
+    """
     return np.int32(bits ^ (np.int32(bits >> 31) & np.int32(0x7FFFFFFF)))
 
 
 @numba.njit(inline="always")
 def exp(x: np.float32) -> np.float32:
-    """Return e^x within one or two units in the last place, for x up to 88; 0 for x below -87.
+    """Return e^x for x from -87 to 88, with an error of one or two units in the last place.
 
-    The compiler vectorises it, unlike numpy's exp. The caller must not be compiled with REORDERS.
+    For x below -87 it returns 0. The compiler can vectorise this function, unlike numpy's exp. The
+    caller must not be compiled with FASTMATH_REASSOCIATE, which would remove FLOAT32_ROUND_TO_INTEGER_ADDEND.
     """
     shifted = max(x, EXP_UNDERFLOW) * LOG2_E + FLOAT32_ROUND_TO_INTEGER_ADDEND
-    n = shifted - FLOAT32_ROUND_TO_INTEGER_ADDEND  # an integer
+    n = shifted - FLOAT32_ROUND_TO_INTEGER_ADDEND  # x / ln 2, rounded to an integer
     r = (max(x, EXP_UNDERFLOW) - n * LN2_HIGH) - n * LN2_LOW
-    # 2^n: the lowest bits of `shifted` hold n.
+    # The lowest bits of `shifted` are n, so shifting them into the exponent gives 2^n.
     power = bits_to_float(np.int32(float_to_bits(shifted) << 23) + np.int32(127 << 23))
     c = EXP_COEFFICIENTS
     tail = c[0] + r * (c[1] + r * (c[2] + r * (c[3] + r * (c[4] + r * c[5]))))
@@ -90,7 +96,7 @@ def exp(x: np.float32) -> np.float32:
 
 @njit
 def copy_floats(source: int, destination: int, count: int) -> None:
-    """Copy float32 values from one address to another."""
+    """Copy `count` float32 values from one address to another."""
     source_values = carray(float_pointer(source), count)
     values = carray(float_pointer(destination), count)
     for i in range(count):
@@ -99,7 +105,7 @@ def copy_floats(source: int, destination: int, count: int) -> None:
 
 @njit(fastmath=FASTMATH_REASSOCIATE)
 def rms_norm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """Write the RMS norm of x (D,) with a weight (D,) to out (D,), which may be x."""
+    """Write the RMS norm of `x` (D,) with a weight (D,) to `out` (D,). `out` may be `x` itself."""
     total = np.float32(len(x) * eps)
     for d in range(len(x)):
         total += x[d] * x[d]
@@ -110,8 +116,10 @@ def rms_norm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray)
 
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def gated_activation_row(gate_up: np.ndarray, linear: float, cubic: float, out: np.ndarray) -> None:
-    """Write up * gate * sigmoid(linear * gate + cubic * gate^3) to out (I,). gate_up (2 I,) is the
-    gate followed by up."""
+    """Write up * gate * sigmoid(linear * gate + cubic * gate^3) to `out` (I,).
+
+    gate_up: (2 * I,), the values of `gate` followed by those of `up`
+    """
     size = len(gate_up) // 2
     gate = gate_up[:size]
     up = gate_up[size:]
@@ -126,15 +134,17 @@ class AddRMSNormArguments(KernelArguments):
 
     _fields_ = [
         ("states", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D)
-        (
-            "sublayer_output",
-            KERNEL_ARGUMENT_ADDRESS_TYPE,
-        ),  # (N, D), added times `scale`; 0: nothing is added
+        # (N, D), multiplied by `scale` and added to the states. The address 0 means that nothing is
+        # added.
+        ("sublayer_output", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (D,)
-        ("summed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the sum
-        ("normed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the norm of the sum
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # D
+        (
+            "summed",
+            KERNEL_ARGUMENT_ADDRESS_TYPE,
+        ),  # (N, D), output: states + scale * sublayer_output
+        ("normed", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, D), output: the RMS norm of the sum
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, D in shapes
         ("scale", KERNEL_ARGUMENT_FLOAT_TYPE),
         ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
@@ -145,15 +155,17 @@ read_add_rms_norm_arguments = make_argument_reader(AddRMSNormArguments)
 
 @njit
 def add_rms_norm_kernel(address: int) -> None:
-    """Add the sublayer's output to each row, if there is one, and write the RMS norm of the sum. A
-    work item is a row."""
+    """Add the output of a sublayer to the states, and write the sum and the RMS norm of the sum.
+
+    Without a sublayer output, only the RMS norm of the states is written. A work item is a row.
+    """
     args = read_add_rms_norm_arguments(address)
     row_size = args.row_size
     scale = args.scale
     weight = carray(float_pointer(args.weight), row_size)
     n = claim_work_item(address)
     while n < args.num_rows:
-        row_offset = 4 * n * row_size  # bytes
+        row_offset = 4 * n * row_size  # in bytes
         states = carray(float_pointer(args.states + row_offset), row_size)
         if args.sublayer_output != 0:
             sublayer_output = carray(float_pointer(args.sublayer_output + row_offset), row_size)
@@ -171,14 +183,12 @@ class GatedActivationArguments(KernelArguments):
     """Arguments of `gated_activation_kernel`."""
 
     _fields_ = [
-        ("gate_up", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, 2 I)
+        ("gate_up", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, 2 * I)
         ("out", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, I)
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # 2 I
-        (
-            "linear",
-            KERNEL_ARGUMENT_FLOAT_TYPE,
-        ),  # of the activation x * sigmoid(linear * x + cubic * x^3)
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, 2 * I in shapes
+        # The activation function is x * sigmoid(linear * x + cubic * x^3).
+        ("linear", KERNEL_ARGUMENT_FLOAT_TYPE),
         ("cubic", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
@@ -188,7 +198,7 @@ read_gated_activation_arguments = make_argument_reader(GatedActivationArguments)
 
 @njit
 def gated_activation_kernel(address: int) -> None:
-    """Write activation(gate) * up. A work item is a row."""
+    """Compute activation(gate) * up for each row. A work item is a row."""
     args = read_gated_activation_arguments(address)
     row_size = args.row_size
     n = claim_work_item(address)
@@ -203,22 +213,24 @@ class QKNormRopeWriteArguments(KernelArguments):
     """Arguments of `qk_norm_rope_write_kernel`."""
 
     _fields_ = [
-        ("projected", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H + 2 K, E)
+        ("projected", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H + 2 * K, E)
         ("queries", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, L, H, E), output
-        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (L, H + K, E) of the norm; 0: no norm
+        # (L, H + K, E), weight of the norm of queries and keys. The address 0 means no norm.
+        ("weight", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("cosines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
         ("sines", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N, R)
         ("cache_slots", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (N,) int64
-        # (slots, K E) of the first layer. The planes of its values and of the other layers' keys
-        # and values follow at distances of `plane_bytes`.
+        # (cache slots, K * E), the cached keys of the first layer. The cached values of this layer
+        # follow `plane_bytes` later. Then the keys and values of the other layers follow, each
+        # `plane_bytes` after the one before.
         ("keys", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("plane_bytes", KERNEL_ARGUMENT_INTEGER_TYPE),
-        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # N
-        ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # L
-        ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # H
-        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # K
-        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # E
-        ("rotated_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # R
+        ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
+        ("layers", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of layers, L in shapes
+        ("query_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of query heads, H in shapes
+        ("key_heads", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of key/value heads, K in shapes
+        ("head_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # head size, E in shapes
+        ("rotated_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rotated features, R in shapes
         ("eps", KERNEL_ARGUMENT_FLOAT_TYPE),
     ]
 
@@ -228,10 +240,13 @@ read_qk_norm_rope_write_arguments = make_argument_reader(QKNormRopeWriteArgument
 
 @njit(fastmath=FASTMATH_REASSOCIATE)
 def qk_norm_rope_write_kernel(address: int) -> None:
-    """Norm and rotate queries and keys; write queries to their tensor, keys and values to the
-    cache. A work item is a position."""
+    """Normalise and rotate queries and keys; write keys and values to the cache.
+
+    The queries are written to a tensor. A work item is a position.
+    """
     args = read_qk_norm_rope_write_arguments(address)
-    # Copies of the fields: the compiler must assume that a write to memory changes the structure.
+    # The fields are copied to variables, because the compiler must assume that every write to
+    # memory can change the structure.
     num_rows = args.num_rows
     layers = args.layers
     rotated_size = args.rotated_size
@@ -248,7 +263,7 @@ def qk_norm_rope_write_kernel(address: int) -> None:
     heads = np.empty((query_heads + 2 * key_heads, head_size), np.float32)
     n = claim_work_item(address)
     while n < num_rows:
-        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # bytes
+        slot_offset = 4 * cache_slots[n] * key_heads * head_size  # in bytes
         for layer in range(layers):
             row = n * layers + layer
             keys = args.keys + 2 * layer * args.plane_bytes + slot_offset
@@ -273,7 +288,7 @@ def qk_norm_rope_write_kernel(address: int) -> None:
 
 
 def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
-    """Implement `infer.kernels.reference.rms_norm`."""
+    """Implement `infer.kernels.reference.rms_norm` with a compiled kernel."""
     states = states.contiguous()
     row_size = states.shape[-1]
     num_rows = states.numel() // row_size
@@ -293,7 +308,7 @@ def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
 def add_rms_norm(
     states: torch.Tensor, sublayer_output: torch.Tensor, norm: RMSNormWeights, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `infer.kernels.reference.add_rms_norm`."""
+    """Implement `infer.kernels.reference.add_rms_norm` with a compiled kernel."""
     states = states.contiguous()
     sublayer_output = sublayer_output.contiguous()
     num_rows, row_size = states.shape
@@ -315,7 +330,7 @@ def add_rms_norm(
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Implement `infer.kernels.reference.gated_activation`."""
+    """Implement `infer.kernels.reference.gated_activation` with a compiled kernel."""
     if activation.coefficients is None:
         return reference.gated_activation(gate_up, activation)
     gate_up = gate_up.contiguous()
@@ -336,7 +351,7 @@ def qk_norm_rope_write(
     rotation: Rotation | None,
     layer_cache: LayerCacheView | PackedLayerView,
 ) -> torch.Tensor:
-    """Implement `infer.kernels.reference.qk_norm_rope_write`."""
+    """Implement `infer.kernels.reference.qk_norm_rope_write` with a compiled kernel."""
     if not isinstance(layer_cache, LayerCacheView):
         return reference.qk_norm_rope_write(projected, key_heads, qk_norm, rotation, layer_cache)
     projected = projected.contiguous()

@@ -1,9 +1,11 @@
-"""The best-first search on the CPU, compiled by numba.
+"""The best-first search for the most probable prefixes on the CPU, compiled by numba.
 
-Entry n of the search's frontier is the best child of node n that is not in the tree yet. When it is
-taken, its next sibling replaces it. Among equal entries the shallowest wins, then the first.
+The search has a frontier with an entry for each node of the tree. The entry of a node is its best
+child that is not in the tree yet. Each step adds the best entry to the tree, and the next sibling
+of this entry replaces it in the frontier. Of entries with equal scores, the one with the smallest
+depth is added first, then the one whose parent was added first.
 
-B batch rows, L drafted positions, M candidates per position, R rows of a conditional table per
+Dimensions: L drafted positions, M candidates per position, R rows of a conditional table per
 position, N drafted nodes.
 """
 
@@ -22,8 +24,10 @@ from infer.utils.jit import njit
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Implement `infer.kernels.reference_search.search_tree_by_depth` for candidates that are not
-    recurrent."""
+    """Implement `infer.kernels.reference_search.search_tree_by_depth`.
+
+    Candidates of a recurrent conditional head are not supported.
+    """
     rows, length, candidate_count = candidates.tokens.shape
     table = replace_nan_log_probs(stack_log_prob_tables(candidates))
     rows_per_position = candidates.table[1].shape[2]
@@ -44,30 +48,37 @@ def search_tree(
 ) -> None:  # fmt: skip
     """Find the N most probable prefixes of one batch row (DDTree section 4.3, algorithm 1).
 
-    Fills nodes (3, N), that is tokens, parents and depths, and scores (N,), best first.
+    The result is written to `nodes` (3, N), whose rows are tokens, parents and depths, and to
+    `scores` (N,). The nodes are in descending order of their scores.
 
-    Without a rescorer, log_q is a table (1 + (L - 1) R, M) over tokens (L, M), as
-    `stack_log_prob_tables` returns it, and rows_per_position is R; with R = 1 its rows are sorted
-    in descending order. With a rescorer (`infer.ngrams.rescoring.NGramRescorer`), log_q and tokens
-    are (N, candidates), with a row for each node that is filled when the node is opened, and
-    rows_per_position is 0.
+    Without a rescorer:
+    - log_q: (1 + (L - 1) * R, M), a table from `stack_log_prob_tables`. If R is 1, each row must be
+      in descending order.
+    - tokens: (L, M), the candidates
+    - rows_per_position: R
+
+    With a rescorer, which computes the children of a node when the node is added to the tree:
+    - log_q, tokens: memory of shape (N, candidates), with a row for the children of each node
+    - rows_per_position: 0
     """
     budget = len(scores)
-    # Of the frontier's entry n: the score, and which child of node n it is (-1: none).
+    # The frontier: the score of the entry of each node, and the index of this entry among the
+    # children of the node (-1 if all children are in the tree).
     entry_score = np.empty(budget, scores.dtype)
     entry_child = np.full(budget, -1)
-    # Of node n: the row of log_q and the row of tokens that hold its children.
+    # For each node, the row of `log_q` and the row of `tokens` that have its children.
     log_q_row = np.zeros(budget, np.int64)
     token_row = np.zeros(budget, np.int64)
     node_score = np.zeros(budget + 1, scores.dtype)
     node_depth = np.zeros(budget + 1, np.int64)
     parent = node_depth[0]
-    # Which child of its parent node n is.
+    # For each node, its index among the children of its parent.
     node_child = np.zeros(budget + 1, np.int64)
-    # The calls below take no literals as arguments: numba would compile a callee again for them.
+    # No call below has a literal as an argument, because numba would compile the called function
+    # again for it.
     sorted_rows = rows_per_position == 1
 
-    for node in range(budget):  # open the newest node, then take the best entry
+    for node in range(budget):  # give the newest node an entry, then add the best entry
         depth = node_depth[node]
         if depth < length:
             token_row[node] = depth
@@ -104,7 +115,10 @@ def search_tree(
 def find_best_entry(
     entry_score: np.ndarray, entry_child: np.ndarray, node_depth: np.ndarray, newest: int
 ) -> int:
-    """Return the index of the frontier's best entry among entries 0 .. newest."""
+    """Return the node whose entry in the frontier is the best, among nodes 0 to `newest`.
+
+    See `search_tree` for the arrays.
+    """
     best = 0
     for n in range(1, newest + 1):
         is_better = entry_score[n] > entry_score[best] or (
@@ -123,15 +137,20 @@ def find_next_best(
     previous_index: int,
     is_sorted: bool,
 ) -> int:
-    """Return the index of the child that follows another child in descending order of score.
+    """Return the index of the child that follows the previous child in descending order of score.
 
-    log_q (M,) are the children's scores relative to their parent, NaN for no child. The previous
-    child is given by its score and index; a score of infinity asks for the first child. Among equal
-    scores the lower index comes first. Returns -1 if no child is left.
+    Of children with equal scores, the one with the lower index comes first. Returns -1 if no child
+    follows.
 
-    Scores are computed as `parent_score + log_q` and rounded, so that sums may be equal where log_q
-    is not. log_q need not be sorted, because a search reads few children of most nodes; if it is
-    (`is_sorted`), the next child is the next index.
+    parent_score: log-probability of the prefix that ends at the parent
+    log_q: (M,), log-probabilities of the children given the parent; NaN if there is no such child.
+        They need not be sorted, because the search reads few children of most nodes.
+    previous_score, previous_index: score and index of the previous child; a score of infinity asks
+        for the first child
+    is_sorted: whether log_q is in descending order; the next child is then the next index
+
+    The score of a child is the rounded sum `parent_score + log_q`, so two scores may be equal even
+    if the values of log_q differ.
     """
     if is_sorted:
         return previous_index + 1 if previous_index + 1 < len(log_q) else -1

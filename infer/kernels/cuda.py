@@ -1,5 +1,7 @@
-"""Operations on CUDA: attention by Triton and FlexAttention, best-first search in one Triton
-kernel."""
+"""Fast versions of operations on CUDA: attention and best-first search.
+
+Attention uses a Triton kernel or FlexAttention, and the best-first search is one Triton kernel.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -23,7 +25,8 @@ def attention(
 ) -> torch.Tensor:
     """Implement `infer.kernels.reference.attention`.
 
-    A mask of ranges alone is evaluated by FlexAttention, a mask over a cache by the Triton kernel.
+    A mask that only consists of ranges of keys (training) is evaluated by FlexAttention, and a mask
+    over a cache (decoding) by the Triton kernel.
     """
     if not isinstance(mask, AttentionMask):
         return reference.attention(queries, keys, values, mask, scale)
@@ -43,10 +46,10 @@ def flex_attention(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of queries (B, H, Q, E), computed by FlexAttention.
+    """Compute attention with FlexAttention. queries: (batch rows, heads, positions, head size).
 
-    Autocast does not cast FlexAttention's inputs, and norms return queries and keys in float32, so
-    both are cast to the dtype of the values.
+    Under autocast, norms return queries and keys in float32, and the inputs of FlexAttention are
+    not cast automatically. So queries and keys are cast to the dtype of the values.
     """
     queries = queries.to(values.dtype)
     keys = keys.to(values.dtype)
@@ -57,7 +60,7 @@ def flex_attention(
 
 @cache
 def compile_flex_attention() -> Callable[..., torch.Tensor]:
-    """Return the compiled FlexAttention. torch.compile specialises it for each shape."""
+    """Compile FlexAttention. torch.compile specialises the compiled function for each shape."""
     from torch.nn.attention import flex_attention
 
     compiled = torch.compile(flex_attention.flex_attention)

@@ -1,8 +1,9 @@
-"""Launching compiled CPU kernels on as many threads as PyTorch uses.
+"""Launch compiled CPU kernels on as many threads as PyTorch uses.
 
-A kernel is a numba function that takes the address of a structure with named fields
-(`KernelArguments`). All threads of a launch run the same function; each claims work items through
-an atomic counter, the structure's first field, until none is left.
+A kernel is a function that numba compiles. Its argument is the address of a structure with named
+fields (`KernelArguments`). All threads of a launch run the same function. The work is divided into
+work items, and each thread claims work items until none is left. The first field of the structure
+is the atomic counter of the claimed work items.
 """
 
 import ctypes
@@ -21,24 +22,27 @@ from numba.extending import intrinsic
 
 from infer.utils.jit import c_function_address
 
-# Types of the fields of `KernelArguments`.
+# Types of the fields of a `KernelArguments` structure.
 KERNEL_ARGUMENT_ADDRESS_TYPE = ctypes.c_int64
 KERNEL_ARGUMENT_INTEGER_TYPE = ctypes.c_int64
 KERNEL_ARGUMENT_FLOAT_TYPE = ctypes.c_float
 
-MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL = (
-    6 * 10**4
-)  # for less work, waking other threads takes longer than the kernel
+# A kernel that takes fewer CPU cycles runs on one thread, because waking other threads would take
+# longer than the kernel.
+MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL = 6 * 10**4
 KERNEL_PROTOTYPE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
 class Recorder(Protocol):
-    """Records the kernel calls of a pass while it is active (`infer.int8_cpu.recording`)."""
+    """An object that records the kernel calls of a pass (`infer.int8_cpu.recording.Recording`).
+
+    It records the calls that are made while it is the active recorder of a thread.
+    """
 
     def allocate_tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, scratch: str | None
     ) -> torch.Tensor:
-        """Return uninitialised memory; see the function `allocate_tensor` below."""
+        """Return an uninitialised tensor; see the function `allocate_tensor` of this module."""
         ...
 
     def record_call(
@@ -48,16 +52,19 @@ class Recorder(Protocol):
         bind: Callable | None,
         inputs: tuple,
     ) -> None:
-        """Record a call and the tensors whose addresses it stores.
+        """Record a call.
 
-        `bind(*inputs)` has set the arguments that depend on the inputs of the pass; a replay calls
-        it again with the inputs of the new pass.
+        call: a function without arguments that repeats the call
+        tensors: the tensors whose addresses are stored in the call
+        bind, inputs: `bind(*inputs)` sets the arguments of the call that depend on inputs of the
+            pass. It was already called for the recorded pass; a replay calls it with the inputs of
+            the new pass. None if no argument depends on such inputs.
         """
         ...
 
 
 class ActiveRecorder(threading.local):
-    """The recorder that is active in this thread."""
+    """The recorder that is active in the current thread, or None."""
 
     recorder: Recorder | None = None
 
@@ -66,14 +73,14 @@ ACTIVE_KERNEL_CALL_RECORDER = ActiveRecorder()
 
 
 class KernelArguments(ctypes.Structure):
-    """The arguments of a compiled kernel. A subclass declares them in `_fields_`."""
+    """The structure with the arguments of a compiled kernel. Subclasses declare its `_fields_`."""
 
     _fields_ = [("next_work_item", KERNEL_ARGUMENT_INTEGER_TYPE)]
 
     def __init__(self, **values: torch.Tensor | float | None) -> None:
-        """Set fields: a tensor is stored as its address, None as 0.
+        """Set the fields with the given names. For a tensor its address is stored, and for None 0.
 
-        The tensors are kept in `self.tensors`, so that their memory is not freed.
+        References to the tensors are kept in `self.tensors`, so that their memory is not freed.
         """
         super().__init__()
         self.tensors: list[torch.Tensor] = []
@@ -87,7 +94,7 @@ class KernelArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A call of a compiled function with four int64 arguments."""
+    """A compiled function and its four int64 arguments. Calling this object calls the function."""
 
     function_address: int
     call_arguments: tuple[int, int, int, int]
@@ -99,16 +106,19 @@ class KernelCall:
 
 
 def llvm_intrinsic(generator: Callable) -> Callable[..., Any]:
-    """Make a function for compiled code from a generator of LLVM code (numba's `intrinsic`).
+    """Convert a generator of LLVM code to a function that compiled code can call.
 
-    Compiled code calls it without the generator's first argument, `typing`.
+    This is numba's `intrinsic`. The function has the arguments of the generator except the first
+    one, `typing`.
     """
     return cast(Callable[..., Any], intrinsic(generator))
 
 
 def make_argument_reader(arguments_class: type[KernelArguments]) -> Callable[[int], Any]:
-    """Return a function for compiled code that reads the structure at an address. Its result has
-    the fields of the structure as attributes."""
+    """Return a function, for use in compiled code, that reads the arguments at an address.
+
+    The function returns an object that has the fields of the structure as attributes.
+    """
     fields = []
     for base in reversed(arguments_class.__mro__):
         fields += vars(base).get("_fields_", ())
@@ -131,8 +141,10 @@ def make_argument_reader(arguments_class: type[KernelArguments]) -> Callable[[in
 
 
 def make_pointer_cast(number_type: types.Type) -> Callable[[int], Any]:
-    """Return a function for compiled code that converts an address to a pointer to numbers of a
-    type."""
+    """Return a function, for use in compiled code, that converts an address to a typed pointer.
+
+    number_type: type of the numbers that the pointer points to
+    """
 
     @llvm_intrinsic
     def cast_to_pointer(typing, address):
@@ -150,7 +162,10 @@ int64_pointer = make_pointer_cast(types.int64)
 
 @llvm_intrinsic
 def claim_work_item(typing, address):
-    """Return the index of the next work item: the counter at an address, which is incremented."""
+    """Return the counter of work items at an address, and increment it atomically.
+
+    The value returned is the index of the work item that the calling thread must compute.
+    """
 
     def generate(context, builder, signature, values):
         counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
@@ -161,10 +176,10 @@ def claim_work_item(typing, address):
 
 @cache
 def find_openmp_parallel() -> int:
-    """Return the address of libgomp's entry for `omp parallel`, or 0 if PyTorch uses another
-    OpenMP library.
+    """Return the address of the libgomp function `GOMP_parallel`, or 0 if libgomp is not loaded.
 
-    It calls a function from several threads; these are the threads of PyTorch's own matmuls.
+    `GOMP_parallel` runs a function on several threads. These are the same threads that PyTorch uses
+    for matmuls. libgomp is not loaded if PyTorch uses another OpenMP library.
     """
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if function is None:
@@ -172,8 +187,8 @@ def find_openmp_parallel() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-get_kernel_address = cache(c_function_address)  # of a compiled function
-get_kernel_function = cache(KERNEL_PROTOTYPE)  # of an address
+get_kernel_address = cache(c_function_address)  # compiled function -> address
+get_kernel_function = cache(KERNEL_PROTOTYPE)  # address -> function that Python can call
 
 
 def launch_kernel(
@@ -186,11 +201,10 @@ def launch_kernel(
 ) -> None:
     """Run a compiled kernel over its work items, and record the call if a recorder is active.
 
-    Several threads are used if the kernel takes more than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL. The result for a
-    work item does not depend on the thread that computes it.
-
-    cycles: an estimate of the CPU cycles that the kernel takes on one thread. bind: has set, as
-    `bind(*inputs)`, the arguments that differ from pass to pass; see `Recorder.record_call`.
+    cycles: estimated number of CPU cycles that the kernel takes on one thread. If there are more
+        than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend on the number
+        of threads.
+    bind, inputs: see `Recorder.record_call`
     """
     address = get_kernel_address(kernel)
     arguments_address = ctypes.addressof(arguments)
@@ -209,7 +223,10 @@ def run_and_record(
     bind: Callable | None = None,
     inputs: tuple = (),
 ) -> None:
-    """Make a call, and record it if a recorder is active. See `Recorder.record_call`."""
+    """Make a call, and record it if a recorder is active.
+
+    `Recorder.record_call` explains the arguments.
+    """
     call()
     if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
         ACTIVE_KERNEL_CALL_RECORDER.recorder.record_call(call, tensors, bind, inputs)
@@ -218,10 +235,10 @@ def run_and_record(
 def allocate_tensor(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, scratch: str | None = None
 ) -> torch.Tensor:
-    """Return uninitialised memory for the result of an operation.
+    """Return an uninitialised tensor, from the memory of the active recorder if there is one.
 
-    scratch: a name for memory that is used within one operation only; a recording uses the same
-    memory for all scratch tensors of that name.
+    scratch: None for the result of an operation; a name for memory that is only used within an
+        operation. A recorder uses the same memory for all scratch tensors of the same name.
     """
     if ACTIVE_KERNEL_CALL_RECORDER.recorder is not None:
         return ACTIVE_KERNEL_CALL_RECORDER.recorder.allocate_tensor(shape, dtype, scratch)

@@ -1,6 +1,6 @@
 """Weights and activation functions in the form that the operations of `infer.kernels` read.
 
-D hidden size or input size, O output size, L layers, E head size.
+Dimensions: D hidden size or input size, O output size, L layers, E head size.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ import torch
 class RMSNormWeights:
     """The weight and epsilon of an RMS norm.
 
-    The weight has the shape (D,), or (L, heads, E) for norms of the query and key heads of L
-    layers. It is float32 where the module multiplies by 1 + weight (Gemma).
+    The weight has the shape (D,) for a norm of hidden states, and the shape (L, heads, E) for norms
+    of the query and key heads of L layers. For modules that multiply by 1 + weight (Gemma), it is
+    this sum in float32.
     """
 
     weight: torch.Tensor
@@ -23,7 +24,7 @@ class RMSNormWeights:
 
     @cached_property
     def float32_weight(self) -> torch.Tensor:
-        """The weight in float32 (float64 stays float64), contiguous, for compiled kernels."""
+        """The weight as a contiguous tensor in float32 (or float64), for compiled kernels."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         return self.weight.detach().to(dtype).contiguous()
 
@@ -40,8 +41,8 @@ class LinearWeights:
 class Activation:
     """The activation function of a gated MLP.
 
-    `coefficients` (a, b) are set if the function is x * sigmoid(a x + b x^3): the compiled kernels
-    compute only functions of this form.
+    `coefficients` is (a, b) if the function has the form x * sigmoid(a * x + b * x^3), and None
+    otherwise. Compiled kernels can only compute functions of this form.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]

@@ -1,8 +1,10 @@
-"""Attention of packed sequences, evaluated in pieces of a mask, with a backward pass. It stands in
-for FlexAttention, which has no backward pass on the CPU.
+"""Attention of packed sequences on the CPU, with a backward pass.
 
-B batch rows, H query heads, K key heads, G = H / K, Q queries, n queries of a piece, S keys, E head
-size.
+It is used instead of FlexAttention, which has no backward pass on the CPU. The mask is divided into
+pieces (`MaskChunk`): consecutive queries, and the keys that at least one of them attends to.
+
+Dimensions: B batch rows, H query heads, K key heads, G query heads per key head (H / K), Q queries,
+P queries of a piece, E head size.
 """
 
 import torch
@@ -13,9 +15,10 @@ from infer.attention.masks import AttentionMask, MaskChunk
 
 
 class _PieceAttention(torch.autograd.Function):
-    """Attention under a mask in pieces.
+    """Attention under a mask that is divided into pieces.
 
-    No attention weights are saved for the backward pass: it computes them again piece by piece.
+    The attention weights are not saved for the backward pass. The backward pass computes them again
+    for one piece after the other.
     """
 
     @staticmethod
@@ -61,9 +64,11 @@ class _PieceAttention(torch.autograd.Function):
                 .flatten(1, 2)
                 for states in (q, grad_out, delta)
             )
-            queries, piece_grad_out, piece_delta = packed  # (K, G n, E), the same, (K, G n, 1)
+            queries, piece_grad_out, piece_delta = (
+                packed  # (K, G * P, E), (K, G * P, E), (K, G * P, 1)
+            )
 
-            scores = (queries @ keys.mT).mul_(ctx.scale)  # (K, G n, keys)
+            scores = (queries @ keys.mT).mul_(ctx.scale)  # (K, G * P, keys)
             scores.unflatten(1, (-1, len(piece.additive_mask))).add_(piece.additive_mask)
             weights = torch.softmax(scores, -1, out=scores)
             grad_scores = (piece_grad_out @ values.mT).sub_(piece_delta).mul_(weights)
@@ -80,10 +85,10 @@ class _PieceAttention(torch.autograd.Function):
 def attend_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
 ) -> torch.Tensor:
-    """Return the attention of queries (B, H, Q, E), computed piece by piece.
+    """Compute the attention of queries `q` (B, H, Q, E), one piece of the mask after the other.
 
-    Lower precisions are computed in float32, which takes no longer on a CPU. The result has the
-    dtype of the values.
+    Inputs in a lower precision are converted to float32, which does not make attention slower on a
+    CPU. The result (B, H, Q, E) has the dtype of the values `v`.
     """
     upcast = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
     return _PieceAttention.apply(*upcast, mask.chunks, scale).to(v.dtype)

@@ -1,10 +1,11 @@
-"""The PyTorch reference of every operation.
+"""The PyTorch reference implementation of every operation.
 
-Fast versions are validated against these functions, and these run where there is no fast version.
+Fast versions are validated against these functions. If a device has no fast version of an
+operation, the reference is used.
 
-N positions of B batch rows, Q new positions per batch row, D hidden size, I MLP size, O output
-size, L layers, H query heads, K key/value heads, G = H / K query heads per key head, E head size,
-R rotated features of a head, S cached positions.
+Dimensions: N positions of all batch rows, B batch rows, Q new positions per batch row, D hidden
+size, I MLP size, O output size, L layers, H query heads, K key/value heads, G query heads per key
+head (H / K), E head size, R rotated features of a head, S cached positions.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,17 @@ from infer.attention.masks import AttentionMask
 from infer.kernels.operands import Activation, LinearWeights, RMSNormWeights
 from infer.kernels.packed_attention import attend_pieces
 
-# Cosines and sines, (N, 1, R) each. The sines carry the sign of `rotate_half`.
+# Cosines and sines of the rotary angles, (N, 1, R) each. The first half of the sines is negated, so
+# that transformers' `rotate_half` becomes a roll without a change of sign.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
-    """Return the RMS norm of states (..., D), or of heads (N, L, heads, E) if the norm's weight has
-    the shape (L, heads, E)."""
+    """Return the RMS norm of hidden states or of heads.
+
+    The weight of the norm has the shape (D,) for hidden states (..., D), and the shape
+    (L, heads, E) for heads (N, L, heads, E).
+    """
     if norm.weight.ndim == 1 and norm.weight.dtype == states.dtype:
         return F.rms_norm(states, norm.weight.shape, norm.weight, norm.eps)
     states_in_weight_dtype = states.to(norm.weight.dtype)
@@ -34,7 +39,7 @@ def rms_norm(states: torch.Tensor, norm: RMSNormWeights) -> torch.Tensor:
 def add_rms_norm(
     states: torch.Tensor, sublayer_output: torch.Tensor, norm: RMSNormWeights, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states + scale * sublayer_output, (N, D), and the RMS norm of this sum."""
+    """Return the sum `states + scale * sublayer_output` (N, D), and the RMS norm of the sum."""
     if scale != 1:
         sublayer_output = sublayer_output * scale
     summed = states + sublayer_output
@@ -42,14 +47,17 @@ def add_rms_norm(
 
 
 def linear(states: torch.Tensor, weights: LinearWeights) -> torch.Tensor:
-    """Return the outputs (N, O) of a linear layer for states (N, D)."""
+    """Return the outputs (N, O) of a linear layer for hidden states (N, D)."""
     if weights.bias is None:
         return states @ weights.weight
     return torch.addmm(weights.bias, states, weights.weight)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(gate) * up, (N, I), for gate and up concatenated, (N, 2 I)."""
+    """Return activation(gate) * up, (N, I).
+
+    gate_up: (N, 2 * I), `gate` and `up` concatenated
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return activation.function(gate).mul_(up)
 
@@ -61,12 +69,16 @@ def qk_norm_rope_write(
     rotation: Rotation | None,
     layer_cache: LayerCacheView | PackedLayerView,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys, write keys and values to the cache, return the queries.
+    """Normalise and rotate queries and keys, and write keys and values to the cache.
 
-    projected: queries, keys and values of all heads, (N, L, H + 2 K, E); norm and rotation are
-    applied in place. The keys and values of L layers are written to the layer of `layer_cache` and
-    the L - 1 layers after it. L > 1 only for a drafter's context features, which have no queries
-    (H = 0). The queries returned have the shape (N, L H, E).
+    projected: (N, L, H + 2 * K, E), queries, keys and values of all heads; changed in place
+    qk_norm: norm of the query and key heads; None for no norm
+    rotation: rotary angles; None for no rotation
+    layer_cache: the cache of the first of L layers; the caches of the other layers follow it
+
+    Returns the queries (N, L * H, E). L is 1, except for the context features of a drafter, whose
+    keys and values are written for all layers of the drafter at once. Context features have no
+    queries (H is 0).
     """
     query_heads = projected.shape[2] - 2 * key_heads
     queries_keys = projected[:, :, : query_heads + key_heads]
@@ -87,8 +99,10 @@ def qk_norm_rope_write(
 def rotate_heads(
     states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write heads (N, L, heads, E) to `out`, with the first R features rotated by angles
-    (N, 1, 1, R)."""
+    """Rotate the first R features of heads (N, L, heads, E), and write all features to `out`.
+
+    cosines, sines: (N, 1, 1, R), see `Rotation`
+    """
     rotated_size = cosines.shape[-1]
     if rotated_size < states.shape[-1]:
         out[..., rotated_size:] = states[..., rotated_size:]
@@ -104,17 +118,20 @@ def attention(
     mask: AttentionMask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E).
+    """Return the attention of queries over keys and values (B, K, S, E).
 
-    Queries may also be packed by key head, (B, K, G Q, E): the same numbers in the same order; the
-    result then has this shape.
-
-    A mask of ranges alone is evaluated in pieces (`infer.kernels.packed_attention`), a mask over a
-    cache densely. A tensor (B, 1, Q, S), boolean or additive, is passed to SDPA unchanged.
+    queries: (B, H, Q, E), or packed by key head, (B, K, G * Q, E). Both have the same numbers in
+        the same order. The result has the shape of the queries.
+    mask: an AttentionMask or a tensor (B, 1, Q, S). An AttentionMask that only consists of ranges
+        of keys (training) is evaluated in pieces (`infer.kernels.packed_attention`). An
+        AttentionMask over a cache (decoding) is converted to a tensor. A tensor, boolean or
+        additive, is passed to PyTorch's `scaled_dot_product_attention`.
+    scale: factor of the scores; None for 1 / sqrt(E)
     """
     if not isinstance(mask, AttentionMask):
         if mask is not None and mask.dtype != torch.bool:
-            # On the CPU, SDPA misreads an additive mask of another dtype without an error.
+            # On the CPU, scaled_dot_product_attention silently computes a wrong result if an
+            # additive mask has another dtype than the queries.
             mask = mask.to(queries.dtype)
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
@@ -135,13 +152,16 @@ def attention(
 
 
 def unpack_queries(queries: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """Return queries, packed by key head or not, as (B, H, Q, E)."""
+    """Reshape queries to (B, H, Q, E), whether or not they are packed by key head."""
     new_positions = mask.key_ranges[0][0].shape[1]
     return queries.reshape(len(queries), -1, new_positions, queries.shape[-1])
 
 
 def pack_queries(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return queries, packed by key head or not, as (B, K, G Q, E). keys: (B, K, S, E)."""
+    """Reshape queries to (B, K, G * Q, E), whether or not they are packed by key head.
+
+    keys: (B, K, S, E)
+    """
     batch_rows, key_heads, _, head_size = keys.shape
     return queries.reshape(batch_rows, key_heads, -1, head_size)
 
@@ -152,7 +172,10 @@ def attend(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention (N, H E) of new positions' queries (N, H, E) over a layer of a cache."""
+    """Return the attention (N, H * E) of new positions over a layer of a cache.
+
+    queries: (N, H, E)
+    """
     return attend_with(attention, queries, layer_cache, mask, scale)
 
 
@@ -163,7 +186,7 @@ def attend_with(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Compute `attend` with a given implementation of `attention`."""
+    """Implement `attend` with the given implementation of `attention`."""
     rows = layer_cache.batch_size
     width = layer_cache.query_length
     keys = layer_cache.keys
@@ -172,11 +195,11 @@ def attend_with(
     assert values is not None
     grouped = queries.view(rows, width, keys.shape[1], -1, queries.shape[-1])
     grouped = grouped.permute(0, 2, 3, 1, 4)  # (B, K, G, Q, E)
-    packed = grouped.flatten(2, 3)  # (B, K, G Q, E)
+    packed = grouped.flatten(2, 3)  # (B, K, G * Q, E)
     attended = attention_function(packed, keys, values, mask, scale).view(grouped.shape)
     return attended.permute(0, 3, 1, 2, 4).reshape(rows * width, -1)
 
 
 def argmax_head(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return the token with the largest logit, (...) int64, for final states (..., D)."""
+    """Return the token ids (...) with the largest logit, for final hidden states (..., D)."""
     return head(states.contiguous()).argmax(-1)

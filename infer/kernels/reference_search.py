@@ -1,13 +1,15 @@
 """The search for the most probable prefixes, level by level, in tensor operations of fixed shapes.
 
-It is the reference of `best_first_search`, and the only search for recurrent conditional heads,
-because it carries the recurrent state of each prefix.
+It is the reference of the operation `best_first_search`. It is also the only search that supports
+recurrent conditional heads, because it keeps the recurrent state of each prefix.
 
-Of prefixes with equal scores the shallower one comes first, then the one whose parent comes first,
-then the candidate with the higher score of its own, then the candidate with the lower index.
+Of prefixes with equal scores, the shorter prefix comes first. Of those with the same length, the
+one whose parent comes first does. Of those with the same parent, the one whose last token has the
+higher conditional log-probability does, and finally the one whose candidate has the lower index.
 
-B batch rows, L drafted positions, M candidates per position, R rows of a conditional table per
-position, N drafted nodes, P prefixes, S size of a recurrent state.
+Dimensions: B batch rows, L drafted positions, M candidates per position, R rows of a conditional
+table per position (M, or 1 if a position does not depend on the candidate before it), N drafted
+nodes, P prefixes, S size of a recurrent state.
 """
 
 from typing import NamedTuple, Protocol, cast
@@ -16,54 +18,68 @@ import torch
 
 
 class DraftNodes(NamedTuple):
-    """The drafted nodes of B trees, without the root. tokens, parents and depths are int64."""
+    """The drafted nodes of B draft trees, numbered from 1. The root, node 0, is not included."""
 
-    tokens: torch.Tensor  # (B, N)
-    parents: torch.Tensor  # (B, N) node numbers; 0 is the root
-    depths: torch.Tensor  # (B, N)
-    log_probs: torch.Tensor  # (B, N) log-probability of the prefix that ends at the node
+    tokens: torch.Tensor  # (B, N) int64
+    parents: torch.Tensor  # (B, N) int64, node number of the parent
+    depths: torch.Tensor  # (B, N) int64
+    log_probs: torch.Tensor  # (B, N), log-probability of the prefix that ends at the node
 
 
 class CandidateTables(Protocol):
-    """Conditional distributions over M candidates per position
-    (`infer.trees.tree.Conditionals`)."""
+    """A drafter's distributions over M candidates per position (`infer.trees.tree.Conditionals`).
+
+    recurrent: whether the candidates are of a recurrent conditional head (`RecurrentCandidates`)
+    """
 
     recurrent: bool
     tokens: torch.Tensor  # (B, L, M)
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log q of the first position, (B, M), and of the others, (B, L - 1, R, M)."""
+        """The log-probabilities of the candidates that the drafter predicts.
+
+        The shapes are (B, M) for the first position and (B, L - 1, R, M) for the other positions.
+        Row r of a position is for candidate r of the position before it.
+        """
         ...
 
 
 class RecurrentCandidates(CandidateTables, Protocol):
-    """Candidates of a recurrent head, whose distributions depend on all tokens of a prefix. They
-    have no table."""
+    """Candidates of a recurrent conditional head.
+
+    The distribution at a position depends on all tokens of the prefix, so there is no table.
+    """
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, 1, M) of slot 0 and the recurrent state (B, 1, S)."""
+        """Return the log-probabilities (B, 1, M) of slot 0, and the recurrent state (B, 1, S)."""
         ...
 
     def extend(
         self, slot: int, last_candidates: torch.Tensor, recurrent_state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a slot and the recurrent states (B, P, S), for prefixes that
-        end with candidates (B, P)."""
+        """Return the log-probabilities (B, P, M) of a slot, and the new recurrent states (B, P, S).
+
+        last_candidates: (B, P), index of the candidate with which each prefix ends
+        """
         ...
 
 
 def replace_nan_log_probs(log_q: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities with minus infinity instead of NaN.
+    """Replace NaN in log-probabilities by minus infinity.
 
-    The searches need an order. A drafter that returns NaN then only drafts badly.
+    A search needs log-probabilities that can be ordered. With this replacement, a drafter that
+    returns NaN drafts badly but the output of the target stays correct.
     """
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> int:
-    """Return the number of drafted nodes: `budget`, or the number of all prefixes of up to `length`
-    positions with `candidates_per_position` tokens each if that is smaller."""
+    """Return the number of drafted nodes of a tree.
+
+    This is the node budget, or the number of all possible prefixes of up to `length` positions if
+    there are fewer of them.
+    """
     total = 0
     level_nodes = 1
     for _ in range(length):
@@ -73,38 +89,38 @@ def count_tree_nodes(length: int, candidates_per_position: int, budget: int) -> 
 
 
 def stack_log_prob_tables(candidates: CandidateTables) -> torch.Tensor:
-    """Return log q as one table, (B, 1 + (L - 1) R, M) float32.
+    """Return all log-probabilities of candidates as one float32 table (B, 1 + (L - 1) * R, M).
 
-    Row 0 is the first position. Row 1 + (k - 1) R + r is position k after candidate r of the
-    position before it (R = 1: after any candidate).
+    Row 0 is for position 0. Row 1 + (k - 1) * R + r is for position k if candidate r was chosen at
+    the position before it. If R is 1, row k is for position k after any candidate.
     """
     first, others = candidates.table
     return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
 
 def search_tree_by_depth(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Find the `budget` most probable prefixes, level by level, on the candidates' device.
+    """Find the `budget` most probable prefixes, level by level, on the device of the candidates.
 
-    Each level extends the best prefixes of the level before by all candidates and keeps the best
-    `budget` of them; at the end the best of all levels are kept. This is exact: the parent of a
-    prefix among the best `budget` is also among them. Sorting is stable, so that equal scores keep
-    their order.
+    At each level, the best `budget` prefixes of the level before are extended by all candidates,
+    and the best `budget` of the extended prefixes are kept. At the end the best `budget` prefixes
+    of all levels are returned. The result is exact, because a prefix is never more probable than
+    its parent. Sorting is stable, so prefixes with equal scores keep their order.
     """
     rows, length, num_candidates = candidates.tokens.shape
     scores = torch.zeros(rows, 1, device=candidates.tokens.device)
     levels = []
-    num_prefixes = 0  # of the levels so far
+    num_prefixes = 0  # of all levels so far
     recurrent_state = None
-    # (B, P): the index of the last candidate of each prefix
+    # (B, P), the index of the last candidate of each prefix
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
 
     for slot in range(length):
         log_q, recurrent_state = compute_slot_log_probs(
             candidates, slot, last_candidates, recurrent_state
         )
-        extended = (scores[:, :, None] + replace_nan_log_probs(log_q)).flatten(1)  # (B, P M)
+        extended = (scores[:, :, None] + replace_nan_log_probs(log_q)).flatten(1)  # (B, P * M)
         scores, order = extended.sort(dim=1, descending=True, stable=True)
-        scores = scores[:, :budget]  # (B, P) of the new level
+        scores = scores[:, :budget]  # (B, P), of the new level
         order = order[:, :budget]
         last_candidates = order % num_candidates
         parent = order // num_candidates
@@ -129,10 +145,13 @@ def compute_slot_log_probs(
     last_candidates: torch.Tensor,
     recurrent_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log q (B, P, M) at a block slot, and the state of a recurrent head.
+    """Return the log-probabilities of the candidates at a block slot, and the recurrent state.
 
-    last_candidates: (B, P), the candidate that each prefix chose at the slot before. The log
-    q returned is (B, 1, M) at slot 0.
+    last_candidates: (B, P), index of the candidate with which each prefix ends
+    recurrent_state: (B, P, S) of a recurrent conditional head; None for other drafters
+
+    The log-probabilities have the shape (B, P, M), and (B, 1, M) at slot 0. The recurrent state is
+    None if the candidates are not recurrent.
     """
     if candidates.recurrent:
         recurrent_candidates = cast(RecurrentCandidates, candidates)
@@ -143,15 +162,15 @@ def compute_slot_log_probs(
     first, others = candidates.table
     if slot == 0:
         return first[:, None], None
-    table_rows = last_candidates.clamp(max=others.shape[2] - 1)[..., None]  # marginals have one row
+    table_rows = last_candidates.clamp(max=others.shape[2] - 1)[..., None]  # all 0 if R is 1
     return others[:, slot - 1].gather(1, table_rows.expand(-1, -1, others.shape[3])), None
 
 
 def select_best_nodes(levels: list[tuple[torch.Tensor, ...]], budget: int) -> DraftNodes:
-    """Return the best `budget` prefixes of all levels, best first.
+    """Return the `budget` prefixes with the highest scores of all levels, the highest first.
 
-    levels: for each depth the prefixes, best first, as (B, P) scores, tokens, parents (indices
-    among the prefixes of all levels, -1 for the root) and depths.
+    levels: for each depth a tuple (scores, tokens, parents, depths) of tensors (B, P), the highest
+        scores first. A parent is an index among the prefixes of all levels, or -1 for the root.
     """
     scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
     order = scores.sort(dim=1, descending=True, stable=True).indices

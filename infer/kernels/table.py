@@ -1,6 +1,6 @@
 """The table of operations: which implementation of each operation runs on a device.
 
-This is the only place that selects a fast version.
+Fast versions are selected in this module only.
 """
 
 import warnings
@@ -14,13 +14,14 @@ import torch
 from infer.kernels import reference
 from infer.kernels.reference_search import search_tree_by_depth
 
-# Takes an operation and a device; returns how its results differ from the reference, or "".
+# A function of an implementation of an operation and a device. It runs the implementation on the
+# device, and returns a description of how the results differ from the reference, or "".
 OperationCheck = Callable[[Callable, torch.device], str]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every operation. `infer.kernels.reference` documents the operations."""
+    """One implementation of every operation. `infer.kernels.reference` explains the operations."""
 
     rms_norm: Callable
     add_rms_norm: Callable
@@ -31,10 +32,10 @@ class Kernels:
     linear: Callable
     argmax_head: Callable
     best_first_search: Callable
-    # Whether the batch rows of a pass may have different numbers of positions
-    # (`DraftTree.node_mask`).
+    # Whether the batch rows of a pass may have different numbers of new positions.
     supports_ragged: bool = False
-    # "module:class" of the decoder that replaces `KernelDecoder` if all layers are recordable.
+    # "module:class" of the decoder that records passes. It is used instead of `KernelDecoder` if
+    # all layers can be recorded.
     recording_decoder: str | None = None
 
 
@@ -42,10 +43,13 @@ class Kernels:
 class FastKernels:
     """The fast versions of some operations for one device and dtype of weights."""
 
-    operations: Mapping[str, Callable]  # by the name of a field of `Kernels`
-    # Checks that replace those of `infer.kernels.validation`, by operation.
+    # Key: name of an operation, which is a field of `Kernels`. Value: its fast version.
+    operations: Mapping[str, Callable]
+    # Key: name of an operation. Value: a check that is used instead of that in
+    # `infer.kernels.validation`.
     checks: Mapping[str, OperationCheck] = field(default_factory=dict)
-    # Other fields of `Kernels`. They are only set if every fast version passes its check.
+    # Values of the fields of `Kernels` that are no operations. They are only set if all fast
+    # versions pass their checks.
     features: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -61,21 +65,24 @@ REFERENCE_KERNELS = Kernels(
     best_first_search=search_tree_by_depth,
 )
 
-# Device type and dtype of the weights (None: any dtype) -> "module:name" of a `FastKernels`.
-# The dtype torch.int8 stands for quantised weights, whose activations are float32.
+# Key: device type, and dtype of the weights (None means any dtype). Value: "module:name" of a
+# `FastKernels` object. The dtype torch.int8 means quantised weights with activations in float32.
 FAST_KERNELS = {
     ("cuda", None): "infer.kernels.cuda:CUDA_FAST_KERNEL_TABLE",
     ("cpu", torch.float32): "infer.kernels.cpu:CPU_FAST_KERNEL_TABLE",
     ("cpu", torch.int8): "infer.int8_cpu.kernels:CPU_INT8_FAST_KERNEL_TABLE",
 }
 
-# Validated kernels by import path, device type and device index. This is a dict and not
-# functools.cache, because torch.compile would trace into a cached function.
+# Key: value of FAST_KERNELS, device type and device index. Value: kernels that were validated. A
+# dict is used instead of functools.cache, because torch.compile would trace into a cached function.
 VALIDATED_KERNELS: dict[tuple[str, str, int | None], Kernels] = {}
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Return the operations for a device and a dtype of weights (torch.int8: quantised weights)."""
+    """Return the implementations of all operations for a device and a dtype of weights.
+
+    The dtype torch.int8 means quantised weights. Fast versions are validated on the first call.
+    """
     import_path = FAST_KERNELS.get((device.type, dtype)) or FAST_KERNELS.get((device.type, None))
     if import_path is None:
         return REFERENCE_KERNELS
@@ -86,10 +93,12 @@ def select_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
-    """Import the fast versions named by an entry of FAST_KERNELS and return those that pass their
-    checks, with the reference of all other operations.
+    """Import fast versions of operations, and check them.
 
-    Warns about each fast version that fails or whose results differ from the reference.
+    Returns the fast versions that pass their checks, and the reference of all other operations. A
+    warning is issued for each fast version that does not pass its check.
+
+    import_path: value of FAST_KERNELS
     """
     from infer.kernels.validation import KERNEL_CHECKS_BY_OPERATION
 
@@ -106,7 +115,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"{name} runs without its fast version ({import_path}): {reason}", stacklevel=2
+                f"the reference of {name} is used, because its fast version in {import_path} failed its check: {reason}",
+                stacklevel=2,
             )
         else:
             operations[name] = operation
@@ -118,8 +128,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
 
 
 def run_check(check: OperationCheck, operation: Callable, device: torch.device) -> str:
-    """Return why a fast version must not be used, or "" if it passes its check."""
+    """Run the check of a fast version. Return "" if it passes, otherwise why it fails."""
     try:
         return check(operation, device)
-    except Exception as error:  # no C compiler, a GPU that Triton does not support, ...
+    except Exception as error:  # for example no C compiler, or an unsupported GPU
         return str(error) or type(error).__name__

@@ -1,13 +1,14 @@
-"""Attention of new positions over a cache whose lengths are only known on the device, in Triton:
-the kernel for `tree_mask`.
+"""Triton kernels for the attention of draft-tree nodes over a cache.
 
-Keys and values are read once for all query heads that share them, and only up to a batch row's
-length. Of the mask, only the part between the new positions is stored in memory. One program takes
-a tile of queries and a split of the keys (as in FlashDecoding); a second kernel combines the
-splits. No shape depends on a length, so neither the compiled programs nor the launch grids do.
+The number of cached positions of each batch row is only known on the GPU. Keys and values are read
+once for all query heads that share them, and only up to the length of the batch row. Of the mask,
+only the part between the new positions is stored in memory. A program of the first kernel computes
+a tile of queries over a part of the keys, called a split (as in FlashDecoding). The second kernel
+combines the results of the splits. Compiled kernels and launch grids do not depend on the lengths,
+so both kernels can be recorded in a CUDA graph.
 
-B batch rows, K key/value heads, G query heads per key head, Q new positions (nodes of a draft
-tree), S cache capacity, E head size.
+Dimensions: B batch rows, K key/value heads, G query heads per key head, Q new positions (nodes of a
+draft tree), S cache capacity, E head size.
 """
 
 import torch
@@ -16,9 +17,10 @@ import triton.language as tl  # ty: ignore[import-not-found]
 
 from infer.attention.masks import AttentionMask
 
-WANTED_TRITON_ATTENTION_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
+# Number of programs to launch: two for each of the 132 multiprocessors of an H200.
+WANTED_TRITON_ATTENTION_PROGRAMS = 264
 MAX_TRITON_ATTENTION_KEY_SPLITS = 32
-MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15  # shared memory holds no larger tile of keys
+MAX_TRITON_ATTENTION_KEY_TILE_BYTES = 2**15  # larger tiles of keys do not fit in shared memory
 
 
 @triton.jit(do_not_specialize=["num_nodes", "num_queries", "key_splits", "tree_mask_stride"])
@@ -28,7 +30,7 @@ def _attend_split(
     row_stride, head_stride, slot_stride, tree_mask_stride, E: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # head counts the key heads of all batch rows: row * key_heads + key head.
+    # `head` is an index over the key heads of all batch rows: row * key_heads + key head.
     head = tl.program_id(0)
     split = tl.program_id(2)
     row = head // key_heads
@@ -55,12 +57,12 @@ def _attend_split(
     for tile_start in range(key_start, key_end, BLOCK_K):
         slot = tile_start + tl.arange(0, BLOCK_K)
         is_key = slot < key_end
-        key_node = slot - cache_length  # the node in a slot; negative: a cached position
+        key_node = slot - cache_length  # node in the slot; negative for a cached position
         offset = head_offset + slot[:, None] * slot_stride + feature
         k = tl.load(key + offset, mask=is_key[:, None] & is_feature, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         visible = is_key & (key_node < 0) & (slot >= first_slot[:, None])
-        if tile_start + BLOCK_K > cache_length:  # the tile holds new positions
+        if tile_start + BLOCK_K > cache_length:  # the tile contains new positions
             is_node_pair = is_query[:, None] & is_key & (key_node >= 0)
             pair_pointers = (
                 tree_mask + row * tree_mask_stride + node[:, None] * num_nodes + key_node
@@ -124,8 +126,12 @@ def tree_attention(
     mask: AttentionMask,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values
-    (B, K, S, E), views of a cache, under a `tree_mask` of Q new positions."""
+    """Return the attention of draft-tree nodes over a cache, (B, K, G * Q, E).
+
+    queries: (B, K, G * Q, E), packed by key head
+    keys, values: (B, K, S, E), views of a cache
+    mask: a mask of `infer.attention.masks.build_tree_mask`
+    """
     rows, heads, num_queries, head_size = queries.shape
     tree_mask = mask.new_key_mask
     assert tree_mask is not None
@@ -135,7 +141,7 @@ def tree_attention(
     assert tree_mask.stride()[1:] == (num_nodes, 1)
     queries = queries.contiguous()
 
-    # Tile sizes of queries and keys: the fastest on an H200 (docs/results/gpu.md).
+    # These tile sizes of queries and keys were the fastest on an H200 (docs/results/gpu.md).
     if num_queries <= 16:
         block_q = 16
         block_k = 64
@@ -158,7 +164,7 @@ def tree_attention(
 
     split_shape = (rows * heads, key_splits, num_queries)
     partial_out = queries.new_empty(*split_shape, head_size, dtype=torch.float32)
-    # The maximum score and the sum of the weights of each query in each split.
+    # For each split and query: the maximum score, and the sum of the weights.
     partial_stats = queries.new_empty(*split_shape, 2, dtype=torch.float32)
     tree_mask_stride = tree_mask.stride(0) if len(tree_mask) > 1 else 0
     precision = "ieee" if queries.dtype == torch.float32 else "tf32"

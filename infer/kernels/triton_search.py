@@ -1,10 +1,10 @@
-"""The best-first search in one kernel launch on a GPU: the algorithm of
-`infer.kernels.cpu_search.search_tree` in Triton.
+"""The best-first search for the most probable prefixes on a GPU, in one launch of a Triton kernel.
 
-One program searches the tree of one batch row. Entry n of the frontier is the best child of node n
-that is not in the tree yet; each step takes the best entry.
+The algorithm is that of `infer.kernels.cpu_search.search_tree`. Each program searches the tree of
+one batch row. The entry of a node in the frontier is its best child that is not in the tree yet.
+Each step adds the best entry to the tree.
 
-B batch rows, L drafted positions, M candidates per position, N drafted nodes.
+Dimension: M candidates per position.
 """
 
 import torch
@@ -24,10 +24,13 @@ from infer.kernels.reference_search import (
 def _find_next_best(
     log_q, parent_score, previous_score, previous_index, num_candidates, BLOCK_M: tl.constexpr
 ):
-    """Return the score and the index of the candidate that follows another one in descending order
-    of score. Among equal scores the lower index comes first. The index is BLOCK_M if no candidate
-    is left. log_q points to the (M,) log-probabilities of the candidates, relative to their
-    parent."""
+    """Return the score and index of the child that follows the previous child in order of score.
+
+    Scores are in descending order; of children with equal scores, the one with the lower index
+    comes first. The index returned is BLOCK_M if no child follows.
+
+    log_q: pointer to the (M,) log-probabilities of the children given the parent
+    """
     index = tl.arange(0, BLOCK_M)
     log_q_values = tl.load(log_q + index, mask=index < num_candidates, other=-float("inf"))
     scores = parent_score + log_q_values
@@ -49,17 +52,18 @@ def _search_tree(
     entry = tl.arange(0, BLOCK_N)
     zero = tl.zeros([BLOCK_N], tl.int32)
     best, best_index = _find_next_best(table, 0.0, float("inf"), -1, num_candidates, BLOCK_M)
-    # Of entry n: the score, the candidate, and its depth (0: node n does not exist yet or has no
-    # child left).
+    # For each node, its entry in the frontier: score, candidate and depth. The depth is 0 if the
+    # node does not exist yet, or if all its children are in the tree.
     entry_score = tl.where(entry == 0, best, -float("inf"))
     entry_candidate = tl.where(entry == 0, best_index, zero)
     entry_depth = tl.where(entry == 0, 1, zero)
-    # Of node n: the table row of its children, and its score.
+    # For each node, the table row of its children, and its score.
     child_row = zero
     node_score = tl.zeros([BLOCK_N], tl.float32)
     for node in range(1, budget + 1):
         score = tl.max(tl.where(entry_depth > 0, entry_score, -float("inf")), 0)
-        # Among equal entries the shallowest wins, then the first.
+        # Of entries with equal scores, the one with the smallest depth is added first, then the
+        # one whose parent was added first.
         order = tl.where(
             (entry_depth > 0) & (entry_score == score),
             entry_depth * BLOCK_N + entry,
@@ -76,7 +80,7 @@ def _search_tree(
         tl.store(parents + out_index, parent.to(tl.int64))
         tl.store(depths + out_index, depth.to(tl.int64))
         tl.store(scores + out_index, score)
-        # The parent's entry becomes the next sibling of the node.
+        # In the frontier, the next sibling of the new node replaces it as the entry of its parent.
         siblings = table + tl.sum(tl.where(is_parent, child_row, 0), 0) * num_candidates
         best, best_index = _find_next_best(
             siblings, parent_score, score, candidate, num_candidates, BLOCK_M
@@ -84,7 +88,7 @@ def _search_tree(
         entry_score = tl.where(is_parent, best, entry_score)
         entry_candidate = tl.where(is_parent, best_index, entry_candidate)
         entry_depth = tl.where(is_parent & (best_index == BLOCK_M), 0, entry_depth)
-        # The node's entry becomes its best child.
+        # The entry of the new node is its best child.
         has_children = depth < length
         children = depth
         if CONDITIONAL:
@@ -102,12 +106,14 @@ def _search_tree(
 
 
 def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
-    """Implement `infer.kernels.reference_search.search_tree_by_depth` for candidates that are not
-    recurrent."""
+    """Implement `infer.kernels.reference_search.search_tree_by_depth`.
+
+    Candidates of a recurrent conditional head are not supported.
+    """
     rows, length, num_candidates = candidates.tokens.shape
     table = replace_nan_log_probs(stack_log_prob_tables(candidates))
     num_nodes = count_tree_nodes(length, num_candidates, budget)
-    # Tokens, parents and depths.
+    # The three tensors are the tokens, the parents and the depths of the nodes.
     nodes = torch.empty(3, rows, num_nodes, dtype=torch.long, device=table.device)
     scores = torch.empty(rows, num_nodes, device=table.device)
     _search_tree[rows,](

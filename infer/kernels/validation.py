@@ -1,7 +1,8 @@
-"""Checks of fast versions against the reference, on small random inputs, when kernels are selected.
+"""Check fast versions of operations against the reference, on small random inputs.
 
-Each check takes an operation and a device. It returns a sentence that says how the results differ
-from the reference, or an empty string if they agree.
+`infer.kernels.table` runs these checks before it selects a fast version. Each check takes an
+implementation of an operation (`operation`) and a device. It returns a sentence that describes how
+the results differ from those of the reference, or "" if the results agree.
 """
 
 from collections.abc import Callable
@@ -18,33 +19,33 @@ from infer.kernels.operands import SILU_COEFFICIENTS, Activation, LinearWeights,
 from infer.kernels.reference_search import search_tree_by_depth
 
 MAX_KERNEL_OUTPUT_DIFFERENCE = 1e-2
-WRONG_KERNEL_TOKENS_MESSAGE = "it returns other tokens than the reference"
-WRONG_KERNEL_NODES_MESSAGE = "it finds other nodes than the reference"
+WRONG_KERNEL_TOKENS_MESSAGE = "the fast version returns other tokens than the reference"
+WRONG_KERNEL_NODES_MESSAGE = "the fast version finds other tree nodes than the reference"
 
 
 def make_normal_tensor(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return normally distributed float32 values. The same shape gives the same values."""
+    """Return normally distributed float32 values, which are the same in each call for a shape."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device)
 
 
 def describe_difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return a sentence if two results differ by more than rounding, otherwise ""."""
+    """Return a sentence if two results differ by more than rounding errors, otherwise ""."""
     largest = float((actual - expected).abs().max())
     if largest < MAX_KERNEL_OUTPUT_DIFFERENCE:
         return ""
-    return f"its results differ from the reference by {largest:.3g}"
+    return f"the results of the fast version differ from the reference by up to {largest:.3g}"
 
 
 def check_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Compare RMS norms of five rows."""
+    """Check an implementation of `rms_norm` on five rows."""
     states = make_normal_tensor(device, 5, 48)
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
     return describe_difference(operation(states, norm), reference.rms_norm(states, norm))
 
 
 def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
-    """Compare the sum and its norm, for a scale of 0.5."""
+    """Check an implementation of `add_rms_norm` on five rows, with a scale of 0.5."""
     states = make_normal_tensor(device, 5, 48)
     sublayer_output = make_normal_tensor(device, 6, 48)[1:]
     norm = RMSNormWeights(make_normal_tensor(device, 48), 1e-5)
@@ -54,7 +55,7 @@ def check_add_rms_norm(operation: Callable, device: torch.device) -> str:
 
 
 def check_gated_activation(operation: Callable, device: torch.device) -> str:
-    """Compare SiLU of the gate times up."""
+    """Check an implementation of `gated_activation` on five rows, with SiLU as the activation."""
     gate_up = make_normal_tensor(device, 5, 48)
     activation = Activation(F.silu, SILU_COEFFICIENTS)
     expected = reference.gated_activation(gate_up, activation)
@@ -62,15 +63,18 @@ def check_gated_activation(operation: Callable, device: torch.device) -> str:
 
 
 def check_linear(operation: Callable, device: torch.device) -> str:
-    """Compare the outputs of a linear layer with bias."""
+    """Check an implementation of `linear` on five rows, for a layer with bias."""
     states = make_normal_tensor(device, 5, 48)
     weights = LinearWeights(make_normal_tensor(device, 48, 20), make_normal_tensor(device, 20))
     return describe_difference(operation(states, weights), reference.linear(states, weights))
 
 
 def make_cache_window(device: torch.device, width: int) -> CacheView:
-    """Return a window of `width` new positions over a small cache with random contents: two layers,
-    two heads of size 24, two batch rows of 75 and 3 cached positions."""
+    """Return a view of `width` new positions per batch row over a small cache with random contents.
+
+    The cache has two layers with two heads of size 24. Its two batch rows have 75 and 3 cached
+    positions.
+    """
     cache = KVCache(dict.fromkeys(range(2), ((2, 24), (2, 24))), 2, 90, torch.float32, device)
     with cache.add_rows(2) as rows:
         rows.advance_lengths([75, 3])
@@ -79,7 +83,7 @@ def make_cache_window(device: torch.device, width: int) -> CacheView:
 
 
 def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
-    """Compare the queries and the contents of the cache."""
+    """Check the queries and the cache contents of an implementation of `qk_norm_rope_write`."""
     projected = make_normal_tensor(device, 12, 1, 10, 24)
     cosines = make_normal_tensor(device, 12, 1, 24)
     sines = make_normal_tensor(device, 13, 1, 24)[1:]
@@ -94,7 +98,7 @@ def check_qk_norm_rope_write(operation: Callable, device: torch.device) -> str:
 
 
 def check_attend(operation: Callable, device: torch.device) -> str:
-    """Compare attention over a cache under the mask of a draft tree with a sliding window."""
+    """Check an implementation of `attend`, with a draft-tree mask and a sliding window."""
     window = make_cache_window(device, 6)
     random_pairs = make_normal_tensor(torch.device("cpu"), 2, 6, 6) < 0
     inside = torch.eye(6, dtype=torch.bool) | random_pairs.tril()
@@ -109,12 +113,12 @@ def check_attend(operation: Callable, device: torch.device) -> str:
 
 
 def check_attention(operation: Callable, device: torch.device) -> str:
-    """Compare the attention of packed queries over a cache."""
+    """Check an implementation of `attention`, with packed queries over a cache."""
     return check_attend(partial(reference.attend_with, operation), device)
 
 
 def check_argmax_head(operation: Callable, device: torch.device) -> str:
-    """Compare the tokens chosen."""
+    """Check the tokens that an implementation of `argmax_head` returns."""
     states = make_normal_tensor(device, 2, 5, 48)
     weight = make_normal_tensor(device, 48, 20)
 
@@ -127,7 +131,7 @@ def check_argmax_head(operation: Callable, device: torch.device) -> str:
 
 
 def check_best_first_search(operation: Callable, device: torch.device) -> str:
-    """Compare the nodes of two trees with nine drafted nodes."""
+    """Check an implementation of `best_first_search` on two trees with nine drafted nodes each."""
     first = make_normal_tensor(device, 2, 5).sort(dim=1, descending=True).values
     others = make_normal_tensor(device, 2, 3, 5, 5)
     tokens = torch.arange(40, device=device).view(2, 4, 5)
@@ -139,6 +143,7 @@ def check_best_first_search(operation: Callable, device: torch.device) -> str:
     return WRONG_KERNEL_NODES_MESSAGE
 
 
+# Key: name of an operation, which is a field of `infer.kernels.table.Kernels`. Value: its check.
 KERNEL_CHECKS_BY_OPERATION = {
     "rms_norm": check_rms_norm,
     "add_rms_norm": check_add_rms_norm,

@@ -140,7 +140,7 @@ def test_a_mixture_takes_examples_by_weight(tmp_path):
     hub_config = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
     assert hub_config.source == "hub"
     assert len(load_mixed_examples(hub_config).dataset) == 360
-    with pytest.raises(ValueError, match="split nothere: could not be read"):
+    with pytest.raises(ValueError, match="data.split=nothere could not be read"):
         load_mixed_examples(replace(hub_config, split="nothere"))
 
 
@@ -184,7 +184,7 @@ def test_the_source_digest_depends_on_what_determines_the_examples(tmp_path):
 
 def test_an_unreadable_file_is_named(tokenizer, tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"b\.parquet: damaged or cut off after row 0"):
+    with pytest.raises(ValueError, match=r"b\.parquet is damaged or cut off after row 0"):
         packed_columns(DataConfig(source="jsonl", path=str(tmp_path)), tokenizer)
 
 

@@ -71,7 +71,7 @@ def test_a_question_begins_where_the_template_has_a_user_message(
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
 def test_a_template_without_text_before_a_question_is_refused(tokenizer, monkeypatch, template):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match="needs a chat model whose template has text before"):
+    with pytest.raises(ValueError, match="needs a chat model whose chat template has text before"):
         build_question_prompt(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ '[INST] ' + messages[-1].content }}")
     with pytest.raises(ValueError, match="does not show system prompts"):

@@ -187,7 +187,7 @@ def test_a_folder_with_invalid_records_is_read(tmp_path):
     }
     assert counts.excluded == {
         "no answer of the assistant": 4,
-        "an empty text": 1,
+        "the text is empty": 1,
         "duplicate of an earlier example": 1,
         "a message has content that is not text": 1,
     }
@@ -223,10 +223,10 @@ def test_a_path_that_exists_is_the_users_own_data(tmp_path):
         ("embedded", "nope.jsonl", "no such file or folder$"),
         ("embedded", "owner/name", "data=hub data.path=owner/name"),
         ("jsonl", "nope", "no such file or folder$"),
-        ("hub", "nope.jsonl", "not a name on the hub"),
-        ("hub", "/folders/nope", "not a name on the hub"),
-        ("self", file, "use only one of them"),
-        ("mixture", file, "use only one of them"),
+        ("hub", "nope.jsonl", "the name of a data set on the hub has the form"),
+        ("hub", "/folders/nope", "the name of a data set on the hub has the form"),
+        ("self", file, "cannot be combined with data.path"),
+        ("mixture", file, "cannot be combined with data.path"),
     ):
         with pytest.raises(ValueError, match=message):
             DataConfig(source, path, max_examples=3).check()
@@ -239,7 +239,7 @@ def test_one_list_in_a_json_file(tmp_path):
     assert [row["chat"]["messages"][1]["content"] for row in read_examples(config)] == ["Hello"]
     for invalid_content in ('{"a": 1}', "[1,"):
         file.write_text(invalid_content)
-        with pytest.raises(ValueError, match=r"share\.json: damaged"):
+        with pytest.raises(ValueError, match=r"share\.json is damaged"):
             list(read_examples(config))
 
 
@@ -266,7 +266,7 @@ def test_a_damaged_file_of_a_folder_is_named(tmp_path, damage):
     damaged_file.write_bytes(content)
     with pytest.raises(
         ValueError,
-        match=rf"^{re.escape(str(damaged_file))}: damaged or cut off after (line|row) \d+ ",
+        match=rf"^{re.escape(str(damaged_file))} is damaged or cut off after (line|row) \d+ ",
     ):
         list(read_examples(DataConfig(source="jsonl", path=str(tmp_path))))
 
@@ -279,7 +279,7 @@ def test_an_overlong_line_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         row["text"] for row in read_examples(DataConfig(path=file, max_invalid_fraction=1))
     ] == ["fine"]
     (tmp_path / "a.txt").write_text("x" * 1500)
-    with pytest.raises(ValueError, match="a text of more than"):
+    with pytest.raises(ValueError, match="the text file has more than"):
         list(read_examples(DataConfig(source="jsonl", path=str(tmp_path / "a.txt"))))
 
 
@@ -288,7 +288,7 @@ def test_devices_and_empty_folders_are_refused_before_they_are_read(tmp_path):
         list(read_examples(DataConfig(source="jsonl", path=str(tmp_path))))
     os.mkfifo(tmp_path / "rows.jsonl")
     for path in (tmp_path, tmp_path / "rows.jsonl", "/dev/zero"):
-        with pytest.raises(ValueError, match="is not a regular file"):
+        with pytest.raises(ValueError, match="only regular files can be read"):
             list_data_files(str(path))
 
 
@@ -385,8 +385,8 @@ def test_small_data_sets_give_fewer_prompts(tokenizer, tmp_path):
     [prompt] = held_out_prompt_ids(config, tokenizer, 8, 96)
     text_ids = tokenizer("x0 = 0; y = 2 * x0 + 1")["input_ids"]
     assert prompt == text_ids[: len(text_ids) // 2]
-    assert "only 1 prompt instead of evaluation.prompts=8" in describe_prompt_shortage(1, 8)
+    assert "only 1 prompt, fewer than evaluation.prompts=8" in describe_prompt_shortage(1, 8)
     assert describe_prompt_shortage(8, 8) is None
     write_jsonl(file, [{"text": "x"}, {"text": "y"}])
-    with pytest.raises(ValueError, match="no prompt to evaluate with"):
+    with pytest.raises(ValueError, match="no evaluation prompt could be made"):
         held_out_prompt_ids(config, tokenizer, 8, 96)

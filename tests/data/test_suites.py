@@ -12,11 +12,7 @@ from data.suites import DDTREE_QUESTION_SETS, SuiteConfig, load_suite, sample_ch
 # Made-up rows in the public format of each set, and the texts of their questions, one a turn.
 # Alpaca and LiveCodeBench have rows of two kinds.
 REASONING_REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-LIVECODEBENCH_INTRODUCTION = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and "
-    "will generate a correct Python program that matches the specification and passes all tests. "
-    "You will NOT return anything except for the program\n\n"
-)
+LIVECODEBENCH_INTRODUCTION = "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program that matches the specification and passes all tests. You will NOT return anything except for the program\n\n"
 PUBLIC_ROWS = {
     "aime24": [
         (
@@ -56,8 +52,7 @@ PUBLIC_ROWS = {
                 "canonical_solution": "",
                 "test": "",
             },
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            "```python\ndef f(x):\n    '''{x}'''\n\n```",
+            "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f(x):\n    '''{x}'''\n\n```",
         )
     ],
     "livecodebench": [
@@ -68,10 +63,8 @@ PUBLIC_ROWS = {
                 "starter_code": "",
                 "platform": "x",
             },
-            LIVECODEBENCH_INTRODUCTION + "### Question:\nAdd two numbers.\n\n"
-            "### Format: Write your code in the following format:\n"
-            "```python\n# YOUR CODE HERE\n```\n\n"
-            "### Answer: (use the provided format with backticks)",
+            LIVECODEBENCH_INTRODUCTION
+            + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)",
         ),
         (
             {
@@ -81,9 +74,7 @@ PUBLIC_ROWS = {
                 "platform": "y",
             },
             LIVECODEBENCH_INTRODUCTION
-            + "### Question:\nSort.\n\n### Format: Use the following code structure:\n"
-            "```python\nclass Solution:\n```\n\n"
-            "### Answer: (use the provided format with backticks)",
+            + "### Question:\nSort.\n\n### Format: Use the following code structure:\n```python\nclass Solution:\n```\n\n### Answer: (use the provided format with backticks)",
         ),
     ],
     "math500": [
@@ -222,7 +213,7 @@ def test_speed_bench_is_read_as_its_script_writes_it_and_as_the_hub_has_it(tmp_p
         (question_set,) = load_suite(SuiteConfig("speed_bench", str(tmp_path), [name]))
         assert question_set.name == name
         assert question_texts(question_set.chats) == [texts]
-    with pytest.raises(ValueError, match="no throughput_8k among coding"):
+    with pytest.raises(ValueError, match="throughput_8k are not available; choose from coding"):
         SuiteConfig("speed_bench", str(tmp_path), ["throughput_8k"]).check()
     withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     rows = [
@@ -268,13 +259,17 @@ def test_each_file_or_folder_of_the_user_is_a_set(tmp_path):
 @pytest.mark.parametrize("line", ["{", "[]", '{"turns": []}', '{"turns": "x"}', '{"text": "x"}'])
 def test_invalid_rows_are_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"turns": ["x"]}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: a row is a JSON object with turns"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl, line 2: a row must be a JSON object with the key turns"
+    ):
         load_suite(SuiteConfig("files", str(tmp_path)))
 
 
 def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text('{"problem": "x"}\n')
-    with pytest.raises(ValueError, match=r"gsm8k\.jsonl, line 1: GSM8K needs a column question"):
+    with pytest.raises(
+        ValueError, match=r"gsm8k\.jsonl, line 1: a row of GSM8K must have a column question"
+    ):
         load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
 
 
@@ -284,8 +279,8 @@ def test_a_missing_column_is_named(tmp_path):
         (SuiteConfig("nope"), r"suite\.name=nope"),
         (SuiteConfig("files"), r"suite\.folder="),
         (SuiteConfig("ddtree", "nowhere"), "no such file or folder"),
-        (SuiteConfig("ddtree", "."), r"suite\.folder=\.: no questions"),
-        (SuiteConfig("ddtree", sets=["gsm9k"]), "no gsm9k among aime24"),
+        (SuiteConfig("ddtree", "."), r"suite\.folder=\. contains no question set"),
+        (SuiteConfig("ddtree", sets=["gsm9k"]), "gsm9k are not available; choose from aime24"),
         (SuiteConfig("ddtree", max_questions=0), r"suite\.max_questions=0"),
         (SuiteConfig("ddtree", temperatures=[]), r"suite\.temperatures"),
         (SuiteConfig("ddtree", temperatures=[-1.0]), r"suite\.temperatures"),

@@ -307,7 +307,7 @@ LOWERCASE_TEMPLATE = CHATML_WITHOUT_SYSTEM.replace("m.content", "m.content | low
         (UPPERCASE_TEMPLATE, TWO_TURNS[:2], {}, None),
         (TRIMMING_TEMPLATE, [user_message("a?"), answer(" \n A. \n")], {}, None),
         (LOWERCASE_TEMPLATE, TWO_TURNS[:2], {}, "does not show an answer unchanged"),
-        (THINKING_TEMPLATE, SEPARATE_REASONING, REASONING_OFF, "variables turn it off"),
+        (THINKING_TEMPLATE, SEPARATE_REASONING, REASONING_OFF, "variables turn reasoning off"),
     ],
 )
 def test_what_a_template_does_not_show_is_refused(
@@ -355,7 +355,8 @@ def test_ids_outside_the_vocabulary_are_invalid(tokenizer):
         {"messages": [user_message("a?"), answer("some", token_ids=[len(tokenizer)])]}
     )["chat"]
     with pytest.raises(
-        InvalidExample, match=r"token_ids are outside the vocabulary \(284 of 284\)"
+        InvalidExample,
+        match=r"token_ids are outside the vocabulary \(id 284, vocabulary of 284 ids\)",
     ):
         tokenize_chat(tokenizer, chat)
 

@@ -1,3 +1,3 @@
-"""The DART family: its drafter in model.py, its layouts of config.json in layouts.py. An optional
-package, named in infer/drafters/families.py. May import what `infer.drafters` may, and the modules
-of `infer.drafters`. Start reading at model.py."""
+"""The DART family: the drafter is in model.py, and its layouts of config.json are in layouts.py.
+This package is optional and is named in infer/drafters/families.py. It may import the modules of
+`infer.drafters`, and whatever these may import. Start reading at model.py."""

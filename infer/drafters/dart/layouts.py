@@ -1,5 +1,5 @@
-"""Read the config.json layouts of DART drafters: the published one, which has a draft length and no
-`dart_config`, and this project's."""
+"""Read the two config.json layouts of DART drafters: the published layout, which has `draft_length`
+and no `dart_config`, and this project's layout, which has `dart_config`."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,15 +11,16 @@ from infer.drafters.key_rules import REQUIRED_SIZE_KEYS
 
 
 def default_layer_ids(target_layers: int, layers: int = 1) -> list[int]:
-    """Return the target layers whose states a DART drafter reads, from 0: 1, N / 2 - 1 and N - 4
-    (DART appendix B.2)."""
+    """Return the target layers whose states a DART drafter reads, counted from 0 (DART appendix
+    B.2). `layers` is ignored: a DART drafter has one layer."""
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
 def check_required_keys(
     keys: CheckedKeys, is_project_layout: bool, target_layers: int | None
 ) -> None:
-    """Add a problem for each required key that is missing, and for more than one layer."""
+    """Add a problem to `keys` for each required key that is missing, and one if the drafter has
+    more than one layer. `target_layers` is the target's number of layers, None if unknown."""
     required_keys = ("draft_length",)
     if is_project_layout:
         required_keys = ("target_layer_ids", "shifted", "qk_norm", "block_size")
@@ -27,16 +28,19 @@ def check_required_keys(
     if not is_project_layout and not target_layers:
         keys.add_problem(
             "num_target_layers",
-            "is missing: load_drafter(..., target_layers=<the target's layers>)",
+            "is missing; use load_drafter(..., target_layers=<number of the target's layers>)",
         )
     if keys.get("num_hidden_layers", 1) != 1:
         keys.add_problem(
-            "num_hidden_layers", f"is {keys['num_hidden_layers']}, a DART drafter has 1"
+            "num_hidden_layers", f"is {keys['num_hidden_layers']}, expected 1 for a DART drafter"
         )
 
 
 def read_project_family_config(keys: CheckedKeys, target_layers: int | None) -> dict[str, Any]:
-    """Return the keys of `dart_config` in this project's layout."""
+    """Read the keys of `dart_config` from a config.json in this project's layout.
+
+    `target_layers` is the target's number of layers, None if unknown.
+    """
     names = ("shifted", "qk_norm", "norm_twice")
     family_config = {name: keys[name] for name in names if name in keys}
     family_config |= keys.read_feature_layers(target_layers, 0, "raw")
@@ -46,10 +50,11 @@ def read_project_family_config(keys: CheckedKeys, target_layers: int | None) -> 
 def read_config(
     family: Family, raw: dict[str, Any], tensors: Collection[str], target_layers: int | None
 ) -> ParsedConfig | None:
-    """Read a config.json in one of the layouts; None if it is in neither of them.
+    """Translate a config.json, `raw`, to this project's keys. Return None if `raw` is in neither of
+    the two layouts.
 
-    `tensors` are the names of the stored tensors; `target_layers` is the target's number of layers,
-    which determines the layers that a drafter in the published layout reads.
+    `tensors` are the names of the stored tensors. `target_layers` is the target's number of layers,
+    which determines the target layers that a drafter in the published layout reads.
     """
     is_project_layout = family.config_key in raw
     is_published = "draft_length" in raw or first_architecture(raw) == family.architecture
@@ -65,7 +70,9 @@ def read_config(
 
     options = keys.read_transformer_config()
     if "sliding_attention" in options["layer_types"]:
-        keys.add_problem("layer_types", "is sliding_attention, a DART drafter has full_attention")
+        keys.add_problem(
+            "layer_types", "is sliding_attention, expected full_attention for a DART drafter"
+        )
     if is_project_layout:
         family_config = read_project_family_config(keys, layers)
         block_size = keys["block_size"]
@@ -76,11 +83,11 @@ def read_config(
             "norm_twice": True,
             "target_layer_ids": default_layer_ids(layers),
         }
-        # The draft length counts the mask slots. The slot before them drafts too, and the block
-        # size includes the bonus token.
+        # `draft_length` counts the mask slots. The slot before the mask slots drafts one more
+        # token, and `block_size` also counts the bonus token.
         block_size = keys["draft_length"] + 2
 
-    # A stored embedding is the target's.
+    # A stored embedding is a copy of the target's, so it is not read. t2d follows from d2t.
     parsed.unused_tensors |= {"t2d", "embed_tokens.weight"}
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")

@@ -1,24 +1,27 @@
-"""The DART drafter: one decoder layer over the target's hidden states and the tokens that follow
-them.
+"""The DART drafter: one decoder layer whose input at a position combines the target's hidden states
+at this position with the embedding of the next token.
 
-B batch rows, C new context positions, T context length, N anchors, L drafted positions, W slots of
-a block, D hidden size, F features of a position (3 D), H heads, E head size, V vocabulary.
+B batch rows, C new context positions, T context length, N anchors (positions of the blocks' bonus
+tokens), L drafted positions, W slots of a block, D hidden size, F features of a position (3 * D),
+H key and value heads, E head size.
 
-DART section 3.2: the input at position i is a pair, g_i = fc(features_i) of the target's states
-there, and the embedding e_{i+1} of the next token. In a block, the first slot is the input of the
-last context position, whose next token is the bonus token. The other slots are copies of one
-learned mask vector. Attention is causal everywhere.
+The input at position i (DART section 3.2) consists of g_i = fc(features_i), computed from the
+target's states at position i, and of the embedding e_{i+1} of the token at position i + 1. The
+first slot of a block is the last context position, so its next token is the bonus token. The input
+of every other slot is one learned mask vector. Attention is causal everywhere.
 
 Logits are shifted: a slot predicts the token after its own next token. So the first slot drafts the
-first position, and W - 1 = L - 1 masks draft the others. In the unshifted variant (the ablation of
-table 3), L masks each predict the token at their own position. The language model head is the
-drafter's own and starts as the target's. Inputs of the context depend on inputs before them alone,
-so decoding caches their keys and values.
+first position, and the W - 1 = L - 1 mask slots draft the other positions. In the unshifted variant
+of DART (the ablation of table 3), there are L mask slots, and each predicts the token at its own
+position. The drafter has a language model head of its own, which starts as the target's. The keys
+and values of a context position depend on no token after the next one, so decoding caches them.
 
-The token after the last committed position is the bonus token, which is not committed yet. So the
-features of that position are stored until it is.
+The token after the last committed position is the bonus token, which is not committed yet.
+Decoding therefore stores the features of the last committed position ("pending features") until the
+bonus token is committed.
 
-Tensor names and the order of features and embeddings are those of the authors' checkpoints.
+The names of tensors, and the order of features and embeddings in inputs, are those of the authors'
+checkpoints.
 """
 
 from collections.abc import Generator
@@ -51,29 +54,31 @@ from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
 CAUSAL_PATTERN: AttentionPattern = (True, None)
-RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR = (
-    128  # random tokens from which the mask vector of a warm start is averaged
-)
+# A warm start sets the mask vector to the mean input over this number of random tokens.
+RANDOM_TOKENS_AVERAGED_FOR_MASK_VECTOR = 128
 
 
 class DARTLayer(DrafterLayer):
-    """A decoder layer whose attention reads an embedding and features, concatenated: (..., 2 D)."""
+    """A decoder layer whose attention reads inputs (..., 2 * D): the embedding of the next token,
+    concatenated with the projected features."""
 
     drafter_only_prefixes = ("input_layernorm.", "mask_rep")
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # of features
-        # the input of a masked slot, which is not normalised
+        # the norm of the projected features; `input_layernorm` is the norm of the embeddings
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # the mask vector: the attention input of every mask slot, used without a norm
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))
 
     def prepare_attention_inputs(
         self, states: torch.Tensor, next_embeddings: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the inputs of attention (..., 2 D).
+        """Return the inputs of attention (..., 2 * D).
 
-        `states` (..., D) are projected features g, `next_embeddings` (..., D) the embeddings of the
-        next tokens; without these, zeros take their place, as for a layer of the target.
+        `states` (..., D) are the projected features. `next_embeddings` (..., D) are the embeddings
+        of the next tokens. If they are None, zeros replace them: then the layer can be compared
+        with a target layer, whose input has no embeddings of next tokens.
         """
         if next_embeddings is None:
             next_embeddings = torch.zeros_like(states)
@@ -82,8 +87,8 @@ class DARTLayer(DrafterLayer):
     def adapt_target_weights(
         self, target_weights: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the weights of a target's layer in the names and shapes of this layer; the columns
-        for embeddings of next tokens are zero."""
+        """Convert the weights of a target layer to the names and shapes of this layer's weights.
+        The columns that read the embeddings of next tokens are set to zero."""
         weights = {
             name.replace("input_layernorm.", "hidden_norm."): tensor
             for name, tensor in target_weights.items()
@@ -96,10 +101,12 @@ class DARTLayer(DrafterLayer):
     def build_blocks(
         self, projected: torch.Tensor, first_inputs: torch.Tensor, num_masks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states (B, N * W, D) and the inputs of attention (B, N * W, 2 D) of blocks.
+        """Build N blocks per batch row. Return the states (B, N * W, D) and the inputs of attention
+        (B, N * W, 2 * D) of their slots.
 
-        A block is a first slot with projected features (B, N, D) and inputs (B, N, 2 D), followed
-        by `num_masks` masks. The state of a mask is the first half of its inputs.
+        The first slot of a block has the state `projected` (B, N, D), which are projected features,
+        and the input `first_inputs` (B, N, 2 * D). It is followed by `num_masks` mask slots. The
+        input of a mask slot is the mask vector, and its state is the first half of the mask vector.
         """
         masks = self.mask_rep.expand(*first_inputs.shape[:2], num_masks, -1)
         mask_states = masks[..., : projected.shape[-1]]
@@ -110,19 +117,20 @@ class DARTLayer(DrafterLayer):
 
 @dataclass
 class DARTState(DrafterState):
-    """Keys and values of all committed positions but the last of each batch row, and the features
-    of the last one.
+    """The decoding state: for each batch row, the keys and values of all committed positions except
+    the last, and the features of the last committed position.
 
-    The token after the last position is not known before the next commit.
+    The keys and values of the last position depend on the next token, which is not committed yet.
     """
 
-    pending_features: torch.Tensor  # (rows, F) of every batch row's last position
-    is_empty: bool = False  # no position was added to these batch rows yet
+    pending_features: torch.Tensor  # (rows, F) features of every batch row's last position
+    is_empty: bool = False  # whether these batch rows have no position yet
 
     @contextmanager
     def add(self, count: int) -> Generator[Self]:
-        """Yield a state of `count` new empty batch rows in the same memory, to be filled; they
-        become the next rows of this state when the block is left."""
+        """Yield a state of `count` new empty batch rows, which the caller fills. The new state
+        shares this state's memory. On leaving the `with` statement, the new batch rows are appended
+        to this state."""
         pending_features = self.pending_features[len(self.pending_features) - count :]
         with self.cache.add_rows(count) as cache:
             yield replace(self, cache=cache, pending_features=pending_features, is_empty=True)
@@ -130,13 +138,14 @@ class DARTState(DrafterState):
         self.pending_features[used_rows - count : used_rows] = pending_features.clone()
 
     def keep(self, order: list[int]) -> None:
-        """Replace the batch rows: new row i is the old row order[i]; other rows are removed."""
+        """Reorder the batch rows: row order[i] becomes row i. Rows that are not in `order` are
+        removed."""
         super().keep(order)
         self.pending_features[: len(order)] = self.pending_features[order]
 
 
 class DART(Drafter):
-    """The DART drafter. Parameter names are those of the published checkpoints."""
+    """The DART drafter. The parameters have the same names as in the published checkpoints."""
 
     anchor_offset = 1  # a block begins with the last context position, before the bonus token
     family = DRAFTER_FAMILIES["dart"]
@@ -159,8 +168,9 @@ class DART(Drafter):
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target's first attention layer after the last layer that the drafter reads;
-        its last attention layer if there is none after it."""
+        """Return the target layer from whose weights the drafter's layer starts: the first
+        attention layer after all layers that the drafter reads, or else the target's last attention
+        layer."""
         all_attention_layers = attention_layer_ids(target_config)
         for layer in all_attention_layers:
             if layer > layer_ids[-1]:
@@ -171,8 +181,8 @@ class DART(Drafter):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return `dart_config` of a new drafter; queries and keys have norms where the target's
-        have."""
+        """Return `dart_config` of a new drafter. The drafter normalises queries and keys if the
+        target does, or if `target` is None."""
         qk_norm = True
         if target is not None:
             target_layers = cast(nn.ModuleList, target.decoder.layers)
@@ -183,14 +193,15 @@ class DART(Drafter):
         return family_config | {"shifted": True, "qk_norm": qk_norm}
 
     def apply_final_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the input (..., D) of the language model head. The authors' code applies the norm
-        twice, and drafters in their layout need the same."""
+        """Apply the final norm to states (..., D) of the last layer. The norm is applied twice for
+        drafters in the authors' layout, as in the authors' code."""
         if self.family_config.get("norm_twice"):
             states = self.norm(states)
         return self.norm(states)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights, also of the mask vector (DART appendix B.2)."""
+        """Draw initial weights. The mask vector is drawn from a normal distribution, as in DART
+        appendix B.2."""
         super().init_weights(generator)
         std = self.config.initializer_range
         nn.init.normal_(self.midlayer.mask_rep, std=std, generator=generator)
@@ -201,11 +212,11 @@ class DART(Drafter):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Read the last feature layer alone, and set the mask vector to the mean input over random
-        tokens.
+        """Set `fc` to return the states of the last layer in `layer_ids`, and set the mask vector
+        to the mean input over random tokens.
 
-        A random mask vector would outweigh what attention adds to it (LOG.md). It stays random
-        where the target's weights are not in memory.
+        A random mask vector would be larger than the output of attention that is added to it
+        (LOG.md). The mask vector stays random if the target's weights are not in memory.
         """
         select_feature_layer(self.fc, -1)
         if any(weight.is_meta for weight in target.decoder.parameters()):
@@ -228,14 +239,16 @@ class DART(Drafter):
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings (B, T, D) of the next tokens of packed sequences (B, T), and the
-        first positions (B, N) of blocks, one before their anchors (B, N).
+        """Return the embeddings (B, T, D) of the next token at each position of packed sequences
+        `ids` (B, T), and the indices (B, N) of the first slot of each block, which is one position
+        before the block's anchor in `anchors` (B, N).
 
-        The token after the last one of a document is another document's, but no block attends to
-        that position.
+        The next token of a document's last token belongs to another document. This is harmless
+        because no block attends to the last position of a document.
         """
         next_embeddings = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
-        first_positions = (anchors - 1).clamp(min=0)  # an unused anchor may have any position
+        # An unused anchor may be 0; its block is ignored.
+        first_positions = (anchors - 1).clamp(min=0)
         return next_embeddings, first_positions
 
     def forward(
@@ -248,10 +261,10 @@ class DART(Drafter):
     ) -> torch.Tensor:
         """Run all blocks of packed sequences at once, in training (DART section 3.3).
 
-        `features` (B, T, F), `positions` (B, T) and `next_embeddings` (B, T, D) are the context;
-        `first_positions` (B, N) are the indices of the blocks' first slots in it. `mask` is that of
-        `build_training_mask`, with columns [context | blocks]. Returns states (B, N * W, D) that went
-        through `normalize_for_head`.
+        `features` (B, T, F), `positions` (B, T) and `next_embeddings` (B, T, D) describe the
+        context. `first_positions` (B, N) are the indices of the blocks' first slots in the context.
+        `mask` is the result of `build_training_mask`; its columns are first the context positions,
+        then the block slots. Returns the states (B, N * W, D) after `normalize_for_head`.
         """
         offsets = torch.arange(self.num_queries, device=first_positions.device)
         block_positions = positions.gather(1, first_positions)[..., None] + offsets
@@ -279,7 +292,7 @@ class DART(Drafter):
         return self.normalize_for_head(states)
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DARTState:
-        """Return a state with an empty cache and no pending features."""
+        """Return a decoding state with an empty cache and no pending features."""
         num_features = len(self.layer_ids) * self.config.hidden_size
         weight = self.norm.weight
         pending_features = torch.zeros(
@@ -297,10 +310,12 @@ class DART(Drafter):
         state: DARTState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Write the keys and values of positions whose next token is now known to the cache.
+        """Add newly committed positions to the state, as `Drafter.update_context` describes.
 
-        These are the pending position of each batch row and all new ones but the last, whose
-        features become pending.
+        The keys and values of a position can be computed once the next token is committed. So this
+        call writes keys and values to the cache for each batch row's previous last position, and
+        for all new positions except the last. The features of the last new position are stored as
+        pending features.
         """
         cache = state.cache
         rows = len(features)
@@ -310,7 +325,7 @@ class DART(Drafter):
             added = counts_on_device
         if counts is None:
             assert counts_on_device is not None
-            # Pending features of batch rows that are being filled must stay.
+            # Batch rows that are still being filled keep their pending features.
             added = counts_on_device * cache.used_row_mask[:rows]
         row_indices = torch.arange(rows, device=added.device)
         last_features = features[row_indices, (added - 1).clamp(min=0)]  # (B, F)
@@ -344,8 +359,8 @@ class DART(Drafter):
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: DARTState
     ) -> torch.Tensor:
-        """Return the states (B, W, D) of blocks after bonus tokens (B,), as `forward` computes
-        them."""
+        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,). The result
+        is the same as that of `forward` in training."""
         mask = build_cached_block_mask(position, self.num_queries, CAUSAL_PATTERN)
         pending_features = state.pending_features[: len(bonus)]
         projected = self.fc(pending_features[:, None])  # (B, 1, D)

@@ -1,3 +1,3 @@
-"""The DFlash family: its drafter in model.py, its layouts of config.json in layouts.py (read) and
-writers.py (write). May import what `infer.drafters` may, and the modules of `infer.drafters`. Start
-reading at model.py."""
+"""The DFlash family: the drafter is in model.py, layouts.py reads its layouts of config.json, and
+writers.py writes them. This package may import the modules of `infer.drafters`, and whatever these
+may import. Start reading at model.py."""

@@ -1,8 +1,9 @@
-"""Read the config.json layouts in which DFlash drafters are published; writers.py writes them.
+"""Read the config.json layouts in which DFlash drafters are published. writers.py writes layouts.
 
-Each layout is described by its differences from the public one, which this project also writes.
-Newer public checkpoints have sliding layers, or hold their sizes in `dflash_config`; those of
-JetSpec and NeMo Automodel have a flag (`causal_head`) and a class name of their own.
+The public layout is the one of the DFlash authors' checkpoints; this project also writes it. Every
+other layout is described by its differences from the public layout. Some checkpoints in the public
+layout have layers with a sliding window, or store sizes in `dflash_config`. JetSpec's checkpoints
+have the additional flag `causal_head`, and NeMo Automodel's have another class name.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,27 +15,33 @@ from infer.drafters.heads.table import read_head_config
 from infer.drafters.key_rules import CAUSAL_KEYS, REQUIRED_SIZE_KEYS
 
 EMPTY_MAPPING: Mapping[str, Any] = {}
-DEFAULT_CONVOLUTION_GROUP_SIZE = 16  # where config.json does not store it
+DEFAULT_CONVOLUTION_GROUP_SIZE = 16  # assumed if config.json lacks conv_group_size
 
 
 class CheckpointLayout(NamedTuple):
-    """A layout of config.json and of tensor names, by its differences from the public one."""
+    """A layout of config.json and of tensor names, described by the differences from the public
+    layout."""
 
     name: str
-    # The first slot drafts, where no key of config.json tells.
+    # whether the slot of the bonus token drafts a token, if config.json does not say so
     drafts_from_anchor: bool = False
-    required_keys: tuple[str, ...] = ()  # the keys of its conditional head
-    # Values of missing keys where the layout's own code has other defaults than this project.
+    # keys that must be present in addition to those of the public layout
+    required_keys: tuple[str, ...] = ()
+    # Values of missing keys, for keys whose default in the layout's own code differs from the
+    # default in this project.
     defaults: Mapping[str, Any] = EMPTY_MAPPING
-    tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING  # prefix in the layout -> in this project
-    key_names: Mapping[str, str] = EMPTY_MAPPING  # key in the layout -> in this project
+    # Key: prefix of tensor names in the layout. Value: the prefix in this project.
+    tensor_prefixes: Mapping[str, str] = EMPTY_MAPPING
+    # Key: a config.json key in the layout. Value: the name of the key in this project.
+    key_names: Mapping[str, str] = EMPTY_MAPPING
     first_layer_id: int = 0  # the number of the target's first layer in target_layer_ids
-    # Whether its code reads the target's last layer before ("raw") or after ("normed") the norm.
+    # Whether the layout's own code reads the states of the target's last layer before ("raw") or
+    # after ("normed") the target's final norm.
     last_tap: str = "normed"
 
 
 PUBLIC_DFLASH_LAYOUT = CheckpointLayout("dflash")
-# Also the layout of the fork AngelSpec. It has no dflash_config, and never a block size.
+# TorchSpec's fork AngelSpec has the same layout. This layout has no dflash_config.
 TORCHSPEC_LAYOUT = CheckpointLayout(
     "TorchSpec",
     tensor_prefixes={
@@ -46,11 +53,13 @@ TORCHSPEC_LAYOUT = CheckpointLayout(
 )
 TRANSFORMERS_DRAFTER_MODEL_TYPE = "muse_glimmer_assistant"
 TRANSFORMERS_DRAFTER_ARCHITECTURE = "MuseGlimmerAssistantModel"
+# Layouts of files without dflash_config. Key: `model_type` in config.json.
 LAYOUTS_BY_MODEL_TYPE = {
     "dflash": TORCHSPEC_LAYOUT,
     "dspark": TORCHSPEC_LAYOUT._replace(drafts_from_anchor=True, required_keys=("markov_rank",)),
 }
-# Prefixes within the head of the XPress authors' checkpoints -> within this project's head.
+# Tensors of the XPress head. Key: prefix of tensor names within the head in the XPress authors'
+# checkpoints. Value: the prefix within the head in this project.
 XPRESS_HEAD_PREFIXES = {
     "w1.": "token_embed.",
     "w2.": "readout.",
@@ -61,6 +70,7 @@ XPRESS_HEAD_PREFIXES = {
     "mlp.up_proj.": "mlp_up.",
     "mlp.down_proj.": "mlp_down.",
 }
+# Key: `projector_type` in config.json, a key that SpecForge writes.
 LAYOUTS_BY_PROJECTOR_TYPE = {
     "dspark": CheckpointLayout(
         "SpecForge", drafts_from_anchor=True, required_keys=("markov_rank",)
@@ -74,7 +84,8 @@ LAYOUTS_BY_PROJECTOR_TYPE = {
         },
     ),
 }
-# By the first name under `architectures`; the public layout has the family's architecture.
+# Key: the first name under `architectures` in config.json. Files in the public layout can also have
+# the family's architecture, DFlashDraftModel, which is not in this table.
 LAYOUTS_BY_ARCHITECTURE = {
     "Qwen3DFlashDraftModel": PUBLIC_DFLASH_LAYOUT,  # NeMo Automodel
     "QwenDFlashDraftModel": CheckpointLayout("AngelSlim"),
@@ -88,7 +99,7 @@ LAYOUTS_BY_ARCHITECTURE = {
             for layout_prefix, prefix in XPRESS_HEAD_PREFIXES.items()
         },
     ),
-    # without dflash_config, with embedding and head
+    # This layout has no dflash_config, and stores copies of the embedding and the head.
     "Qwen3DSparkModel": CheckpointLayout("DeepSpec", drafts_from_anchor=True),
     "DSparkDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["dspark"],
     "DominoDraftModel": LAYOUTS_BY_PROJECTOR_TYPE["domino"],
@@ -96,7 +107,8 @@ LAYOUTS_BY_ARCHITECTURE = {
     "TreeFlashDraftModel": CheckpointLayout(
         "treeflash", required_keys=("ar_approximation",), tensor_prefixes={"model.": ""}
     ),
-    TRANSFORMERS_DRAFTER_ARCHITECTURE: CheckpointLayout(  # of transformers 5.23, without dflash_config
+    # The layout of transformers 5.23, which has no dflash_config.
+    TRANSFORMERS_DRAFTER_ARCHITECTURE: CheckpointLayout(
         "transformers",
         defaults={
             "rms_norm_eps": 1e-5,
@@ -107,8 +119,8 @@ LAYOUTS_BY_ARCHITECTURE = {
         tensor_prefixes={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
     ),
 }
-# Defaults of the speculators layout, by `speculators_model_type`. It holds the Qwen3 keys in
-# `transformer_layer_config`, and its drafters read the states that vLLM provides.
+# The values of missing keys in speculators' layout. Key: `speculators_model_type` in config.json.
+# In this layout, the keys of Qwen3Config are in the object `transformer_layer_config`.
 SPECULATORS_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "dflash": EMPTY_MAPPING,
     "dspark": {
@@ -130,7 +142,7 @@ SPECULATORS_KEY_NAMES = {"aux_hidden_state_layer_ids": "target_layer_ids"}
 
 
 def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
-    """Return the layout of a config.json; None where it is unknown."""
+    """Return the layout of the config.json `raw`; None if the layout is unknown."""
     architecture = first_architecture(raw)
     speculators_type = str(raw.get("speculators_model_type"))
     if speculators_type in SPECULATORS_DEFAULTS:
@@ -151,7 +163,8 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
     if layout is None or has_family_object or "target_layer_ids" not in raw:
         return layout
 
-    # The family's keys are at the top of config.json, as in DeepSpec's and TorchSpec's layouts.
+    # From here on, the family's keys are at the top level of config.json, as in DeepSpec's and
+    # TorchSpec's layouts.
     if architecture == family.architecture:
         layout = LAYOUTS_BY_ARCHITECTURE["Qwen3DSparkModel"]
     return LAYOUTS_BY_MODEL_TYPE.get(str(raw.get("model_type")), layout)
@@ -160,19 +173,16 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
 def read_config(
     family: Family, raw: dict[str, Any], tensors: Collection[str], target_layers: int | None
 ) -> ParsedConfig | None:
-    """Read a config.json in one of the layouts; None if its layout is unknown.
+    """Translate a config.json, `raw`, to this project's keys. Return None if the layout of `raw` is
+    unknown.
 
-    `tensors` are the names of the stored tensors; `target_layers` is the target's number of layers,
-    for config.json files that do not store it.
+    `tensors` are the names of the stored tensors. `target_layers` is the target's number of layers;
+    it is used if `raw` does not store this number.
     """
     speculators_type = raw.get("speculators_model_type")
     layout = find_layout(family, raw)
     if speculators_type is not None and (layout is None or layout.name != "speculators"):
-        problem = (
-            f"config.json: speculators_model_type is {speculators_type!r}, expected "
-            f"{' or '.join(SPECULATORS_DEFAULTS)}; drafters that generate token by token are not "
-            "supported"
-        )
+        problem = f"config.json: speculators_model_type is {speculators_type!r}, expected {' or '.join(SPECULATORS_DEFAULTS)}; drafters that draft one token per pass are not supported"
         return ParsedConfig("none", None, {}, [problem])
     if layout is None:
         return None
@@ -182,7 +192,8 @@ def read_config(
     if layout.name not in ("speculators", "transformers", "TorchSpec"):
         layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
     if layout is LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
-        # It does not store the vocabulary's size: take the smallest one with the mask token.
+        # The layout does not store the size of the vocabulary, so assume the smallest size that
+        # includes the mask token.
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)
         keys.setdefault("layer_types", ["sliding_attention"] * keys.get("num_hidden_layers", 1))
     keys.require(
@@ -202,7 +213,8 @@ def read_config(
                 parsed.renamed_tensors[name] = prefix + name[len(layout_prefix) :]
     layers = keys.get("num_target_layers", target_layers)
     layer_ids = keys["target_layer_ids"]
-    # Some files store the number of target_layer_ids under num_target_layers.
+    # In some files, num_target_layers is not the target's number of layers but the number of
+    # elements of target_layer_ids.
     counts_feature_layers = layers == len(layer_ids) <= max(layer_ids) - layout.first_layer_id
     if layout.name == "TorchSpec" or counts_feature_layers:
         layers = keys.get("target_num_hidden_layers", target_layers)
@@ -218,9 +230,10 @@ def complete_config(
     tensors: Collection[str],
     layers: int | None,
 ) -> None:
-    """Fill in the options and tensors of a config whose required keys are present.
+    """Set the fields of `parsed` that describe the options and the tensors of the drafter. The
+    required keys must be present in `keys`.
 
-    `layers` is the target's number of layers, None where it is unknown.
+    `layers` is the target's number of layers, None if it is unknown.
     """
     options = keys.read_transformer_config()
     head_config = read_conditional_head(keys, layout, tensors)
@@ -231,14 +244,15 @@ def complete_config(
     family_config |= keys.read_feature_layers(layers, layout.first_layer_id, layout.last_tap)
     family_config |= read_causal_flag(keys, layout, options)
     family_config |= head_config
-    # AngelSlim's template of config.json names the DFlash class for DFlare drafters too.
+    # `architectures` does not tell DFlare drafters (`layer_fusion`) from DFlash drafters, because
+    # AngelSlim's template of config.json names the DFlash class for both.
     if keys.get("layer_fusion", "layer_fusion_weights" in tensors):
         family_config["layer_fusion"] = True
     family_config |= read_convolutions(keys, options["hidden_size"])
 
     if layers and "last_tap" in family_config:
         warn_of_default_last_tap(parsed, keys, layout)
-    parsed.unused_tensors.add("t2d")  # it follows from d2t
+    parsed.unused_tensors.add("t2d")  # t2d can be computed from d2t
     if "draft_vocab_size" not in options:
         parsed.unused_tensors.add("d2t")
     parsed.padded_rows = keys.padded_rows
@@ -250,7 +264,7 @@ def complete_config(
     if keys.ties_embeddings and has_embedding and not has_head:
         keys.add_problem(
             "tie_word_embeddings",
-            "is true: a drafter whose own embedding is also its head is not supported",
+            "is true, but a drafter that uses its own embedding as language model head is not supported",
         )
     parsed.options = {
         **options,
@@ -263,14 +277,13 @@ def complete_config(
 
 
 def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
-    """Return the keys of DFlash 2's convolutions, {} where there are none."""
+    """Return the keys that describe DFlash 2's convolutions; {} if there are none."""
     if not keys.get("conv_kernel_size"):
         return {}
     group_size = keys.get("conv_group_size", DEFAULT_CONVOLUTION_GROUP_SIZE)
     if hidden_size % group_size:
         keys.add_problem(
-            "conv_group_size",
-            f"is {group_size}, which does not divide hidden_size, {hidden_size}",
+            "conv_group_size", f"is {group_size}, expected a divisor of hidden_size, {hidden_size}"
         )
     return {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group_size}
 
@@ -278,22 +291,20 @@ def read_convolutions(keys: CheckedKeys, hidden_size: int) -> dict[str, int]:
 def warn_of_default_last_tap(
     parsed: ParsedConfig, keys: CheckedKeys, layout: CheckpointLayout
 ) -> None:
-    """Add a warning where the drafter reads the target's last layer and config.json does not tell
-    whether it does so before or after the final norm."""
+    """Add a warning to `parsed` if config.json leaves open whether the drafter reads the target's
+    last layer before or after the final norm."""
     if layout.last_tap != "normed" or layout.name == "transformers" or "last_tap" in keys:
         return
     parsed.warnings.append(
-        "config.json does not tell whether the drafter reads the target's last layer before or "
-        "after the final norm. It is read after the norm, as in the DFlash authors' code. vLLM "
-        'reads it before the norm; "last_tap": "raw" beside target_layer_ids would do the same'
+        'config.json does not say whether the drafter reads the target\'s last layer before or after the final norm. It will be read after the norm, as in the DFlash authors\' code. vLLM reads it before the norm; to do the same here, add "last_tap": "raw" to config.json beside target_layer_ids'
     )
 
 
 def read_conditional_head(
     keys: CheckedKeys, layout: CheckpointLayout, tensors: Collection[str]
 ) -> dict[str, Any]:
-    """Return the keys of the conditional head, if there is one, and `sample_from_anchor` where the
-    first slot drafts."""
+    """Return the keys of the conditional head, if there is one. The result includes
+    `sample_from_anchor` if the slot of the bonus token drafts a token."""
     head_config = read_head_config(keys)
     intermediate_size = keys.get("xpress_mlp_hidden")
     if intermediate_size and "xpress_rank" in head_config:
@@ -304,19 +315,24 @@ def read_conditional_head(
         if "enable_confidence_head" not in keys and stores_confidence_head:
             head_config["enable_confidence_head"] = True
     elif keys.get("enable_confidence_head"):
-        keys.add_problem("enable_confidence_head", "is true, and there is no Markov head")
+        keys.add_problem(
+            "enable_confidence_head", "is true, but markov_rank is 0 or missing; set it to false"
+        )
 
     # Two layouts have different names for the same flag.
     flags = [keys[key] for key in ("sample_from_anchor", "shift_label") if key in keys]
     if len({*flags}) > 1:
-        keys.add_problem("shift_label", f"is {flags[1]}, and sample_from_anchor {flags[0]}")
+        keys.add_problem(
+            "shift_label",
+            f"is {flags[1]}, but sample_from_anchor is {flags[0]}; the two keys mean the same, so remove the wrong one",
+        )
     drafts_from_anchor = flags[0] if flags else layout.drafts_from_anchor
     if drafts_from_anchor:
         head_config["sample_from_anchor"] = True
     elif layout.name == "speculators" and head_config.get("markov_head_type") == "rnn":
         keys.add_problem(
             "sample_from_anchor",
-            "is false: with a recurrent head, only true is supported in this layout",
+            "is false, expected true: markov_head_type rnn requires true in this layout",
         )
     return head_config
 
@@ -324,17 +340,18 @@ def read_conditional_head(
 def read_causal_flag(
     keys: CheckedKeys, layout: CheckpointLayout, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Return `causal` for all layers where config.json tells; {} elsewhere.
+    """Return the key `causal`, which holds for all layers, or {} if config.json does not set it.
 
-    Engines differ in which key they read, so keys that contradict each other are a problem: NeMo's
-    JetSpec recipe writes both is_causal false and causal true. The sliding window of transformers
-    in `options` is converted to positions.
+    Engines read different keys of CAUSAL_KEYS, so keys that contradict each other are a problem.
+    (NeMo's JetSpec recipe writes both is_causal false and causal true.) In the layout of
+    transformers, `options["sliding_window"]` is also converted to a number of positions.
     """
     family_config = {}
     if "sliding_attention" in options["layer_types"]:
         if layout.name == "transformers":
             family_config["causal"] = False
-            # transformers stores the largest distance, this project the number of positions
+            # transformers stores the largest distance between query and key in a window. This
+            # project stores the number of positions in a window, which is one more.
             options["sliding_window"] += 1
         elif keys.get("sliding_window_non_causal"):
             family_config["causal"] = False

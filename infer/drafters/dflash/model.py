@@ -1,19 +1,23 @@
 """The DFlash drafter: proposes a block of tokens in one pass over the target's hidden states.
 
-B batch rows, C new context positions, T context length, N anchors, W slots of a block (the bonus
-token and masks), D hidden size, F features of a position, H key heads, E head size, V vocabulary.
+B batch rows, C new context positions, T context length, N anchors (positions of the blocks' bonus
+tokens), W slots of a block (the bonus token and masks), D hidden size, F features of a position
+(hidden states of several target layers, concatenated), H key and value heads, E head size.
 
-The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the
-block `[bonus token, mask, ..., mask]`. Their keys and values come from the context features, which
-are projected and normalised and the same for every layer, and from the block itself, at absolute
-positions. Embedding and language model head are the target's. DFlare's variant (`layer_fusion`;
-arXiv 2606.02091 and AngelSlim's class) has no such projection: each layer reads its own learned mix
-of the target's layers, through projections for the context alone.
+The architecture is that of the public DFlash checkpoints. The drafter has a few Qwen3 layers, whose
+queries are the slots of the block `[bonus token, mask, ..., mask]`. Keys and values come from the
+context and from the block. For the context, one projection and one norm convert the features to the
+inputs of keys and values, and all layers read the same inputs. The embedding and the language model
+head are the target's.
 
-Training runs `forward`: many blocks of a packed sequence under one mask, through `DFlashLayer`.
-Decoding runs `draft_block`: one block of every batch row against a cache, through
-`infer.targets.kernel_decoder`, which computes the same from the layers' weights. Layers with
-convolutions run `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
+With the option `layer_fusion` (DFlare; arXiv 2606.02091 and AngelSlim's class), this shared
+projection does not exist: each layer reads its own learned mix of the target's layers, and has
+separate key and value projections for the context.
+
+Training runs `forward`: many blocks of packed sequences under one mask, through `DFlashLayer`.
+Decoding runs `draft_block`: one block for every batch row against a KV cache, through
+`KernelDecoder`, which computes the same from the weights of the layers. A drafter with convolutions
+runs `DFlashLayer` in decoding too. DDTree section 3 describes the marginals of a block.
 """
 
 import math
@@ -50,21 +54,24 @@ from infer.targets.layers import convert_layer, join_linear_copies, select_decod
 from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
-# Drafters with fewer layers than public ones read three layers of a target that has at least
-# MIN_LAYERS_OF_DEEP_TARGET, since fewer layers carry too little information (LOG.md).
+# Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers. A drafter with fewer layers reads
+# three layers of a target that has at least MIN_LAYERS_OF_DEEP_TARGET layers, since the states of
+# fewer target layers carry too little information (LOG.md).
 MIN_LAYERS_OF_DEEP_TARGET = 12
 MIN_LAYERS_OF_PUBLIC_DRAFTERS = 3
-MAX_CONVOLUTION_GROUP_SIZE = 16  # channels that share a kernel
-INITIAL_PREFERRED_FUSION_LAYER_LOGIT = (
-    2.0  # of the target layer that a new drafter's fusion prefers
-)
+MAX_CONVOLUTION_GROUP_SIZE = 16  # maximum number of channels that share a convolution kernel
+# In a new drafter with layer fusion, every layer prefers one target layer. The logit of this target
+# layer in the mix has this value; the logits of other target layers are 0.
+INITIAL_PREFERRED_FUSION_LAYER_LOGIT = 2.0
 
 
 def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
-    """Return for every layer whether it is causal within the block, and its sliding window.
+    """Return the attention pattern of every layer: whether the layer is causal within the block,
+    and the length of its sliding window, None for a layer with full attention.
 
-    As in serving engines, a sliding layer is causal and a full one is not, unless the config has
-    `causal` for all layers.
+    If `dflash_config` has the key `causal`, its value holds for all layers. Otherwise, as in
+    serving engines, layers with a sliding window are causal, and layers with full attention are
+    not.
     """
     all_causal = config.dflash_config.get("causal")
     patterns = []
@@ -76,12 +83,12 @@ def get_layer_patterns(config: Qwen3Config) -> list[AttentionPattern]:
 
 
 class BlockConvolution(nn.Module):
-    """DFlash 2's two convolutions around a sublayer, attention or MLP, which mix a slot of a block
-    with the slots before it. With initial weights, both are the identity.
+    """DFlash 2's two convolutions, which mix each slot of a block with the slots before it. One is
+    applied to the input of a sublayer (attention or MLP), and one to the output of the sublayer.
 
-    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero before the block's first slot. One
-    convolution is before the sublayer and one after it; the kernels of both are computed from the
-    sublayer's input.
+    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, where t is a slot, o is an offset from
+    0 to O - 1, and x is zero before the block's first slot. `delta` is computed from the input of
+    the sublayer, for both convolutions. With initial weights, both convolutions are the identity.
 
     Q slots of all blocks of a batch row, W slots of a block, O kernel size, G groups of channels
     that share a kernel.
@@ -104,8 +111,9 @@ class BlockConvolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
 
     def compute_kernels(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the kernels (B, Q, O, D) before and after the sublayer, from its inputs
-        (B, Q, D)."""
+        """Compute the kernel (B, Q, O, D) of the convolution before the sublayer and the kernel
+        (B, Q, O, D) of the convolution after the sublayer. `inputs` (B, Q, D) is the sublayer's
+        input."""
         delta = self.kernel_projection(inputs)
         delta = delta.unflatten(-1, (2, self.kernel_size, -1))  # (B, Q, 2, O, G)
         kernels = self.base_kernel + delta.repeat_interleave(self.group_size, -1)
@@ -123,8 +131,8 @@ class BlockConvolution(nn.Module):
 
 
 class DFlashLayer(DrafterLayer):
-    """A decoder layer of DFlash; if the config has convolutions, they surround attention and
-    MLP."""
+    """A decoder layer of DFlash. If the config has convolutions, there is one before and one after
+    attention, and one before and one after the MLP."""
 
     drafter_only_prefixes = (
         "attention_conv.",
@@ -156,22 +164,23 @@ class DFlashLayer(DrafterLayer):
 
 @dataclass
 class DFlashState(DrafterState):
-    """Keys and values of the context features, and the weights in the form that decoding reads.
+    """The decoding state: the keys and values of the context, and the drafter's weights in the form
+    that decoding reads.
 
-    The weights are copies where training may change the drafter's own.
+    The weights are copies if the drafter is being trained.
     """
 
-    decoder: KernelDecoder | None  # None for layers with convolutions, which it does not support
-    # features (N, F) -> keys and values of all layers (N, layers * 2 * H * E)
+    decoder: KernelDecoder | None  # None for a drafter with convolutions; no kernel supports them
+    # maps features (tokens, F) to the keys and values of all layers (tokens, layers * 2 * H * E)
     project_context: Callable[[torch.Tensor], torch.Tensor]
-    key_norm: RMSNormWeights  # weight (layers, H, E)
+    key_norm: RMSNormWeights  # norms of the keys of all layers; weight (layers, H, E)
 
 
 class DFlash(Drafter):
-    """The DFlash drafter. Parameter names are those of the public checkpoints.
+    """The DFlash drafter. The parameters have the same names as in the public checkpoints.
 
-    Where the config has `sample_from_anchor`, the slot of the bonus token drafts too: W slots then
-    draft W tokens.
+    A block has W slots. The slot of the bonus token drafts no token, so W - 1 tokens are drafted.
+    If the config has `sample_from_anchor`, it does draft one, so W tokens are drafted.
     """
 
     family = DRAFTER_FAMILIES["dflash"]
@@ -200,11 +209,12 @@ class DFlash(Drafter):
             self.attention_patterns.index(pattern) for pattern in layer_patterns
         ]
         self.has_layer_fusion = bool(family_config.get("layer_fusion"))
-        # see `DrafterAttention.key_value_projections`
+        # the `suffix` of `DrafterAttention.key_value_projections` for the context
         self.context_projection_suffix = "_target" if self.has_layer_fusion else ""
         num_features = len(self.layer_ids)
         if self.has_layer_fusion:
-            # logits of the weights of target layers, in each layer's mix
+            # For each layer of the drafter, the logits of the target layers in the layer's mix: the
+            # softmax of the logits gives the weights of the mix.
             self.layer_fusion_weights = nn.Parameter(
                 torch.empty(config.num_hidden_layers, num_features)
             )
@@ -218,16 +228,17 @@ class DFlash(Drafter):
 
     @property
     def typed_layers(self) -> list[DFlashLayer]:
-        """The layers, as a list of their class."""
+        """The layers of the drafter, as a list with the element type `DFlashLayer`."""
         return [cast(DFlashLayer, layer) for layer in self.layers]
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the target layers that a new drafter reads.
+        """Return the target layers whose states a new drafter of `layers` layers reads.
 
-        Public drafters read as many layers as they have, evenly from layer 1 to N - 3. Smaller
-        drafters read three layers of a deep target, and a drafter of one layer reads the middle
-        layer of a shallow one.
+        A drafter reads as many target layers as it has layers, evenly spaced from layer 1 to layer
+        `target_layers - 3`, like the public drafters. There are two exceptions: a drafter with
+        fewer than MIN_LAYERS_OF_PUBLIC_DRAFTERS layers reads three layers of a deep target, and a
+        drafter of one layer reads the middle layer of a target that is not deep.
         """
         if layers < MIN_LAYERS_OF_PUBLIC_DRAFTERS and target_layers >= MIN_LAYERS_OF_DEEP_TARGET:
             first = target_layers // 4 - 1
@@ -241,8 +252,12 @@ class DFlash(Drafter):
     def choose_warm_start_layers(
         layer_ids: tuple[int, ...], layers: int, target_config: PretrainedConfig
     ) -> list[int]:
-        """Return the target's attention layers after the first layer that the drafter reads, else
-        its last ones; [] where it has too few."""
+        """Return the target layers from whose weights the drafter's layers start.
+
+        These are the first attention layers of the target after the first layer that the drafter
+        reads. If there are too few after it, they are the target's last attention layers. Returns
+        [] if the target has fewer attention layers than the drafter has layers.
+        """
         all_attention_layers = attention_layer_ids(target_config)
         later_layers = [layer for layer in all_attention_layers if layer > layer_ids[0]]
         chosen = all_attention_layers[-layers:]
@@ -254,8 +269,10 @@ class DFlash(Drafter):
     def build_family_config(
         options: DrafterConfig, target_config: PretrainedConfig, target: Target | None
     ) -> dict[str, Any]:
-        """Return `dflash_config` of a new drafter. Raises ValueError for a mask token outside the
-        target's vocabulary."""
+        """Return `dflash_config` of a new drafter.
+
+        Raises ValueError if `mask_token_id` is not in the target's vocabulary.
+        """
         vocab_size = target_config.vocab_size
         mask_token_id = options.mask_token_id
         if mask_token_id is None and target is not None:
@@ -278,7 +295,8 @@ class DFlash(Drafter):
             family_config["conv_kernel_size"] = options.conv_kernel_size
             family_config["conv_group_size"] = group_size
         if options.sliding_window:
-            # Without this key, readers would take sliding layers for causal ones.
+            # Without this key, programs that read config.json would assume that layers with a
+            # sliding window are causal.
             family_config["causal"] = False
         for name in ("sample_from_anchor", "causal", "layer_fusion"):
             if vars(options)[name]:
@@ -286,8 +304,8 @@ class DFlash(Drafter):
         return family_config
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights; layer fusion prefers deeper target layers for deeper layers, as in
-        AngelSlim."""
+        """Draw initial weights. With layer fusion, deeper layers of the drafter start with a
+        preference for deeper layers of the target, as in AngelSlim."""
         super().init_weights(generator)
         if self.has_layer_fusion:
             nn.init.zeros_(self.layer_fusion_weights)
@@ -305,8 +323,8 @@ class DFlash(Drafter):
         target: Target,
         generator: torch.Generator | None,
     ) -> None:
-        """Normalise the context like the input of the first layer, so that the context's keys and
-        values are exactly the target's."""
+        """Set the projection and the norm of the context features. In the first layer, the keys and
+        values of the context are then exactly those that the target computes."""
         self.hidden_norm.weight.copy_(layer_weights[0]["input_layernorm.weight"])
         if not self.has_layer_fusion:
             select_feature_layer(self.fc, 0)
@@ -319,19 +337,21 @@ class DFlash(Drafter):
             context_values.load_state_dict(values.state_dict())
 
     def mix_feature_layers(self, features: torch.Tensor) -> torch.Tensor:
-        """Return each layer's mix (..., layers, D) of context features (..., F)."""
+        """Return the mix of the target layers' states that each layer of the drafter reads, as a
+        tensor (..., layers, D). `features` (..., F) are the states of the target layers."""
         by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
         return self.layer_fusion_weights.softmax(-1) @ by_target_layer
 
     def project_contexts(self, features: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return for each layer the input (B, T, D) of its context keys and values, from features
-        (B, T, F)."""
+        """Convert features (B, T, F) to the inputs (B, T, D) from which each layer computes the
+        keys and values of the context. The result has one tensor per layer."""
         if self.has_layer_fusion:
             return self.hidden_norm(self.mix_feature_layers(features)).unbind(-2)
         return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
     def build_block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
-        """Return the blocks `[bonus token, mask, ..., mask]` (..., W) of bonus tokens (...)."""
+        """Return the token ids (..., W) of the block `[bonus token, mask, ..., mask]` for each of
+        the bonus tokens (...)."""
         block_ids = bonus.unsqueeze(-1).repeat_interleave(self.num_queries, dim=-1)
         block_ids[..., 1:] = cast(int, self.mask_token_id)
         return block_ids
@@ -339,8 +359,8 @@ class DFlash(Drafter):
     def prepare_inputs(
         self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embedded blocks (B, N * W, D) at anchors (B, N) of packed sequences (B, T),
-        and the positions (B, N * W) of their slots."""
+        """Return the embedded blocks (B, N * W, D) that start at `anchors` (B, N) of packed
+        sequences `ids` (B, T), and the positions (B, N * W) of the slots of the blocks."""
         block_ids = self.build_block_ids(ids.gather(1, anchors))
         blocks = self.embed(target, block_ids).flatten(1, 2)
         offsets = torch.arange(self.num_queries, device=ids.device)
@@ -357,10 +377,11 @@ class DFlash(Drafter):
     ) -> torch.Tensor:
         """Run all blocks of packed sequences at once, in training.
 
-        `features` (B, T, F) and `positions` (B, T) are the context; `blocks` (B, N * W, D) the
-        embedded blocks at `block_positions` (B, N * W). There is one of `masks` for each of
-        `attention_patterns`, see `build_training_mask`, with columns [context | blocks]. Returns
-        states (B, N * W, D) that went through `normalize_for_head`.
+        `features` (B, T, F) and `positions` (B, T) describe the context. `blocks` (B, N * W, D) are
+        the embedded blocks at `block_positions` (B, N * W). `masks` are results of
+        `build_training_mask`, one for each of `attention_patterns`; their columns are first the
+        context positions, then the block slots. Returns the states (B, N * W, D) after
+        `normalize_for_head`.
         """
         contexts = self.project_contexts(features)
         rotary = self.compute_rotary(block_positions)
@@ -380,7 +401,8 @@ class DFlash(Drafter):
         states = blocks
         layers = zip(self.typed_layers, contexts, self.pattern_of_layer, strict=True)
         for layer, context, pattern in layers:
-            if self.recompute:  # the backward pass stores `states` and `context` alone
+            # With `checkpoint`, only the inputs of each layer are stored for the backward pass.
+            if self.recompute:
                 states = checkpoint(
                     run_layer, layer, states, context, masks[pattern], use_reentrant=False
                 )
@@ -389,7 +411,8 @@ class DFlash(Drafter):
         return self.normalize_for_head(states)
 
     def build_state(self, cache: KVCache, rotary_tables: CosSin) -> DFlashState:
-        """Return a state with an empty cache and the weights that decoding reads."""
+        """Return a decoding state with an empty cache and the weights in the form that decoding
+        reads."""
         layers = self.typed_layers
         key_weights = [
             cast(nn.RMSNorm, layer.self_attn.k_norm).weight.detach().expand(cache.num_key_heads, -1)
@@ -402,7 +425,8 @@ class DFlash(Drafter):
         return DFlashState(cache, rotary_tables, decoder, self.build_context_projection(), key_norm)
 
     def build_decoder(self) -> KernelDecoder:
-        """Return the layers in the form that decoding runs; copies where they are being trained."""
+        """Convert the layers to the form that decoding runs. The weights are copied if the drafter
+        is being trained."""
         kernels = self.kernels
         modules = self.layers
         if any(parameter.requires_grad for parameter in self.parameters()):
@@ -417,10 +441,11 @@ class DFlash(Drafter):
         return select_decoder_class(layers, kernels)(kernels, layers, final_norm)
 
     def build_context_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function from features (N, F) to the keys and values of all layers
-        (N, layers * 2 * H * E), before the key norm and rotary embeddings.
+        """Return a function that maps features (tokens, F) to the keys and values of all layers
+        (tokens, layers * 2 * H * E), before the key norm and rotary embeddings.
 
-        It is one matmul where all layers read the same context.
+        Without layer fusion, all layers read the same inputs, so that the function computes the
+        keys and values of all layers in one matmul.
         """
         kernels = self.kernels
         norm = RMSNormWeights(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
@@ -462,8 +487,11 @@ class DFlash(Drafter):
         state: DFlashState,
         counts_on_device: torch.Tensor | None = None,
     ) -> None:
-        """Write the keys and values of new positions to the cache, as
-        `DrafterAttention.project_keys_values` computes them in training. Tokens are not read."""
+        """Compute the keys and values of newly committed positions and write them to the cache.
+
+        The keys and values equal the result of `DrafterAttention.project_keys_values` in training.
+        `tokens` is ignored; the other arguments are described in `Drafter.update_context`.
+        """
         cache = state.cache
         rows, width, _ = features.shape
         if cache.max_query_length is not None and width > cache.max_query_length:
@@ -504,8 +532,8 @@ class DFlash(Drafter):
     def compute_block_states(
         self, target: Target, bonus: torch.Tensor, position: BlockPosition, state: DFlashState
     ) -> torch.Tensor:
-        """Return the states (B, W, D) of blocks after bonus tokens (B,), as `forward` computes
-        them."""
+        """Compute the states (B, W, D) of one block after each of the bonus tokens (B,). The result
+        is the same as that of `forward` in training."""
         masks = {
             str(index): build_cached_block_mask(position, self.num_queries, pattern)
             for index, pattern in enumerate(self.attention_patterns)
@@ -522,7 +550,8 @@ class DFlash(Drafter):
         cos, sin = position.rotary
         rotation = (cos.flatten(0, 1)[:, None], sin.flatten(0, 1)[:, None])  # (B * W, 1, E)
         rotations = dict.fromkeys(masks, rotation)
-        # The decoder's output after the final norm has the number of layers as its index.
+        # `KernelDecoder.run` returns the output after the final norm under the number of layers,
+        # and the output of a layer under the index of this layer.
         output_index = len(self.layers)
         output_layers = ()
         if self.head_reads_raw_states:

@@ -1,11 +1,11 @@
-"""Write DFlash drafters in the layouts that engines and trainers read; layouts.py reads them.
+"""Convert DFlash drafters to the layouts that engines and trainers read. layouts.py reads layouts.
 
-A writer takes the drafter, its target or None, and the config.json and tensors of the public
-layout. The tensors include the embedding and the head that the drafter uses where the format has
-`stores_embedding_and_head` (families.py). It returns config.json and tensors of its own layout.
-`infer.formats.export` refuses beforehand what a layout cannot express.
+There is one writer function per export format. A writer takes the drafter, the target or None, and
+the drafter's config.json and tensors in the public layout. The tensors include the embedding and
+the language model head that the drafter uses if the format has `stores_embedding_and_head`
+(families.py). A writer returns the config.json and the tensors in the layout of the format.
 
-V vocabulary, D hidden size.
+`infer.formats.export` calls a writer only if the layout can express the drafter.
 """
 
 import math
@@ -27,11 +27,14 @@ from infer.targets.target import Target
 Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
-# Identity convolutions have the kernel size and the group size of published drafters.
+# A layout with convolutions stores identity convolutions for a drafter that has no convolutions.
+# They have the kernel size and the group size of published drafters.
 IDENTITY_CONVOLUTION_KERNEL_SIZE = 2
 MAX_IDENTITY_CONVOLUTION_GROUP_CHANNELS = 16
-DEEPSPEC_NUM_ANCHORS = 512  # a training option that DeepSpec's config.json must have
+DEEPSPEC_NUM_ANCHORS = 512  # value of num_anchors, a training option that DeepSpec requires
+# Key: `HeadSpec.name` of the conditional head. Value: `speculators_model_type`.
 SPECULATORS_TYPE_BY_HEAD = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
+# Key: `speculators_model_type`. Value: the class name under `architectures`.
 SPECULATORS_CLASS_BY_TYPE = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
@@ -45,15 +48,15 @@ SPECULATORS_KEY_PREFIXES = ("markov_", "selector_", "conv_", "xpress_", "num_jac
 def write_public(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return the public layout."""
+    """Return `config` and `weights` unchanged, as they are in the public layout."""
     return config, weights
 
 
 def write_dflash2(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return the layout of DFlash 2's authors; a drafter without convolutions gets identity
-    ones."""
+    """Return config.json and tensors in the layout of DFlash 2's authors. Identity convolutions are
+    added to a drafter without convolutions."""
     keys, convolutions = build_selector_keys(drafter)
     config["architectures"] = ["DFlash2DraftModel"]
     config["dflash_config"] |= keys
@@ -62,7 +65,7 @@ def write_dflash2(
 
 def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
     """Return the config.json keys of DFlash 2's selector and convolutions, and the tensors of
-    identity convolutions for a drafter without any."""
+    identity convolutions if the drafter has no convolutions, else {}."""
     head = drafter.conditional_head
     assert head is not None
     # In this project, top_k = 0 means all tokens of the vocabulary.
@@ -91,8 +94,8 @@ def build_selector_keys(drafter: Drafter) -> tuple[Config, Weights]:
 def write_dspark(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return DeepSpec's layout, without dflash_config: of DSpark, or of DeepSpec's DFlash for a
-    drafter without a conditional head."""
+    """Return config.json and tensors in DeepSpec's layout, which has no dflash_config. A drafter
+    without a conditional head becomes a DSpark drafter with markov_rank 0."""
     family_config = config.pop("dflash_config")
     config["architectures"] = ["Qwen3DSparkModel"]
     config["num_anchors"] = DEEPSPEC_NUM_ANCHORS
@@ -107,14 +110,16 @@ def write_dspark(
 def write_specforge(
     drafter: Drafter, target: Target | None, config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return SpecForge's layout of DSpark and Domino drafters, which SGLang serves.
+    """Return config.json and tensors of a DSpark or Domino drafter in SpecForge's layout, which
+    SGLang serves.
 
-    The head's keys are written at the top of config.json too, where vLLM reads them.
+    The keys of the conditional head are in dflash_config, and are repeated at the top level of
+    config.json, where vLLM reads them.
     """
     family_config = config["dflash_config"]
     del family_config["sample_from_anchor"]
     if "gru_hidden_dim" in family_config:
-        # The published Domino drafter has the architecture of a DFlash drafter.
+        # `architectures` stays DFlashDraftModel, as in the published Domino drafter.
         family_config |= {"projector_type": "domino", "shift_label": True}
         config["emb_dim"] = family_config["emb_dim"]
         return config, rename_for_layout(weights, LAYOUTS_BY_PROJECTOR_TYPE["domino"])
@@ -132,14 +137,14 @@ def write_specforge(
 
 
 def build_confidence_keys(family_config: Config) -> dict[str, bool]:
-    """Return the keys of a confidence head, which readers of DSpark's layouts require even where
-    they are false."""
+    """Return the config.json keys of the confidence head. Programs that read DSpark's layouts
+    require these keys even if there is no confidence head and the values are false."""
     names = ("enable_confidence_head", "confidence_head_with_markov")
     return {name: bool(family_config.get(name)) for name in names}
 
 
 def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
-    """Return the tensors under the names that a layout has for them."""
+    """Return the tensors with the names that they have in `layout`."""
     layout_names = {}
     for layout_prefix, prefix in layout.tensor_prefixes.items():
         for name in weights:
@@ -151,8 +156,8 @@ def rename_for_layout(weights: Weights, layout: CheckpointLayout) -> Weights:
 def write_transformers(
     drafter: Drafter, target: Target | None, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return the layout of transformers' own class, for `generate(assistant_model=...,
-    speculation_type="dflash")`."""
+    """Return config.json and tensors in the layout of transformers' own drafter class, for
+    `generate(assistant_model=..., speculation_type="dflash")`."""
     config = drafter.config
     assert config.layer_types is not None and config.rope_parameters is not None
     layout_config = {
@@ -168,10 +173,11 @@ def write_transformers(
     }
     if "sliding_attention" in config.layer_types:
         assert config.sliding_window is not None
-        # transformers stores the largest distance, this project the number of positions
+        # transformers stores the largest distance between query and key in a window. This project
+        # stores the number of positions in a window, which is one more.
         layout_config["sliding_window"] = config.sliding_window - 1
-    # Keys whose value is null are written too: transformers' defaults for them are those of another
-    # model.
+    # Keys whose value is null are written too, because transformers would replace a missing key by
+    # the default of another model.
     shared_names = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
@@ -187,9 +193,11 @@ def write_transformers(
 def build_speculators_config(
     drafter: Drafter, target_name: str, target_architectures: list[str]
 ) -> Config:
-    """Return config.json in speculators' layout, of the type that the conditional head requires.
+    """Return config.json in speculators' layout. The drafter's conditional head determines
+    `speculators_model_type`.
 
-    `target_name` is the target's name or path, which engines load it from.
+    `target_name` is the name or path from which engines load the target. `target_architectures` is
+    the target's entry `architectures` in config.json.
     """
     config = drafter.config
     family_config = drafter.family_config
@@ -225,8 +233,9 @@ def build_speculators_config(
         "aux_hidden_state_layer_ids": [layer + 1 for layer in family_config["target_layer_ids"]],
         "mask_token_id": drafter.mask_token_id,
         "sample_from_anchor": drafter.first_draft_slot == 0,
-        # vLLM applies this flag to all layers, and false to causal ones. The authors' code applies
-        # it to sliding layers alone.
+        # vLLM applies this flag to all layers: true means that no layer is causal, and false that
+        # all layers are causal. The authors' code applies the flag to layers with a sliding window
+        # only.
         "sliding_window_non_causal": not any(causal for causal, _ in drafter.attention_patterns),
         "num_target_layers": config.num_target_layers,  # speculators ignores this key
         "dtype": str(drafter.dtype).removeprefix("torch."),
@@ -242,8 +251,8 @@ def build_speculators_config(
 def write_speculators(
     drafter: Drafter, target: Target, public_config: Config, weights: Weights
 ) -> tuple[Config, Weights]:
-    """Return speculators' layout, in which `target.name` tells engines where to find the
-    target."""
+    """Return config.json and tensors in speculators' layout. The config.json contains
+    `target.name`, from which engines load the target."""
     draft_tokens = drafter.vocabulary.tokens
     if draft_tokens is not None:
         in_draft_vocabulary = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)

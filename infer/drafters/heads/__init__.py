@@ -1,4 +1,5 @@
-"""Conditional heads: small modules after a drafter's block that make a token's score depend on the
-tokens before it. A head is one file in this folder (its formula, config keys and tensors) and an
-entry of the table. May import what `infer.drafters` may. Start reading at table.py, then base.py
-(the interface of every head), then markov.py, then draft.py (a drafted block)."""
+"""Conditional heads: small modules that run after a drafter's layers and make the score of a
+drafted token depend on the drafted tokens before it. Each head is one file in this folder, with its
+formula and tensors, and has an entry in the table of table.py. This package may import whatever
+`infer.drafters` may import. Start reading at table.py, then base.py (the interface of every head),
+then markov.py (an example), then draft.py (how a block is drafted with a head)."""

@@ -1,12 +1,13 @@
-"""Domino's head: a recurrent network reads the tokens before a slot, and a small network turns its
-state into a correction.
+"""Domino's conditional head: a GRU reads the tokens before a slot, and a small network computes a
+correction of the slot's logits from the GRU's state and the slot's state.
 
-Logits are U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]) with the target's embedding E, for all
-drafted slots after the first `pure_draft_prefix_len`. U_k are the logits without the head and h_k
-is the state of slot k.
+The logits of slot k are U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]). U_k are the logits without
+the head, h_k is the state of slot k, x_0 .. x_{k-1} are the tokens of the block before slot k, E is
+the target's embedding, and C and J are matrices. The first `pure_draft_prefix_len` drafted slots
+get no correction.
 
 G blocks, L drafted positions, r rank (`emb_dim`), D hidden size, S entries of the recurrent state
-(`gru_hidden_dim`), V vocabulary.
+(`gru_hidden_dim`).
 """
 
 import torch
@@ -17,7 +18,7 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class GRUHead(Head):
-    """Domino's head. Tensor names are those of Domino's checkpoints."""
+    """Domino's head. The tensors have the same names as in Domino's checkpoints."""
 
     recurrent = True
     output_name = "embed_proj.2.weight"
@@ -26,7 +27,7 @@ class GRUHead(Head):
         super().__init__()
         rank = family_config.get("emb_dim", 256)
         state_size = family_config["gru_hidden_dim"]
-        # the first slot, counted from 0, that is corrected
+        # the first drafted slot, counted from 0, that gets a correction
         self.first_corrected_slot = family_config.get("pure_draft_prefix_len", 0)
         self.prefix_gru = nn.GRU(config.hidden_size, state_size, bias=False, batch_first=True)
         input_projection = nn.Linear(config.hidden_size + state_size, rank, bias=False)  # J
@@ -56,7 +57,8 @@ class GRUHead(Head):
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
     ) -> HeadOutput:
-        """Compute `Head.teacher_force` in one pass over the tokens."""
+        """Return what `Head.teacher_force` describes, computed in one pass of the GRU over all
+        tokens."""
         length = previous_tokens.shape[1]
         assert self.correction_matrix is not None
         embedded = embed_and_norm.embed(previous_tokens).to(self.correction_matrix.dtype)
@@ -69,7 +71,8 @@ class GRUHead(Head):
     def _compute_correction(
         self, states: torch.Tensor, recurrent_states: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Return the corrections (..., r), zero for slots before `first_corrected_slot`."""
+        """Return the corrections (..., r), which are zero for slots before
+        `first_corrected_slot`."""
         inputs = torch.cat([states.to(recurrent_states.dtype), recurrent_states], -1)
         correction = self.embed_proj[:2](inputs)
         return correction * (slots >= self.first_corrected_slot).to(correction)[..., None]

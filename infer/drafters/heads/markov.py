@@ -1,13 +1,13 @@
-"""DSpark's Markov heads: a low-rank table of which token follows which, added to the logits.
+"""DSpark's Markov heads: conditional heads that add a low-rank table of token pairs to the logits.
 
-With U_k the logits without the head, h_k the state of slot k and x the token before it:
+U_k are the logits of slot k without the head, h_k is the state of slot k, and x is the token before
+slot k. W1, W2, Wg and Wz are matrices; W1[x] is the row of token x, with r entries (the rank). The
+three kinds of head compute these logits:
 
 - `vanilla`: U_k + W2 W1[x];
 - `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);
-- `rnn`: with a recurrent state s, z = [s; W1[x]; h_k] and (sigmoid^-1(g), c, o) = Wz z, the next
-  state is g s + (1 - g) tanh(c), and the logits are U_k + W2 tanh(o).
-
-r rank, D hidden size, V vocabulary.
+- `rnn`: U_k + W2 tanh(o). The three vectors a, c and o are the thirds of Wz [s; W1[x]; h_k], where
+  s is a recurrent state. With g = sigmoid(a), the next recurrent state is g s + (1 - g) tanh(c).
 """
 
 import torch
@@ -18,8 +18,8 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class MarkovHead(Head):
-    """DSpark's Markov head. Tensor names and config keys are DSpark's; `markov_w2` has a row for
-    each token of the draft vocabulary."""
+    """DSpark's Markov head. The names of tensors and config keys are DSpark's. `markov_w1` (W1) has
+    a row for each token of the target, and `markov_w2` (W2) for each draft token."""
 
     output_name = "markov_w2.weight"
 

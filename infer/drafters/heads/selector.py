@@ -1,11 +1,10 @@
-"""DFlash 2's candidate selector: chooses which of a slot's likeliest tokens follows the token
-before it.
+"""DFlash 2's candidate selector: a conditional head that rescores the likeliest tokens of a slot,
+given the token before the slot.
 
-Logits are U_k(v) + <A[x] * (P h_k), B[v]> over the k likeliest tokens v of U_k, and the softmax is
-over these alone. U_k are the logits without the head, h_k is the state of slot k and x the token
-before it.
-
-r rank, D hidden size, V vocabulary.
+For slot k, the head keeps the `top_k` likeliest tokens. The logit of such a token v is
+U_k(v) + <A[x] * (P h_k), B[v]>. The softmax is over these tokens alone. U_k are the logits without
+the head, h_k is the state of slot k, x is the token before slot k, and <., .> is the dot product.
+The matrices A and B have `rank` columns, and P has `rank` rows.
 """
 
 import torch
@@ -16,7 +15,8 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class SelectorHead(Head):
-    """DFlash 2's candidate selector. Tensor names and config keys are DFlash 2's."""
+    """DFlash 2's candidate selector. The names of tensors and config keys are those of DFlash
+    2."""
 
     output_name = "successor_codebook"
 

@@ -1,11 +1,10 @@
-"""TreeFlash's head: one feed-forward step from a slot's state and the token before it to the state
-after that token.
+"""TreeFlash's conditional head: a SwiGLU layer that adds the token before a slot to the slot's
+state.
 
 The new state is h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)]. The
-language model head reads norm(h'). `norm` is the drafter's final norm, h_k is the state before it,
-and E is the target's embedding.
-
-D hidden size.
+language model head reads norm(h'). `norm` is the drafter's final norm, h_k is the state of slot k
+before the final norm, x is the token before slot k, E is the target's embedding, and Wd and Wug are
+the weights of the layer.
 """
 
 import torch
@@ -17,7 +16,7 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput
 
 
 class SwiGLUHead(Head):
-    """TreeFlash's head. Tensor names are TreeFlash's."""
+    """TreeFlash's head. The tensors have the same names as in TreeFlash's checkpoints."""
 
     reads_raw_states = True
 
@@ -25,7 +24,7 @@ class SwiGLUHead(Head):
         super().__init__()
         hidden_size = config.hidden_size
         intermediate_size = family_config.get("ar_hidden_size") or config.intermediate_size
-        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)  # epsilon of the authors' code
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-6)  # the epsilon in the TreeFlash authors' code
         self.ug = nn.Linear(2 * hidden_size, 2 * intermediate_size)
         self.d = nn.Linear(intermediate_size, hidden_size, bias=False)
 
@@ -37,7 +36,7 @@ class SwiGLUHead(Head):
         slots: torch.Tensor,
         recurrent_state: torch.Tensor | None,
     ) -> HeadOutput:
-        # Training with a bfloat16 target keeps the head's weights in float32.
+        # The states may be bfloat16 while the head's weights are float32, as in training.
         states = states.to(self.ug.weight.dtype)
         embedded = self.norm(embed_and_norm.embed(previous_tokens).to(states.dtype))
         normalized = embed_and_norm.norm(states).expand_as(embedded)
@@ -45,7 +44,7 @@ class SwiGLUHead(Head):
         return HeadOutput(embed_and_norm.norm(states + self.d(F.silu(gate) * up)))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw initial weights with which h' = h_k."""
+        """Draw initial weights with which the head leaves the state of a slot unchanged."""
         nn.init.ones_(self.norm.weight)
         nn.init.normal_(self.ug.weight, std=0.02, generator=generator)
         nn.init.zeros_(self.ug.bias)

@@ -1,6 +1,7 @@
 """The table of conditional heads.
 
-This module does not import torch: options are checked against the table before anything is loaded.
+This module does not import torch, because options are checked against the table before any model is
+loaded.
 
 To add a head, write a subclass of `infer.drafters.heads.base.Head` in a file of this folder, add
 an entry to `_HEAD_SPECS`, and add a file to conf/head.
@@ -16,34 +17,39 @@ MARKOV_HEAD_KINDS = ("vanilla", "gated", "rnn")  # the values of `drafter.head.k
 
 
 class HeadConfigKey(NamedTuple):
-    """A key of a conditional head in the family's object of config.json.
+    """A key of config.json that describes a conditional head. The key is in the object that holds
+    the family's keys.
 
-    Its value is an integer of at least `minimum`, or one of `choices`.
+    An allowed value is an integer of at least `minimum` or, if `choices` is not empty, one of
+    `choices`.
     """
 
     name: str
     option: str | None = None  # the field of `infer.config.HeadConfig` with the same meaning
-    # The value of an absent key. Without a default, the key is required unless it is `optional`.
+    # The value that is assumed if config.json lacks the key.
     default: Any = None
-    new_drafter_value: Any = None  # for a new drafter whose option is not set
+    new_drafter_value: Any = None  # the value for a new drafter if the option is not set
     minimum: int = 1
     choices: tuple = ()
-    optional: bool = False  # an absent key stays absent
+    optional: bool = False  # if true and config.json lacks the key, no default is filled in
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What options and readers of config.json need to know of a head without importing it."""
+    """The properties of a conditional head that are needed without importing its class: to check
+    options and to read config.json."""
 
     name: str  # the value of the option `drafter.head.name`
-    title: str  # the name in messages
+    title: str  # the head's name in messages
     class_path: str  # "module:class"; imported when a drafter has this head
-    attribute: str  # the drafter's submodule, with which the names of the head's tensors begin
-    # A drafter has this head where this key of the family's object in config.json is set and not 0.
+    attribute: str  # name of the drafter's submodule, the prefix of the names of the head's tensors
+    # A drafter has this head if config.json contains this key with a value that is not 0 or false.
     config_key: str
-    config_keys: tuple[HeadConfigKey, ...]  # all keys of the head in that object
-    adds_to_logits: bool = True  # it adds a correction to the logits of the drafter without a head
-    # Tensors with one row per token: AdamW trains them, while Muon trains other matrices.
+    config_keys: tuple[HeadConfigKey, ...]  # all keys of the head in config.json
+    # whether the head adds a correction to the logits that the drafter computes without a head
+    adds_to_logits: bool = True
+    # Names of tensors with one row per token. AdamW trains these tensors even if Muon trains the
+    # other matrices.
     token_tables: tuple[str, ...] = ()
 
     @property
@@ -129,7 +135,8 @@ _HEAD_SPECS = (
         config_keys=(
             HeadConfigKey("xpress_rank", "rank", 256, minimum=0),
             HeadConfigKey("xpress_mlp_ratio", default=2, new_drafter_value=2),
-            # passes of serving engines; they converge to the chain that is decoded here
+            # The number of refinement passes in serving engines. Decoding here needs no such
+            # passes: it computes the chain to which the passes converge.
             HeadConfigKey("num_jacobi_passes", default=6, new_drafter_value=6, minimum=0),
         ),
         token_tables=("token_embed.weight", "readout.weight"),
@@ -140,9 +147,10 @@ HEAD_TOKEN_TABLE_WEIGHT_NAMES = tuple(name for spec in _HEAD_SPECS for name in s
 
 
 def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
-    """Return the conditional head that a family's object in config.json describes, None for none.
+    """Return the conditional head that `family_config` describes; None if it describes none.
 
-    Heads are told apart by the key that enables them (`HeadSpec.config_key`).
+    `family_config` is the object in config.json that holds the family's keys. A head is recognised
+    by the key `HeadSpec.config_key`.
     """
     for spec in _HEAD_SPECS:
         if family_config.get(spec.config_key):
@@ -151,9 +159,10 @@ def find_head_spec(family_config: Mapping[str, Any]) -> HeadSpec | None:
 
 
 def build_head_config(options: Any) -> dict[str, Any]:
-    """Return the config.json keys of a new drafter's conditional head; {} for no head.
+    """Return the config.json keys and values of a new drafter's conditional head; {} for no head.
 
-    `options` is an `infer.config.HeadConfig`; that module imports this one.
+    `options` is an `infer.config.HeadConfig`. The type is not in the signature because
+    infer/config.py imports this module.
     """
     spec = CONDITIONAL_HEADS.get(options.name)
     if spec is None:
@@ -172,14 +181,14 @@ def build_head_config(options: Any) -> dict[str, Any]:
 
 
 def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `infer.config.HeadConfig` that produce the conditional head which a
-    family's object in config.json describes; {} for no head."""
+    """Convert the config.json keys of a conditional head back to fields of
+    `infer.config.HeadConfig`. Return {} if `family_config` describes no head."""
     spec = find_head_spec(family_config)
     if spec is None:
         return {}
 
     options: dict[str, Any] = {"name": spec.name}
-    # Two keys may belong to one option; the first key of the table is written last and counts.
+    # If two keys have the same option, the key that comes first in `config_keys` decides its value.
     for key in reversed(spec.config_keys):
         if key.option is not None:
             options[key.option] = family_config.get(key.name, key.default)
@@ -187,10 +196,10 @@ def read_head_options(family_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the conditional head that a config.json describes, with defaults for
-    absent ones; {} for no head.
+    """Return the keys and values of the conditional head that a config.json describes, with
+    defaults for missing keys; {} for no head.
 
-    `config_keys` are the checked keys, a `infer.drafters.config_keys.CheckedKeys`.
+    `config_keys` is an `infer.drafters.config_keys.CheckedKeys`.
     """
     spec = find_head_spec(config_keys)
     if spec is None:
@@ -203,8 +212,8 @@ def read_head_config(config_keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_head_options(options: Any) -> None:
-    """Raise ValueError for a head that does not exist, or for an option that is not at its default
-    although the head does not read it.
+    """Raise ValueError if the head does not exist, or if an option was changed from its default
+    although the head does not read the option.
 
     `options` is an `infer.config.HeadConfig`.
     """
@@ -223,7 +232,7 @@ def check_head_options(options: Any) -> None:
             continue
         heads = " or ".join(f"head={other.name}" for other in _HEAD_SPECS if name in other.options)
         raise ValueError(
-            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}"
+            f"drafter.head.{name}={value} is an option of {heads}, not of head={options.name}; remove it"
         )
 
     if options.kind not in MARKOV_HEAD_KINDS:

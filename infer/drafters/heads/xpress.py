@@ -1,18 +1,22 @@
-"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a correction computed from all slots up to
-the corrected one.
+"""XPress' refiner (arXiv 2608.02438; speculators 0.9.0): a conditional head that corrects the
+logits of a slot with the states and tokens of all slots up to this slot.
 
-Logits are U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)). The vector c_k mixes the slots, separately
-for each channel: c_k = x_k + sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]],
-where y_j is the token before slot j. U_k are the logits without the head and h_j is the state of
-slot j. The slot of the bonus token is mixed in even where it drafts nothing; its y is then the
-bonus token itself, as in vLLM (speculators trains with the token before the bonus token).
+The logits of slot k are U_k + R (c_k + Wd (silu(Wg c_k) * Wu c_k)). U_k are the logits without the
+head. The vector c_k has r entries (the rank) and mixes the slots, separately for each entry:
+c_k = x_k + sum_{j <= k} M_kj * x_j with x_j = Wi [Wh h_j; Wm mean(h); E[y_j]]. Here h_j is the
+state of slot j, mean(h) is the mean over the slots of the block, and y_j is the token before slot
+j. The comments in `XPressHead.__init__` name the tensors of these matrices.
 
-Serving engines refine a whole block in several passes, each with the tokens of the pass before
-(Jacobi iteration). As c_k depends on no later slot, these passes converge to the chain that is
-drafted here token by token.
+The sum includes the slot of the bonus token even if that slot drafts nothing. For that slot, y_j is
+then the bonus token itself, as in vLLM; speculators trains with the token before the bonus token.
 
-G blocks, L drafted positions, W slots of a block, D hidden size, r rank. The recurrent state holds
-the c of every slot, summed over the tokens so far: W r entries.
+Serving engines refine a whole block in several passes, where each pass reads the tokens of the
+previous pass (Jacobi iteration). As c_k depends on no later slot, these passes converge to the
+chain that this project drafts token by token.
+
+B batch rows, G blocks, L drafted positions, W slots of a block, D hidden size, r rank. The
+recurrent state has W * r entries: for every slot k, the part of c_k that is due to the states and
+to the tokens so far.
 """
 
 import torch
@@ -24,7 +28,7 @@ from infer.drafters.heads.base import EmbedAndNorm, Head, HeadOutput, get_draft_
 
 
 class XPressHead(Head):
-    """XPress' refiner. Tensor names and config keys are those of speculators."""
+    """XPress' refiner. The names of tensors and config keys are those of speculators."""
 
     recurrent = True
     output_name = "readout.weight"
@@ -41,31 +45,35 @@ class XPressHead(Head):
         self.down_h = nn.Linear(config.hidden_size, rank, bias=False)  # Wh
         self.down_g = nn.Linear(config.hidden_size, rank, bias=False)  # Wm
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)  # Wi
-        self.mix_l = nn.Parameter(torch.empty(rank, slots, slots))  # M: [channel, k, j]
+        self.mix_l = nn.Parameter(torch.empty(rank, slots, slots))  # M, indexed [entry, k, j]
         self.mlp_gate = nn.Linear(rank, intermediate_size, bias=False)  # Wg
         self.mlp_up = nn.Linear(rank, intermediate_size, bias=False)  # Wu
         self.mlp_down = nn.Linear(intermediate_size, rank, bias=False)  # Wd
         self.readout = nn.Linear(rank, get_draft_vocab_size(config), bias=False)  # R
 
     def compute_mixing_weights(self, slots: int) -> torch.Tensor:
-        """Return the weights (W, W, r) with which x_j enters c_k, indexed [j, k, channel]: M plus
-        the identity, zero for j > k."""
+        """Return the weight of x_j in c_k for every j, k and entry, as a tensor (W, W, r) indexed
+        [j, k, entry]. The weights are M plus the identity for j <= k, and zero for j > k."""
         mix = self.mix_l[:, :slots, :slots].tril() + torch.eye(slots).to(self.mix_l)
         return mix.permute(2, 1, 0)
 
     def project_tokens(self, previous_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the summand of x (..., r) that depends on the tokens before the slots (...)."""
+        """Return the part (..., r) of x_j that is due to y_j, the token before slot j.
+
+        `previous_tokens` (...) are the tokens before the slots.
+        """
         embedded = self.token_embed(previous_tokens)
         return F.linear(embedded, self.in_proj.weight[:, -embedded.shape[-1] :])
 
     def project_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of x that depend on the states (G, W, D): (G, W, 2 r)."""
+        """Return [Wh h_j; Wm mean(h)] (G, W, 2 r), the part of the input of Wi that depends on the
+        `states` (G, W, D)."""
         states = states.to(self.readout.weight.dtype)
         mean = states.mean(1, keepdim=True).expand_as(states)
         return torch.cat([self.down_h(states), self.down_g(mean)], -1)
 
     def compute_correction(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Return the corrections (..., r) for c (..., r)."""
+        """Return the corrections (..., r) of slots, from their vectors c_k in `mixed` (..., r)."""
         return mixed + self.mlp_down(F.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
 
     def initial_state(self, bonus_tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -95,7 +103,7 @@ class XPressHead(Head):
     def teacher_force(
         self, embed_and_norm: EmbedAndNorm, states: torch.Tensor, previous_tokens: torch.Tensor
     ) -> HeadOutput:
-        """Compute `Head.teacher_force` in one pass over the slots."""
+        """Return what `Head.teacher_force` describes, computed for all slots at once."""
         slots = states.shape[1]
         tokens = torch.cat([previous_tokens[:, :1], previous_tokens], 1)[:, -slots:]  # (G, W)
         x = self.in_proj(torch.cat([self.project_states(states), self.token_embed(tokens)], -1))

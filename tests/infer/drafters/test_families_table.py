@@ -30,14 +30,14 @@ def test_unknown_families_are_refused():
 
 
 def test_dart_has_one_layer():
-    with pytest.raises(ValueError, match="drafter.layers=2: a DART drafter has 1 layer "):
+    with pytest.raises(ValueError, match="drafter.layers=2: a DART drafter has 1 layer;"):
         DrafterConfig(family="dart").check()
 
 
 def test_dart_allows_only_its_zero_stages():
     config = TrainConfig(drafter=DrafterConfig(family="dart", layers=1))
     config.deepspeed.stage = 3
-    message = "which drafter=dart does not support: use deepspeed.stage=0, 1, 2"
+    message = "which drafter=dart does not support; allowed values of deepspeed.stage: 0, 1, 2"
     with pytest.raises(ValueError, match=message):
         config.check()
     config.drafter = DrafterConfig()

@@ -166,5 +166,7 @@ def test_a_window_can_be_set_after_training(make_tiny):
     assert (marginals - expected).abs().max() < 1e-5
     assert (marginals - without_window).abs().max() > 1e-5
     assert state.cache.evicted_counts > 0
-    with pytest.raises(ValueError, match="window=3: must be at least the block, 4"):
+    with pytest.raises(
+        ValueError, match="window=3: the window must be at least as long as a block, 4"
+    ):
         limit_attention_window(drafter, 3)

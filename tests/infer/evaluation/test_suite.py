@@ -329,5 +329,5 @@ def test_there_is_no_column_of_the_paper_where_it_has_nothing(command, tmp_path)
 def test_a_missing_drafter_is_said_before_anything_is_read(command):
     command.checkpoint = "nowhere"
     command.suite.folder = "nowhere either"
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder, and no name"):
+    with pytest.raises(FileNotFoundError, match="nowhere is neither a folder nor an id"):
         run_eval(command)

@@ -151,7 +151,7 @@ def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"target": 1}')
     with pytest.raises(
         FileNotFoundError,
-        match="safetensors is missing.*neither drafter nor checkpoints/best/drafter",
+        match="safetensors is missing.*no subfolder drafter or checkpoints/best/drafter",
     ):
         load_drafter(tmp_path)
     best, (_, drafter) = tmp_path / "checkpoints" / "best", make_tiny()

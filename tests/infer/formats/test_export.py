@@ -85,7 +85,7 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
         False,
         True,
     ]
-    with pytest.raises(ValueError, match="give target.path"):
+    with pytest.raises(ValueError, match="set target.path"):
         export_drafter(again, "dflash", None, tmp_path / "back")
     export_drafter(again, "dflash", target, tmp_path / "back")  # and back, without the copies
     for name in ("config.json", "model.safetensors"):
@@ -164,13 +164,13 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
 
 def test_what_a_layout_cannot_express_is_refused(make_tiny, tmp_path):
     target, drafter = make_tiny()
-    with pytest.raises(ValueError, match="give target.path"):
+    with pytest.raises(ValueError, match="set target.path"):
         export_drafter(drafter, "speculators", None, tmp_path / "no")
     original_keys = dict(drafter.config.dflash_config)
     for format, changes, word in (
         ("speculators", {"causal": True}, r"dflash_config\.causal"),
         ("transformers", {"causal": True}, "causal inside the block"),
-        ("transformers", {"target_layer_ids": [1, 5], "last_tap": "raw"}, "last_tap=raw"),
+        ("transformers", {"target_layer_ids": [1, 5], "last_tap": "raw"}, "last_tap is raw"),
         ("transformers", {"sample_from_anchor": True}, "sample_from_anchor"),
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
     ):
@@ -185,7 +185,7 @@ def test_what_a_layout_cannot_express_is_refused(make_tiny, tmp_path):
     verdicts = check_engines(tmp_path / "causal")
     assert verdicts[VLLM_INDEX].problems == verdicts[AUTHORS_INDEX].problems == []
     assert (
-        "causal is True: SGLang (DFLASH) goes by layer_types alone"
+        "causal is True: SGLang (DFLASH) reads only layer_types"
         in verdicts[SGLANG_INDEX].problems[0]
     )
 
@@ -260,7 +260,7 @@ def test_check_names_every_key_at_fault(exported):
     assert problems[BLOCKDRAFT_INDEX] == ""
     problems = exported("dflash", {"dflash_config.target_layer_ids": [1, 6]})
     assert all(
-        "[1, 6]: the target has layers 0 to 5" in problems[engine]
+        "[1, 6], expected layers from 0 to 5" in problems[engine]
         for engine in (VLLM_INDEX, SGLANG_INDEX, BLOCKDRAFT_INDEX)
     )
     problems = exported("dflash", {"architectures": ["DFlash2DraftModel"]})
@@ -322,7 +322,7 @@ def test_check_of_the_speculators_layout(exported):
         "verifier.name_or_path" in problems[SPECULATORS_INDEX] and problems[BLOCKDRAFT_INDEX] == ""
     )
     problems = exported("speculators", {"aux_hidden_state_layer_ids": [0, 3]})
-    assert "[0, 3]: the target has layers 1" in problems[SPECULATORS_INDEX]
+    assert "[0, 3], expected layers from 1" in problems[SPECULATORS_INDEX]
     problems = exported("speculators", {"draft_vocab_size": 40})
     for word in ("missing tensors: d2t", "lm_head.weight [97, 32], expected [40, 32]"):
         assert word in problems[SPECULATORS_INDEX] and word in problems[BLOCKDRAFT_INDEX]
@@ -353,7 +353,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(
     assert end.value.code == 1
     out = capsys.readouterr().out
     assert out.count("would not") == out.count("config.json is missing") == 7
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id"):
         run_check(CheckCommand(str(tmp_path / "gone")))
 
 
@@ -375,7 +375,7 @@ def test_a_base_model_is_one_of_the_drafters_sizes(
 
     embedded = load_drafter(checkpoint)
     tiny = make_tiny()[1]
-    assert "was not compared" in require_base_model_sizes("Qwen/Qwen3-4B", tiny)
+    assert "was not checked" in require_base_model_sizes("Qwen/Qwen3-4B", tiny)
     published = Qwen3Config(hidden_size=2560, num_hidden_layers=36)
     monkeypatch.setattr("infer.formats.export.load_config", lambda name: published)
     with pytest.raises(
@@ -477,9 +477,9 @@ def test_an_exports_refusals_are_those_of_engines_that_read_its_layout():
     ]
     assert describe_export(verdicts).splitlines() == [
         "loads in    first",
-        "second: would not, or would read it wrongly",
+        "second: would not load it, or would load it wrongly",
         "  - no words",
-        "others      read other layouts (format=): third",
+        "others      read other formats (choose with format=): third",
     ]
     assert describe_export(verdicts[1:2]).splitlines()[0] == "loads in    no engine"
 
@@ -509,7 +509,7 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
         "converter": str(converter),
     }
     with pytest.raises(
-        ValueError, match="llama.cpp's own converter, and converter=.* no such file"
+        ValueError, match="llama.cpp's own converter, but converter=.* does not exist"
     ):
         run_export(ExportCommand(**options, out=str(out)))
     converter.write_text(FAKE_CONVERTER.replace("FAILS", "False"))
@@ -587,5 +587,5 @@ def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(m
     export_drafter(causal, "dflash", target, tmp_path / "causal")
     assert list_loading(tmp_path / "causal") == [True, True, False, True, False, False, True]
     causal.config.rope_parameters["rope_type"] = "llama3"
-    with pytest.raises(ValueError, match="format=gguf: .* scaled as Llama 3's"):
+    with pytest.raises(ValueError, match="format=gguf does not .* Llama 3's scaling"):
         export_drafter(causal, "gguf", target, tmp_path / "gguf")

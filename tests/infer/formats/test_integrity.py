@@ -61,7 +61,7 @@ def test_a_changed_config_is_named_and_a_folder_without_digests_is_accepted(fold
         warnings.simplefilter("error")
         load_drafter(folder)
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    with pytest.warns(UserWarning, match=r"config\.json was changed after its weights were saved"):
+    with pytest.warns(UserWarning, match=r"config\.json was changed after the weights were saved"):
         assert load_drafter(folder).config.rms_norm_eps == 1e-5
     save_file(
         load_file(folder / "model.safetensors"),

@@ -1036,13 +1036,13 @@ def test_shards_with_an_index(target, tmp_path):
         "sub/model.safetensors",
         "gone.safetensors",
     ):
-        assert f"{path!r}, which is no safetensors file of this folder" in refused(
+        assert f"{path!r}, but this folder contains no such safetensors file" in refused(
             **{"norm.weight": path}
         )
     for content, word in (
         ("{", "cannot be read"),
-        ("[]", "no JSON object"),
-        ("{}", "no weight_map"),
+        ("[]", "does not contain a JSON object"),
+        ("{}", "no object weight_map"),
     ):
         index.write_text(content)
         with pytest.raises((ValueError, FileNotFoundError), match=word):
@@ -1062,7 +1062,7 @@ INVALID_CONFIGS = [
     ),
     (
         make_public_config(dflash_config={"mask_token_id": V, "target_layer_ids": [1, 6]}),
-        [f"mask_token_id is {V}", r"\[1, 6\]: the"],
+        [f"mask_token_id is {V}", r"\[1, 6\], expected layers"],
     ),
     (
         make_public_config(dflash_config={"mask_token_id": "x", "target_layer_ids": 3}),
@@ -1101,11 +1101,11 @@ INVALID_CONFIGS = [
     ),
     (
         make_deepspec_config(sample_from_anchor=True, shift_label=False),
-        ["shift_label is False, and sample_from_anchor True"],
+        ["shift_label is False, but sample_from_anchor is True"],
     ),
     (
         make_deepspec_config(enable_confidence_head=True),
-        ["enable_confidence_head is true, and there is no Markov head"],
+        ["enable_confidence_head is true, but markov_rank is 0 or missing"],
     ),
     (
         make_public_config(architectures="DFlashDraftModel"),
@@ -1131,7 +1131,7 @@ INVALID_CONFIGS = [
     (make_speculators_config(markov_rank=256), ["missing tensors: markov_head.markov_w1.weight"]),
     (
         make_speculators_config(speculators_model_type="peagle"),
-        ["this is a P-EAGLE drafter .*, which is not read here$"],
+        ["this is a P-EAGLE drafter .*, which this project does not support$"],
     ),
     (
         make_public_config(architectures=["LlamaForCausalLMEagle3"], parallel_drafting=True),
@@ -1139,7 +1139,7 @@ INVALID_CONFIGS = [
     ),
     (
         make_public_config(architectures=["Qwen3DFlyModel"]),
-        ["this is a DFly drafter .*, which is not read here$"],
+        ["this is a DFly drafter .*, which this project does not support$"],
     ),
     (TORCHSPEC_CONFIG | {"block_size": None}, ["block_size is missing$"]),
     (
@@ -1148,7 +1148,7 @@ INVALID_CONFIGS = [
     ),
     (
         make_speculators_config(speculators_model_type="eagle3"),
-        ["'eagle3', expected .* token by token are not supported"],
+        ["'eagle3', expected .* one token per pass are not supported"],
     ),
     (
         make_speculators_config(transformer_layer_config=None),
@@ -1156,7 +1156,7 @@ INVALID_CONFIGS = [
     ),
     (
         make_speculators_config(aux_hidden_state_layer_ids=[0, 2]),
-        [r"\[0, 2\]: the target has layers 1 on"],
+        [r"\[0, 2\], expected layers from 1 upwards"],
     ),
     (
         make_speculators_config(aux_hidden_state_layer_ids=None, mask_token_id=None),
@@ -1327,7 +1327,7 @@ def test_a_drafter_with_more_tensors_is_never_loaded_without_them(name, kind, ta
     (folder / "adapter").mkdir()
     save_file({"x": torch.zeros(1)}, folder / "adapter" / "adapter.safetensors")
     with pytest.raises(
-        ValueError, match="adapter/adapter.safetensors: tensors that would be left out"
+        ValueError, match="tensors that would not be loaded: adapter/adapter.safetensors"
     ):
         load_drafter(folder)
 
@@ -1336,9 +1336,7 @@ def test_tensors_under_two_names_are_refused(tmp_path):
     weights = dflash_weights() | {"model.norm.weight": torch.ones(D)}
     tree = {"ar_approximation": "swiglu"}
     config = make_public_config(architectures=["TreeFlashDraftModel"], treeflash_config=tree)
-    with pytest.raises(
-        ValueError, match="tensors stored twice, under two names: model.norm.weight"
-    ):
+    with pytest.raises(ValueError, match="also stored under a second name: model.norm.weight"):
         load_drafter(write_layout(tmp_path, config, weights))
 
 
@@ -1376,7 +1374,7 @@ def test_missing_keys_of_published_dart_are_named(tmp_path):
     folder = write_layout(
         tmp_path / "drafter", make_dart_config(20), dart_weights(20) | make_draft_vocabulary(20)
     )
-    with pytest.raises(ValueError, match="num_target_layers is missing: load_drafter"):
+    with pytest.raises(ValueError, match="num_target_layers is missing; use load_drafter"):
         load_drafter(folder)
     write_layout(
         folder,
@@ -1416,7 +1414,7 @@ def test_missing_unknown_and_wrong_tensors_are_named(tmp_path):
     assert "missing tensors: d2t" in refused(d2t=None, lm_head__weight=None)
     twice = weights["d2t"] - torch.arange(20).clamp(max=1) * (weights["d2t"][1] + 1)
     for wrong in (torch.full((20,), 90), twice):
-        assert "d2t leads twice to a token, or outside the vocabulary" in refused(d2t=wrong)
+        assert "d2t maps two draft tokens to the same target token" in refused(d2t=wrong)
     write_layout(folder, config, weights)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-8])
@@ -1430,12 +1428,12 @@ def test_missing_unknown_and_wrong_tensors_are_named(tmp_path):
 
 def test_a_name_on_the_hub_needs_a_network_and_a_path_is_never_taken_for_one(tmp_path, monkeypatch):
     with pytest.raises(
-        FileNotFoundError, match="found neither as a local folder nor on the model hub"
+        FileNotFoundError, match="found neither as a local folder nor on the Hugging Face hub"
     ):
         load_drafter("nobody/no-such-drafter")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id"):
         load_drafter(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id"):
         load_drafter("../no-such-drafter")
     folder = write_layout(tmp_path / "drafter", make_public_config(), dflash_weights())
     downloads = []

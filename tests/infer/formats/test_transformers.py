@@ -242,7 +242,7 @@ def test_a_folder_that_does_not_say_where_it_taps_the_last_layer_is_read_as_its_
     del config["dflash_config"]["last_tap"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.warns(
-        UserWarning, match="does not tell whether the drafter reads the target's last layer"
+        UserWarning, match="does not say whether the drafter reads the target's last layer"
     ):
         assert load_drafter(tmp_path).layer_ids == (1, TARGET_LAYERS)
     del config["num_target_layers"]  # the layers of the target decide

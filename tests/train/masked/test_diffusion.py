@@ -322,7 +322,7 @@ def test_the_folder_is_an_ordinary_model(small, start_folder, tmp_path):
         (["block_length=257"], "block_length=257: it must be from 1 to length=256 tokens, or null"),
         (["batch_size=3"], "batch_size=3 cannot be divided evenly among 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
-        (["length=8", "block_length=4"], "data.length=8: at least 16"),
+        (["length=8", "block_length=4"], "data.length=8 is too small; set it to at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
         (["mask_token_id=512"], "mask_token_id=512: it must be an id of the vocabulary, 0 to 511"),
         (["init=/nowhere/at/all"], "/nowhere/at/all"),

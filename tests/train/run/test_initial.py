@@ -92,7 +92,7 @@ def test_options_that_contradict_the_drafter_are_refused(embedded, tmp_path):
         resolve_drafter_options(
             DrafterConfig(init=init, layers=1, block_size=6, family="dart"), EMBEDDED_TARGET
         )
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is neither a folder nor an id"):
         resolve_drafter_options(DrafterConfig(init=str(tmp_path / "gone")), EMBEDDED_TARGET)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"drafter\.init=.*model\.safetensors is missing"):
@@ -133,7 +133,7 @@ def test_drafters_that_do_not_fit_the_target_are_refused(embedded, tmp_path):
     save_drafter(other_head.config, other_head.state_dict(), tmp_path / "other-head")
     config.drafter.init = str(tmp_path / "other-head")
     with pytest.raises(
-        ValueError, match="cannot be trained here: its own lm_head is not the target's"
+        ValueError, match="cannot be trained here: the drafter's lm_head differs from the target's"
     ):
         create_initial_drafter(config, embedded)
     other_target = make_drafter(embedded)
