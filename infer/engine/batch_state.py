@@ -1,5 +1,8 @@
-"""The state of the batch on the device: KV caches and bonus tokens of the rows in use, and rows
-whose prompts are being prefilled.
+"""The state of the batch on the device: the KV caches and the bonus tokens of the batch rows in
+use, and the batch rows whose prompts are being prefilled.
+
+A bonus token is the target's token after the accepted nodes of a round; the next round's tree has
+it as its root.
 
 B batch rows, C positions, F features per position, W = maximum number of nodes on a path, D hidden
 size.
@@ -18,7 +21,7 @@ from infer.engine.verification import AcceptedPath
 from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
-# Rounds without drafting after which the drafter's cache is brought up to date.
+# After so many rounds without drafting, their positions are added to the drafter's cache.
 MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
@@ -26,18 +29,19 @@ MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 class PendingPositions:
     """Committed positions that the drafter's cache does not contain yet."""
 
-    context: torch.Tensor  # (B, C, F) context features
-    tokens: torch.Tensor  # (B, C)
-    lengths_on_device: torch.Tensor  # (B,) number of positions of every row, the rest is padding
-    lengths: list[int] | None = None  # the same on the host; None until the host knows them
+    context: torch.Tensor  # (B, C, F) the target's features, which the drafter conditions on
+    tokens: torch.Tensor  # (B, C) the tokens at these positions
+    lengths_on_device: torch.Tensor  # (B,) number of positions of each row; the others are padding
+    lengths: list[int] | None = None  # the same on the host; None: not known yet
 
 
 class BatchState:
-    """KV caches of target and drafter, and bonus tokens. The rows in use are the first ones.
+    """The KV caches of target and drafter, and the bonus tokens.
 
-    A row has `capacity` positions, and space for trees of `max_nodes` nodes after them. `drafter`
-    is None if nothing is drafted. With `keeps_prefixes` the drafter's cache keeps all positions of
-    a sequence, so that they can be copied to the prefix cache.
+    The batch rows in use are the first rows of the caches. A row has `capacity` positions, and
+    space for trees of `max_nodes` nodes after these positions. `drafter` is None if nothing is
+    drafted. With `keeps_prefixes`, the drafter's cache keeps all positions of a sequence, so that
+    they can be copied to the prefix cache.
     """
 
     def __init__(
@@ -53,8 +57,8 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # A round may commit as many positions as the tree has nodes, and all rows of the drafter's
-        # cache are written at the same width.
+        # A round may commit as many positions as the tree has nodes. It writes the same number of
+        # positions, padding included, to all rows of the drafter's cache. Hence `max_nodes` more.
         self.draft_state = (
             None
             if drafter is None
@@ -65,12 +69,13 @@ class BatchState:
 
     @property
     def bonus_tokens(self) -> torch.Tensor:
-        """The bonus tokens of the rows in use, (B,), a view."""
+        """The bonus tokens (B,) of the rows in use, as a view of the buffer."""
         return self._bonus_buffer[: self.cache.padded_batch_size or len(self.cache.lengths)]
 
     @contextmanager
     def fix_rows(self, rows: int) -> Generator[None]:
-        """Run rounds with the shapes of `rows` batch rows inside this context, see `KVCache`."""
+        """Inside this context, every decoding round has tensor shapes for exactly `rows` batch
+        rows, however many are in use; see `KVCache`."""
         with ExitStack() as stack:
             stack.enter_context(self.cache.pad_batch(rows))
             if self.draft_state is not None:
@@ -78,14 +83,15 @@ class BatchState:
             yield
 
     def set_bonus_tokens(self, rows: range, bonus: torch.Tensor) -> None:
-        """Set the bonus tokens of some rows."""
+        """Set the bonus tokens of the batch rows `rows` to `bonus`."""
         self._bonus_buffer[rows.start : rows.stop] = bonus
 
     def commit(self, tree: DraftTree, features: Features, accepted: AcceptedPath) -> None:
         """Keep the accepted nodes in the target's cache, queue their features for the drafter, and
         set the next bonus tokens.
 
-        This runs on the device only. The caller has to call `note_lengths` next.
+        This method runs on the device, without a synchronisation. The caller has to call
+        `note_lengths` next.
         """
         path = accepted.path
         self.cache.commit(path, accepted.lengths)
@@ -94,11 +100,11 @@ class BatchState:
             context = features.context.gather(1, path_index)  # (B, W, F)
             path_tokens = tree.tokens.gather(1, path)
             self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
-        # The bonus tokens come last, since the tree's roots may be views of them.
+        # The bonus tokens are set last, since the tree's root tokens may be views of this buffer.
         self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
 
     def note_lengths(self, lengths: list[int]) -> None:
-        """Record on the host how many positions a round has committed for every row."""
+        """Record on the host how many positions the last round committed for each row."""
         self.cache.update_host_lengths(lengths)
         if self.pending:
             self.pending[-1].lengths = lengths
@@ -108,8 +114,9 @@ class BatchState:
     def _queue_for_drafter(self, positions: PendingPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
-        Older positions are flushed first unless all are single roots of few rounds. In rounds of
-        fixed shapes nothing stays queued, since the next round may have another shape.
+        Positions stay queued only as long as every round committed nothing but the roots, for at
+        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` nothing stays queued, since the next round
+        may have another shape.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -121,8 +128,8 @@ class BatchState:
             self.flush_to_drafter()
 
     def flush_to_drafter(self) -> None:
-        """Add the queued positions to the drafter's cache. Several rounds that committed only roots
-        are added together."""
+        """Add the queued positions to the drafter's cache. The positions of several rounds that
+        committed only roots are added in one call."""
         pending = self.pending
         self.pending = []
         if len(pending) > 1:
@@ -139,7 +146,8 @@ class BatchState:
             )
 
     def reorder_rows(self, order: list[int]) -> None:
-        """Move row order[i] to row i, and release all other rows."""
+        """Move batch row order[i] to row i for each i, and release all rows that are not in
+        `order`."""
         self.flush_to_drafter()
         self.cache.keep_rows(order)
         if self.draft_state is not None:
@@ -148,7 +156,8 @@ class BatchState:
         self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
-        """Return copies of a block of a row's positions in the target's and the drafter's cache."""
+        """Return copies of the cache entries of one block of positions, which begins at `start` in
+        batch row `row`: those of the target's cache, and those of the drafter's cache."""
         target_block = self.cache.read_positions(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
             return target_block, []
@@ -156,7 +165,8 @@ class BatchState:
 
 
 def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
-    """Concatenate the positions of rounds that committed only the root of every row."""
+    """Concatenate the pending positions of several rounds, each of which committed only the root of
+    each row."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
@@ -165,23 +175,23 @@ def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
 
 
 class PrefillBatch:
-    """Sequences whose prompts are being prefilled, in rows that are not in use yet."""
+    """Sequences whose prompts are being prefilled, in batch rows that no round decodes yet."""
 
     def __init__(self, state: BatchState, sequences: list[Sequence]) -> None:
         self.allocate_state = state
         self.sequences = sequences
-        self.rows = ExitStack()  # closing it takes the rows into use
+        self.rows = ExitStack()  # closing this stack takes the rows into use
         self.cache = self.rows.enter_context(state.cache.add_rows(len(sequences)))
         self.draft_state = None
         if state.draft_state is not None:
             self.draft_state = self.rows.enter_context(state.draft_state.add(len(sequences)))
-        # By sequence: final hidden state of its last token, (D,); None until it is computed.
+        # For each sequence: the final hidden state (D,) of its last token; None until computed.
         self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
         for row, sequence in enumerate(sequences):
             self._restore_prefix(row, sequence)
 
     def _restore_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the cached prefix of a sequence into its row."""
+        """Copy the cached prefix of a sequence into the sequence's batch row."""
         blocks = sequence.prefix_blocks
         sequence.prefix_blocks = []
         if not blocks:
@@ -192,8 +202,11 @@ class PrefillBatch:
             self.draft_state.restore(row, prefix, [block.drafter for block in blocks])
 
     def run_chunk(self, start: int, length: int) -> int:
-        """Run the next `length` positions of every prompt after `start` uncached positions through
-        target and drafter. Return the number of computed positions, padding included."""
+        """Run the next `length` positions of each prompt through target and drafter.
+
+        `start` is the number of positions of each prompt that were computed before, not counting
+        positions from the prefix cache. Return the number of computed positions, padding included.
+        """
         state = self.allocate_state
         first_positions = [sequence.cached_length + start for sequence in self.sequences]
         chunks = [
@@ -216,8 +229,8 @@ class PrefillBatch:
         return len(chunks) * max(len(chunk) for chunk in chunks)
 
     def finish(self) -> torch.Tensor:
-        """Take the rows into use, and return the final hidden states of the last tokens, (B, 1,
-        D)."""
+        """Take the rows into use, and return the final hidden state (B, 1, D) of the last token of
+        each prompt."""
         self.allocate_state.flush_to_drafter()
         self.rows.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]

@@ -1,20 +1,21 @@
 """The node budget: how many drafted nodes per batch row the target verifies in a round.
 
-`NodeBudget` is a fixed number. `AutoNodeBudget` (decoding.budget=auto) maximises the committed
-tokens per second; 0 nodes, baseline decoding, is one of its choices. It keeps
+`NodeBudget` is a fixed number of nodes. `AutoNodeBudget` (decoding.budget=auto) chooses the number
+of nodes that maximises the committed tokens per second. It may choose 0 nodes, which is baseline
+decoding. `AutoNodeBudget` keeps
 
-- `RoundCostTable`: seconds of a round by number of rows and of nodes, calibrated when the engine is
-  made and updated after every round;
+- `RoundCostTable`: the seconds of a round for each number of batch rows and of nodes, calibrated
+  when the engine is made and updated after every round;
 - `AcceptanceTable`: how often nodes were accepted, by their log-probability under the drafter; and
-- the expected number of accepted tokens of the average tree, by number of nodes.
+- the expected number of accepted tokens of the average tree, for each number of nodes.
 
-Nodes are sorted by probability, so the first n nodes of a tree are the best tree of n nodes, and
-the expected number of accepted nodes is the sum of their probabilities (DDTree proposition 1). A
-round builds a tree of twice the nodes that pay off on average, and verifies those that pay off in
-this round (CaDDTree, arXiv:2606.01813). From time to time a round explores: baseline decoding if
-drafting is faster, drafting if baseline decoding is faster, or the next larger number of nodes.
+Nodes are sorted by probability. The first n nodes of a tree are therefore the best tree of n nodes,
+and its expected number of accepted nodes is the sum of the nodes' probabilities (DDTree proposition
+1). A round builds a tree with twice the number of nodes that pay off on average. It then verifies
+the nodes that pay off in this round (CaDDTree, arXiv:2606.01813). From time to time a round
+explores: it uses the slower of drafting and baseline decoding, or the next larger number of nodes.
 
-B batch rows, N drafted nodes of a row, S node counts to choose from.
+B batch rows, N drafted nodes of a row. A node count is a number of drafted nodes per row.
 """
 
 import math
@@ -34,53 +35,57 @@ from infer.engine.round_cost import (
 from infer.targets.target import Target, supports_ragged
 from infer.trees.tree import DraftTree
 
-MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = (
-    4096  # positions of all rows in one target pass, roots included
-)
+# Maximum number of positions of all rows together in one target pass, roots included.
+MAX_PASS_POSITIONS = 4096
 
-ROUNDS_BEFORE_SPEED_COMPARISON = 8  # rounds that draft before speeds are compared
-MAX_NODES_BEFORE_SPEED_COMPARISON = 15  # maximum number of nodes of such a round
+ROUNDS_BEFORE_SPEED_COMPARISON = 8  # warm-up: the first rounds draft, before speeds are compared
+WARMUP_NODES = 15  # maximum number of nodes of a warm-up round
 MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
-    2  # maximum calibrated cost of such a round, relative to a baseline round
+    2  # maximum calibrated cost of a warm-up round / cost of a baseline round
 )
 
-# Share of throughput that exploring the slower of drafting and baseline decoding may cost.
+# The share of throughput that may be lost by exploring the slower of drafting and baseline
+# decoding.
 MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
-MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4  # rounds
-# Maximum number of rounds between explorations until the slower one has been measured.
+MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4  # minimum number of rounds between two explorations
+# Maximum number of rounds between explorations of the slower of drafting and baseline decoding, as
+# long as it has not been measured.
 MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = (
     64  # rounds between explorations of the next larger number of nodes
 )
 
-ACCEPTANCE_MOVING_AVERAGE_ROWS = (
-    200  # rows of drafting rounds that acceptance statistics average over
-)
-# Bin i contains log2 probabilities in (-i - 1, -i], the last bin all lower ones.
+# The acceptance statistics are moving averages over about so many batch rows of drafting rounds.
+ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
+# Number of bins. Bin i is for log2-probabilities in (-i - 1, -i]; the last bin is also for all
+# lower log2-probabilities.
 ACCEPTANCE_BINS = 24
-ACCEPTANCE_PRIOR_PSEUDO_COUNT = 4  # pseudo-count of expected and accepted tokens
+ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
+    4  # pseudo-count, added to the numbers of expected and of accepted tokens
+)
 
 
 class NodeBudget:
     """A fixed number of nodes in every round."""
 
-    needs_log_probs = False  # whether `record_round` needs the log-probabilities of nodes
+    needs_log_probs = False  # whether `record_round` uses the log-probabilities of nodes
 
     def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes  # per row
-        self.last_nodes = max_nodes  # verified by the last round, per row on average
+        self.max_nodes = max_nodes  # maximum number of drafted nodes per row
+        self.last_nodes = max_nodes  # average number of nodes per row that the last round verified
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
-        """Return how many nodes per row the next round verifies, at most `max_nodes`. With 0 it
-        does not draft."""
+        """Return how many nodes per row the next round verifies, at most `max_nodes`. If the
+        result is 0, the round does not draft."""
         return max_nodes
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return the number of nodes that trees are built of, if `num_nodes` are verified."""
+        """Return how many nodes per row the built trees have, if `num_nodes` of them are
+        verified."""
         return num_nodes
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """Return the nodes that are verified, chosen on the host."""
+        """Return the part of the built trees that is verified. It is chosen on the host."""
         return tree
 
     def record_round(
@@ -92,30 +97,35 @@ class NodeBudget:
     ) -> None:
         """Record a finished round.
 
-        By row: number of verified nodes, accepted nodes without the root, and log-probabilities of
-        all built nodes, root included. The last are None if `prune` has seen the tree.
+        The lists have one entry per batch row. drafted_counts: number of verified nodes. paths: the
+        accepted nodes without the root. node_log_probs: the log-probabilities of all built nodes,
+        root included; None if `prune` was called with the trees.
         """
 
 
 class AcceptanceTable:
-    """How often verified nodes were accepted, by bins of their log-probability. It calibrates the
-    drafter's probabilities."""
+    """How often verified nodes were accepted, for each bin of log-probabilities under the drafter.
+    The table turns a drafter's probability into an estimated acceptance probability."""
 
     def __init__(self) -> None:
         self.expected = np.zeros(ACCEPTANCE_BINS)  # sum of probabilities of verified nodes
         self.accepted = np.zeros(ACCEPTANCE_BINS)  # number of accepted nodes
-        self.factors = np.ones(ACCEPTANCE_BINS)  # from expected to accepted
+        self.factors = np.ones(ACCEPTANCE_BINS)  # ratio of accepted to expected nodes
 
     def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
-        """Return the estimated probabilities that nodes with these log-probabilities are
-        accepted."""
+        """Return the estimated probability that a node is accepted, for nodes with these
+        log-probabilities under the drafter."""
         return np.minimum(np.exp(log_probs) * self.factors[bin_indices(log_probs)], 1)
 
     def update(
         self, log_probs: np.ndarray, drafted_counts: list[int], paths: list[list[int]]
     ) -> None:
-        """Record a round: log-probabilities (B, N) of the built nodes; by row the number of
-        verified nodes, which are the first ones, and the accepted nodes, numbered from 1."""
+        """Record a round.
+
+        log_probs (B, N): the log-probabilities of the built nodes. drafted_counts: for each row the
+        number of verified nodes, which are the first nodes. paths: for each row the accepted nodes,
+        numbered from 1.
+        """
         bins = bin_indices(log_probs)
         is_verified = np.arange(log_probs.shape[1]) < np.array(drafted_counts)[:, None]
         accepted_bins = [bins[row, node - 1] for row, path in enumerate(paths) for node in path]
@@ -125,7 +135,7 @@ class AcceptanceTable:
         accepted = np.bincount(accepted_bins, minlength=ACCEPTANCE_BINS)
         self.expected = decay * self.expected + expected
         self.accepted = decay * self.accepted + accepted
-        # A bin with few verified nodes gets the factor of all bins together.
+        # The fewer verified nodes a bin has, the closer its factor is to that of all bins together.
         overall = (self.accepted.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT) / (
             self.expected.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT
         )
@@ -135,15 +145,15 @@ class AcceptanceTable:
 
 
 def bin_indices(log_probs: np.ndarray) -> np.ndarray:
-    """Return the bins of log-probabilities, one bin per bit."""
+    """Return the bin index of each log-probability. A bin is one bit wide, see ACCEPTANCE_BINS."""
     return np.minimum(-log_probs / math.log(2), ACCEPTANCE_BINS - 1).astype(int)
 
 
 class AutoNodeBudget(NodeBudget):
     """The number of nodes that maximises tokens per second, chosen anew in every round.
 
-    With `ragged`, rows may verify different numbers of nodes: the likeliest nodes of all rows
-    together are verified, and a node count is the average of the rows.
+    With `ragged`, batch rows may verify different numbers of nodes: the likeliest nodes of all rows
+    together are verified. A node count is then the average over the rows.
     """
 
     needs_log_probs = True
@@ -155,21 +165,21 @@ class AutoNodeBudget(NodeBudget):
         self.node_counts = [0, *smaller_counts, max_nodes]
         self.costs = RoundCostTable(calibration, self.node_counts)
         self.acceptance = AcceptanceTable()
-        # By node count: expected accepted tokens of the average row, beyond those of the next
-        # smaller node count; and the number of rows of this average.
+        # `gains[i]` is the expected number of accepted tokens of a row with node_counts[i] nodes,
+        # minus the number with node_counts[i - 1] nodes, averaged over `gain_rows[i]` rows.
         self.gains = np.zeros(len(self.node_counts))
         self.gain_rows = np.zeros(len(self.node_counts))
-        self.tokens_per_second = 0.0  # per row, of the fastest kind of round
-        self.max_round_nodes = max_nodes  # of the next round
-        self.log_probs = np.zeros((1, 0))  # (B, N) of the drafted nodes of the last trees
-        # By node count: expected accepted tokens per row of the last trees.
+        self.tokens_per_second = 0.0  # tokens per second and row of the fastest node count
+        self.max_round_nodes = max_nodes  # maximum node count of the next round
+        self.log_probs = np.zeros((1, 0))  # (B, N) log-probabilities of the last trees' nodes
+        # For each node count: expected accepted tokens per row of the last trees.
         self.expected_tokens = np.zeros(1)
         self.num_rounds = 0
-        # Rounds since the slower of drafting and baseline decoding was explored.
+        # Number of rounds since the slower of drafting and baseline decoding was last explored.
         self.rounds_since_explored = 0
 
     def index_of(self, num_nodes: int) -> int:
-        """Return the index of the largest node count of at most `num_nodes`."""
+        """Return the index in `node_counts` of the largest count that is at most `num_nodes`."""
         return bisect_right(self.node_counts, num_nodes) - 1
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
@@ -182,7 +192,7 @@ class AutoNodeBudget(NodeBudget):
             return self.max_round_nodes
 
         costs = self.costs.costs(rows)[: last + 1]
-        tokens = 1 + self.gains[: last + 1].cumsum()  # the bonus token and accepted nodes
+        tokens = 1 + self.gains[: last + 1].cumsum()  # bonus token and accepted nodes
         speeds = tokens / costs
         drafting = 1 + int(speeds[1:].argmax())
         if speeds[drafting] > speeds[0]:
@@ -203,7 +213,7 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[faster]
 
     def _warmup_index(self, rows: int) -> int:
-        """Return the index of the node count of warm-up rounds."""
+        """Return the index in `node_counts` of the number of nodes that warm-up rounds verify."""
         costs = self.costs.calibrated_costs(rows)
         index = self.index_of(MAX_NODES_BEFORE_SPEED_COMPARISON)
         while index > 1 and costs[index] > MAX_COST_RATIO_BEFORE_SPEED_COMPARISON * costs[0]:
@@ -213,12 +223,14 @@ class AutoNodeBudget(NodeBudget):
     def _explore_interval(
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
-        """Return the number of rounds between explorations of the slower of baseline decoding and
-        drafting, so that they cost MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
+        """Return the number of rounds between two explorations of the slower of baseline decoding
+        and drafting. Explorations then cost the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
 
-        `faster` and `slower` are indices into the costs and speeds of all node counts.
+        `costs` and `speeds` have one entry per node count: seconds of a round, and tokens per
+        second. `faster` and `slower` are indices into both.
         """
-        loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])  # in rounds
+        # The loss of one exploration is counted in rounds of the faster kind.
+        loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])
         interval = max(MIN_ROUNDS_BETWEEN_EXPLORATIONS, loss / MAX_THROUGHPUT_SHARE_LOST_EXPLORING)
         is_measured = self.costs.is_measured(rows)
         slower_is_measured = is_measured[1:].any() if slower else is_measured[0]
@@ -227,13 +239,14 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
 
     def _explores_neighbour(self) -> bool:
-        """Return whether this round verifies the next larger node count than the fastest, whose
-        cost may have changed."""
+        """Return whether this round verifies the next larger node count than the fastest one. The
+        cost of that larger count may have changed since it was measured."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return about twice `num_nodes`, so that the value of more nodes becomes known. With
-        `ragged`, rows with a confident drafter need more nodes than the average."""
+        """Return about twice `num_nodes`: the additional nodes show whether more nodes would pay
+        off. With `ragged`, the result is at least WARMUP_NODES, since rows with a confident drafter
+        verify more nodes than the average row."""
         if not num_nodes:
             return 0
         min_nodes = 2 * num_nodes
@@ -252,8 +265,11 @@ class AutoNodeBudget(NodeBudget):
         return tree.keep_first(num_nodes)
 
     def _count_paying_nodes(self, rows: int, max_nodes: int) -> int:
-        """Return how many nodes of the last trees pay off, at most `max_nodes`: their expected
-        tokens exceed the average number of tokens in the time that they cost."""
+        """Return how many nodes of the last trees are worth verifying, at most `max_nodes`.
+
+        A node is worth verifying if it adds more expected tokens than decoding produces on average
+        in the additional time that the node takes.
+        """
         last = self.index_of(max_nodes)
         average_tokens = self.tokens_per_second * self.costs.costs(rows)[: last + 1]
         surplus = self.expected_tokens[: last + 1] - average_tokens
@@ -263,8 +279,10 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[best]
 
     def _estimate_tokens(self, log_probs: np.ndarray) -> None:
-        """Estimate the accepted tokens by node count, of trees with log-probabilities (B, N + 1)
-        including the root."""
+        """Estimate the accepted tokens of trees for each node count, and store the estimates.
+
+        `log_probs` (B, N + 1) are the log-probabilities of the trees' nodes, root included.
+        """
         self.log_probs = log_probs[:, 1:]
         rows, num_nodes = self.log_probs.shape
         probabilities = self.acceptance.calibrate(self.log_probs)
@@ -273,7 +291,7 @@ class AutoNodeBudget(NodeBudget):
             probabilities = probabilities.ravel()[likeliest_first]
         else:
             probabilities = probabilities.T.ravel()
-        # (rows * N + 1,) expected tokens of all rows by number of nodes of all rows
+        # (rows * N + 1,): entry n is the expected number of tokens of n nodes, over all rows.
         totals = np.append(0.0, probabilities.cumsum())
         node_counts = self.node_counts[: self.index_of(num_nodes) + 1]
         self.expected_tokens = totals[np.multiply(node_counts, rows)] / rows
@@ -294,7 +312,7 @@ class AutoNodeBudget(NodeBudget):
             self._estimate_tokens(np.array(node_log_probs))
 
         gains = np.diff(self.expected_tokens, prepend=0)
-        seen = slice(len(gains))  # node counts up to the size of the trees
+        seen = slice(len(gains))  # the node counts that are at most the size of the trees
         self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
         self.gains[seen] += rows / self.gain_rows[seen] * (gains - self.gains[seen])
@@ -304,7 +322,7 @@ class AutoNodeBudget(NodeBudget):
 def make_node_budget(
     target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]
 ) -> NodeBudget:
-    """Make the node budget of the options. `drafter` is None if nothing is drafted."""
+    """Make the node budget that the options describe. `drafter` is None if nothing is drafted."""
     if drafter is None:
         return NodeBudget(0)
     method = options.tree

@@ -1,9 +1,10 @@
-"""Detokenization of growing outputs. Stop strings, streams and final answers all use these
-functions, so that they agree.
+"""Detokenization of growing outputs. The search for stop strings, streams and final answers all use
+these functions, so that all have the same text.
 
-Adjacent byte tokens (`<0xNN>`) are decoded together: one more may turn all of them from characters
-into replacement characters, or back. Special tokens between them are removed before. An output is
-therefore split only after a token with stable text, which has text of its own and is no byte token.
+Adjacent byte tokens (`<0xNN>`) are decoded together. One more byte token may turn all of them from
+characters into replacement characters, or back. Special tokens between byte tokens are removed
+before decoding. An output is therefore split only after a token with stable text, which is a token
+with text that is no byte token.
 """
 
 import re
@@ -12,16 +13,16 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 BYTE_TOKEN_PATTERN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Bytes of the longest UTF-8 character, and so the maximum number of byte tokens per character.
+# Bytes of the longest UTF-8 character. A character therefore has at most so many byte tokens.
 MAX_CHARACTER_BYTES = 4
 
 
 def detokenize(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], keep_special: bool = False
 ) -> str:
-    """Return the text of tokens, without special tokens unless `keep_special`.
+    """Return the text of the tokens `ids`. Special tokens are left out unless `keep_special`.
 
-    Spaces are not cleaned up: changing "do n't" to "don't" would alter text that was streamed
+    Spaces are not cleaned up, since changing "do n't" to "don't" would alter text that was streamed
     before.
     """
     text = tokenizer.decode(
@@ -31,7 +32,7 @@ def detokenize(
 
 
 def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
-    """Return whether no later token can change the text of this token and of those before it.
+    """Return whether no later token can change the text of token `id` and of the tokens before it.
 
     A byte-level token that ends with part of a character counts as stable: the replacement
     character at its end shows that it is incomplete.
@@ -43,8 +44,8 @@ def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
 
 
 def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int = 0) -> int:
-    """Return the number of tokens up to the last one with stable text, or `first` if that is
-    larger."""
+    """Return the number of tokens up to and including the last token with stable text. The result
+    is at least `first`."""
     length = len(ids)
     while length > first and not has_stable_text(tokenizer, ids[length - 1]):
         length -= 1
@@ -52,8 +53,11 @@ def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], firs
 
 
 def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars: int) -> str:
-    """Return the end of an output's text: the text that its last token may have changed, and at
-    least `num_chars` characters before that (fewer if the output is shorter)."""
+    """Return the end of an output's text.
+
+    It consists of the text that the last token may have changed, and of at least `num_chars`
+    characters before (fewer if the output is shorter).
+    """
     stable_end = count_stable_tokens(tokenizer, ids)
     start = stable_end
     text = ""
@@ -66,15 +70,18 @@ def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars
         text = detokenize(tokenizer, ids[start:])
     if start == 0:
         return text
-    # The first characters may be incomplete, or lack a leading space.
+    # Cut the first characters off: they may be incomplete, or lack a leading space.
     return text[MAX_CHARACTER_BYTES:]
 
 
 def completes_stop_string(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: list[str]
 ) -> bool:
-    """Return whether the last token completes a stop string: in the text, or as a special token of
-    that name, which has no text."""
+    """Return whether the last token completes one of the stop strings.
+
+    The stop string appears in the text, or the last token is a special token with this name.
+    Special tokens are not part of the text.
+    """
     if not stop_strings:
         return False
     last_id = ids[-1:]

@@ -1,5 +1,6 @@
-"""The engine: schedule, prefill, run a round, release finished sequences. The scheduler decides
-what a step computes, the runner computes it."""
+"""The engine of causal targets. A step schedules, prefills prompts, runs one decoding round, and
+releases finished sequences. The scheduler decides what a step computes, and the runner computes
+it."""
 
 import time
 from collections import abc
@@ -30,14 +31,15 @@ from infer.targets.target import Target
 
 
 class Engine:
-    """Decodes a batch of sequences with continuous batching: each row has its own length and end,
-    and the next waiting sequence takes the row of a finished one.
+    """Decodes a batch of sequences with continuous batching: each batch row has a length of its
+    own, and the next waiting sequence takes the row of a finished one.
 
-    `capacity` is the number of positions of a row, for prompt and output. `clock` times the stages;
-    on CUDA it has to synchronise. `drafter` is None for methods that draft nothing.
+    `capacity` is the number of positions of a row, for prompt and output together. `clock` returns
+    the time in seconds and is used to time the stages of decoding; on CUDA it has to synchronise.
+    `drafter` is None for methods that draft nothing.
 
-    The output of a sequence does not depend on the other sequences of the batch (float32; lower
-    precisions round differently in other batch shapes). Raises ValueError if the options do not fit
+    In float32 the output of a sequence does not depend on the other sequences of the batch. Lower
+    precisions round differently in other batch shapes. Raises ValueError if the options do not fit
     the drafter or the target.
     """
 
@@ -53,7 +55,7 @@ class Engine:
         self._use_runner(make_runner(target, drafter, options, capacity, clock))
 
     def _use_runner(self, runner: Runner) -> None:
-        """Set the runner, a scheduler for it, and the public attributes."""
+        """Set the runner, make a scheduler for the runner, and set the public attributes."""
         self.runner = runner
         self.scheduler = Scheduler(runner)
         self.target = runner.target
@@ -65,8 +67,8 @@ class Engine:
     def reset(self) -> None:
         """Drop all sequences except the waiting ones, and allocate the caches anew.
 
-        After an exception the contents of the caches are undefined. The old caches are freed first.
-        If this raises an exception, it can be called again.
+        This is needed after an exception, since the contents of the caches are then undefined. The
+        old caches are freed first. If `reset` itself raises an exception, it can be called again.
         """
         self.scheduler.reset()
         self.runner.reset()
@@ -78,7 +80,8 @@ class Engine:
         return bool(scheduler.waiting or scheduler.prefilling or scheduler.running)
 
     def check_options(self, options: TextOptions) -> None:
-        """Raise ValueError for options of a sequence that are invalid or not supported."""
+        """Raise ValueError if the options of a sequence are invalid, or the target does not support
+        them."""
         check_options(options, self.target)
 
     def submit(
@@ -87,8 +90,8 @@ class Engine:
         options: TextOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Add a sequence to the queue. Raises ValueError for invalid options or a prompt that is
-        too long."""
+        """Add a sequence to the queue, and return it. Raises ValueError if the options are invalid,
+        or the prompt is too long."""
         self.check_options(options)
         check_prompt(prompt, options, self.capacity, self.target.vocab_size)
         sequence = self.runner.create_sequence(prompt, options, processors)
@@ -98,8 +101,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Prefill waiting sequences, run one round for all running ones, and return the sequences
-        that grew or ended."""
+        """Prefill waiting sequences, and run one round for all running sequences. Return the
+        sequences that got new tokens or finished."""
         scheduler = self.scheduler
         if self.runner.weights_changed(checks_contents=scheduler.can_admit):
             self._restart_all()
@@ -128,13 +131,14 @@ class Engine:
         ]
 
     def _restart_all(self) -> None:
-        """Prefill all running sequences again, since the caches belong to other weights."""
+        """Prefill all running sequences again, since the caches were computed with old weights."""
         sequences = self.scheduler.preempt_all()
         self.scheduler.waiting.extendleft(reversed(sequences))
         self.reset()
 
     def _prefill_chunk(self, length: int) -> None:
-        """Prefill a chunk of the admitted prompts. If they are complete, their sequences run."""
+        """Prefill the next `length` positions of each admitted prompt. When the prompts are
+        complete, their sequences become running sequences."""
         scheduler = self.scheduler
         start = self.runner.stopwatch.start()
         sequences = scheduler.prefilling
@@ -151,7 +155,7 @@ class Engine:
         self._release_finished()
 
     def _release_finished(self) -> None:
-        """Release the rows of finished sequences, and record how long these took."""
+        """Release the batch rows of finished sequences, and record how long each sequence took."""
         scheduler = self.scheduler
         running = scheduler.running
         finished = [
@@ -183,8 +187,8 @@ def make_runner(
     capacity: int,
     clock: abc.Callable[[], float],
 ) -> Runner:
-    """Make the runner of a causal target with its node budget and n-gram model. Raises ValueError
-    if the options do not fit the drafter or the target."""
+    """Make the runner of a causal target, together with the node budget and the n-gram model that
+    the runner uses. Raises ValueError if the options do not fit the drafter or the target."""
     requested_ngrams = options.ngrams
     options = options.with_drafter_ngrams(None if drafter is None else drafter.ngram_path)
     check_drafter(target, drafter, options)
@@ -207,7 +211,7 @@ def allocate_device_resources(
 ) -> DeviceResources:
     """Allocate the device memory of a runner, for trees of at most `max_nodes` drafted nodes."""
     prefix_cache = None
-    # With recurrent layers, the states after every block would have to be cached too.
+    # With recurrent layers, the recurrent states after every block would have to be cached too.
     if options.prefix_cache_mib and not target.has_recurrent_layers:
         prefix_cache = PrefixCache(max_bytes=options.prefix_cache_mib * 2**20)
     keeps_prefixes = prefix_cache is not None
@@ -221,31 +225,30 @@ def allocate_device_resources(
 
 
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
-    """Raise ValueError if the method needs a drafter and there is none, or if its dtype is not the
-    target's."""
+    """Raise ValueError if the method needs a drafter and there is none, or if drafter and target
+    have different dtypes."""
     if options.uses_drafter and drafter is None:
         raise ValueError(
-            f"method={options.method} needs a drafter: load one with load_drafter, or use "
-            "method=plain"
+            f"method={options.method} needs a drafter, and none was given; load one with load_drafter, or use method=plain"
         )
     if drafter is not None and drafter.dtype not in (None, target.dtype):
         drafter_dtype = str(drafter.dtype).removeprefix("torch.")
         target_dtype = str(target.dtype).removeprefix("torch.")
         raise ValueError(
-            f"the drafter's weights are {drafter_dtype}, the target's {target_dtype}: "
-            "load_drafter(folder, target.dtype)"
+            f"the drafter's weights are {drafter_dtype} and the target's weights are {target_dtype}, but both must have the same dtype; load the drafter with load_drafter(folder, target.dtype)"
         )
 
 
 def load_ngram_model(target: Target, options: EngineConfig, requested: str | None) -> NGramModel:
-    """Return the n-gram model of the trees.
+    """Return the n-gram model that the tree method uses.
 
-    It is the file that the user `requested`; or a uniform model if only the n-grams of the sequence
-    itself shall be used; or the drafter's file.
+    `requested` is the user's option `ngrams`. If it names a file, that file is opened. If it asks
+    for the n-grams of the sequence alone, a uniform model is returned. If it is None, the n-gram
+    file of the drafter is opened.
     """
     if requested == NGRAMS_OPTION_CURRENT_SEQUENCE:
         return NGramModel.uniform(target.vocab_size)
     assert options.ngrams is not None
-    # The drafter's own file needs no check of the tokenizer: a user may have changed the chat
-    # template, but the token ids are the target's.
+    # The tokenizer of the drafter's own n-gram file is not checked: a user may have changed the
+    # chat template, which is part of the digest, but the token ids are those of the target.
     return NGramModel.open(options.ngrams, target.tokenizer_digest if requested else None)

@@ -1,8 +1,9 @@
 """Structured output: only outputs that a JSON schema, a regular expression or a grammar allows.
 
-llguidance compiles the grammar and computes which tokens may follow. The target chooses among these
-alone, along its own path through the draft tree, so the output is that of constrained baseline
-decoding. The draft tree is the best one that the grammar allows (`infer/trees/constrained.py`).
+llguidance compiles the grammar and computes which tokens may come next. At each node of its path
+through the draft tree, the target chooses among the allowed tokens alone. The output is therefore
+the same as that of baseline decoding under the grammar. The draft tree is the best tree that the
+grammar allows (`infer/trees/constrained.py`).
 
 V vocabulary size.
 """
@@ -28,17 +29,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 16
-# In all objects of a JSON schema. The cost of optional properties grows with their number squared.
+# Properties in all objects of a JSON schema together. The cost of optional properties grows with
+# the square of their number.
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_CACHED_GRAMMARS = 64
-# Processor seconds for one token mask above which drafted nodes are not checked any more.
+# If the last mask of allowed tokens took more CPU seconds than this, no nodes are drafted next.
 SLOW_GRAMMAR_TOKEN_MASK_SECONDS = 5e-3
-# A model's tokenizer -> llguidance's
+# Key: the tokenizer of a target. Value: llguidance's version of this tokenizer.
 _grammar_tokenizers: WeakKeyDictionary[Any, "LLTokenizer"] = WeakKeyDictionary()
 
 
 def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
-    """Return the kind and the source text of the grammar in the options, or None."""
+    """Return the kind and the source text of the grammar in the options, or None if they contain no
+    grammar."""
     for kind in GRAMMAR_OPTIONS:
         source = getattr(options, kind)
         if source is not None:
@@ -47,8 +50,9 @@ def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
 
 
 def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | None":
-    """Compile the grammar of the options, if there is one, and return its initial state. Raises
-    ValueError with the reason if llguidance does not accept the grammar."""
+    """Compile the grammar of the options, and return the grammar's initial state. Return None if
+    the options contain no grammar. Raises ValueError with the reason if llguidance does not accept
+    the grammar."""
     grammar = get_grammar_option(options)
     if grammar is None:
         return None
@@ -60,9 +64,10 @@ def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | 
 class GrammarState:
     """The position of a sequence in its grammar.
 
-    Methods take the sequence's output tokens, which only grow, and a path of drafted tokens after
-    them. The state moves between calls along the common prefix of the paths: for siblings it is
-    rolled back, not rebuilt. If a path takes more than llguidance's limits, nothing may follow it.
+    Methods take the sequence's output tokens, and a path of drafted tokens after the output. The
+    output only grows from call to call. The matcher keeps the prefix that the last path and the new
+    path have in common; the rest is rolled back. If a path exceeds llguidance's limits, no token is
+    allowed after the path.
     """
 
     def __init__(
@@ -71,19 +76,19 @@ class GrammarState:
         self.compiled = compiled
         self.vocab_size = vocab_size
         self.eos_token_ids = sorted(eos_token_ids)
-        # Whether the output itself exceeded the limits. It ends there.
+        # Whether the output itself has exceeded the limits; the sequence then ends.
         self.failed = False
         self.is_slow = False  # whether the last mask took more than SLOW_GRAMMAR_TOKEN_MASK_SECONDS
         self._restart()
 
     def _restart(self) -> None:
-        """Go back to the beginning of the sequence."""
+        """Move the matcher back to the beginning of the output."""
         self.matcher = self.compiled.deep_copy()
-        self.checked_length = 0  # output tokens that the matcher has consumed for good
-        self.consumed: list[int] = []  # tokens that it has consumed after them
+        self.checked_length = 0  # output tokens that the matcher will not roll back
+        self.consumed: list[int] = []  # the tokens that it consumed after these
 
     def _move_to(self, output_ids: list[int], path: list[int]) -> None:
-        """Make the matcher consume exactly the output tokens and the path."""
+        """Move the matcher to the position after the output tokens and the path."""
         tokens = output_ids[self.checked_length :] + path
         common = 0
         while (
@@ -98,13 +103,14 @@ class GrammarState:
         self.checked_length = len(output_ids)
 
     def _is_within_limits(self) -> bool:
-        """Return whether the matcher has no error and forces no more than MAX_BYTES_FORCED_BY_GRAMMAR."""
+        """Return whether the matcher has no error, and the text that the grammar forces next has at
+        most MAX_BYTES_FORCED_BY_GRAMMAR bytes."""
         if self.matcher.is_error():
             return False
         return len(self.matcher.compute_ff_bytes()) <= MAX_BYTES_FORCED_BY_GRAMMAR
 
     def allowed_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
-        """Return which tokens may follow the output and a path, (V,) bool."""
+        """Return which tokens may come after the output and `path`, (V,) bool."""
         start = time.thread_time()
         self._move_to(output_ids, path)
         is_within_limits = self._is_within_limits()
@@ -116,16 +122,16 @@ class GrammarState:
         return np.unpackbits(np.frombuffer(bitmask, np.uint8), bitorder="little").view(bool)
 
     def allowed_draft_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
-        """Return which tokens may follow in the draft tree, (V,) bool: none if the grammar is slow,
-        which changes the speed and not the output."""
+        """Return which tokens the draft tree may contain after the output and `path`, (V,) bool. If
+        the grammar is slow, these are none, which changes the speed but not the output."""
         if self.is_slow:
             return np.zeros(self.vocab_size, bool)
         return self.allowed_tokens(output_ids, path)
 
     def forced_tokens(self, output_ids: list[int]) -> list[int]:
-        """Return the tokens of the text that the grammar forces after the output, in the
-        tokenizer's own segmentation. A model may write the same text in other tokens. Empty if the
-        forced text is long, or the grammar slow."""
+        """Return the tokens of the text that the grammar forces after the output, as the tokenizer
+        splits that text. A model may generate the same text with other tokens. The list is empty if
+        nothing is forced, if the forced text is long, or if the grammar is slow."""
         if self.is_slow:
             return []
         self._move_to(output_ids, [])
@@ -138,8 +144,8 @@ class GrammarState:
     def mask_scores(
         self, scores: torch.Tensor, output_ids: list[int], path: list[int]
     ) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at tokens that may not follow. If no token may
-        follow, only end tokens are left."""
+        """Return scores (1, V) with minus infinity at tokens that the grammar forbids after the
+        output and `path`. If the grammar forbids all tokens, only end tokens are allowed."""
         allowed = self.allowed_tokens(output_ids, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
@@ -148,13 +154,18 @@ class GrammarState:
 
 
 def serialise_tokenizer(target: Target) -> dict:
-    """Return the JSON-serialisable arguments of llguidance's tokenizer. Raises ValueError if the
-    target has no fast tokenizer or no end token."""
+    """Return the arguments with which llguidance makes its version of the target's tokenizer; they
+    can be serialised as JSON. Raises ValueError if the target has no fast tokenizer or no end
+    token."""
     fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     if fast_tokenizer is None:
-        raise ValueError(f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer")
+        raise ValueError(
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target has none; leave these options out"
+        )
     if not target.eos_token_ids:
-        raise ValueError(f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token")
+        raise ValueError(
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has none; leave these options out"
+        )
     fast_tokenizer = copy(fast_tokenizer)
     fast_tokenizer.no_padding()
     fast_tokenizer.no_truncation()
@@ -166,8 +177,8 @@ def serialise_tokenizer(target: Target) -> dict:
 
 
 def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
-    """Return llguidance's version of the target's tokenizer, made once per tokenizer. Raises
-    ValueError if that is not possible."""
+    """Return llguidance's version of the target's tokenizer, which is made once per tokenizer.
+    Raises ValueError if the tokenizer is not supported or llguidance is not installed."""
     tokenizer = target.tokenizer
     if tokenizer is None or tokenizer not in _grammar_tokenizers:
         arguments = serialise_tokenizer(target)
@@ -175,17 +186,17 @@ def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
             from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(
-                f"{', '.join(GRAMMAR_OPTIONS)} need llguidance: pip install llguidance"
+                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not installed; run: pip install llguidance"
             ) from error
         _grammar_tokenizers[tokenizer] = LLTokenizer(**arguments)
     return _grammar_tokenizers[tokenizer]
 
 
 def check_grammar_size(kind: str, source: str) -> None:
-    """Raise ValueError for a grammar that is too large to be compiled."""
+    """Raise ValueError if a grammar's source text or JSON schema is too large to be compiled."""
     if len(source) > MAX_GRAMMAR_CHARS:
         raise ValueError(
-            f"{kind}: {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
+            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
         )
     if kind == "json_schema":
         # Invalid JSON is reported by llguidance when it compiles the schema.
@@ -194,7 +205,7 @@ def check_grammar_size(kind: str, source: str) -> None:
 
 
 def check_properties(schema: object) -> None:
-    """Raise ValueError for a JSON schema with too many properties."""
+    """Raise ValueError if a JSON schema has more than MAX_SCHEMA_PROPERTIES properties."""
     num_properties = 0
     stack = [schema]
     while stack:
@@ -208,13 +219,14 @@ def check_properties(schema: object) -> None:
             stack += value
     if num_properties > MAX_SCHEMA_PROPERTIES:
         raise ValueError(
-            f"json_schema: {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed"
+            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed"
         )
 
 
 @lru_cache(maxsize=MAX_CACHED_GRAMMARS)
 def compile_grammar(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Return llguidance's matcher at the beginning of an output. It is cached, so callers have to
-    copy it. Raises ValueError with the reason for an invalid or too large grammar."""
+    """Compile a grammar, and return llguidance's matcher at the beginning of an output. The matcher
+    is cached, so callers have to copy it. Raises ValueError with the reason if the grammar is
+    invalid or too large."""
     check_grammar_size(kind, source)
     return build_matcher(kind, source, tokenizer)

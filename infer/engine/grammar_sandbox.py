@@ -1,9 +1,9 @@
 """Compile grammars of untrusted users in a child process first.
 
-llguidance's limits count steps, but a single step may take seconds or gigabytes, and if memory runs
-out the process ends. A server therefore first compiles a grammar and follows it for some tokens in
-a child process with little time and memory. This file is also the program of that process, and
-imports nothing of this package.
+llguidance's limits count steps, but a single step may take seconds or gigabytes, and a process that
+runs out of memory ends. A server therefore compiles each grammar in a child process first, which
+has little time and memory. The child process also follows the grammar for some random tokens. This
+file is also the program of the child process, and imports nothing from this package.
 """
 
 import json
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Limits of llguidance's lexer, its defaults; and limits of its parser, lower than its defaults.
-# `precompute_large_lexemes` makes `initial_lexer_fuel` apply until the first token.
+# Arguments of llguidance's LLParserLimits. The lexer limits are llguidance's defaults; the parser
+# limits are lower than the defaults. With `precompute_large_lexemes`, the limit
+# `initial_lexer_fuel` applies to all work before the first token.
 GRAMMAR_PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -36,22 +37,23 @@ GRAMMAR_PARSER_LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": True,
     "verbose_errors": False,
 }
-# Bytes that a grammar may force at one position. They are tokenized again for every token.
+# Bytes that a grammar may force at one position. Forced bytes are tokenized again for every token.
 MAX_BYTES_FORCED_BY_GRAMMAR = 2048
-GRAMMAR_COMPILER_STACK_BYTES = 512 << 20  # address space; only used pages take memory
-GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # must be free in addition to the stack
-GRAMMAR_SANDBOX_CPU_SECONDS = 1.0  # for compiling and following one grammar
-GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05  # for one token
+GRAMMAR_COMPILER_STACK_BYTES = 512 << 20  # address space; only pages that are used take memory
+GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # memory that must be free in addition to the stack
+GRAMMAR_SANDBOX_CPU_SECONDS = 1.0  # for compiling one grammar and following it
+GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05  # for following a grammar by one token
 GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30  # address space, including the tokenizer and the stack
 GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # random tokens for which a grammar is followed
-MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64  # accepted grammars that are not checked again
+MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64  # accepted grammars; a cached one is not checked again
 
 
 def run_with_deep_stack(function: Callable[[], Any]) -> Any:
     """Return a function's result, computed in a thread with a deep stack.
 
     A grammar whose rules are nested thousands of levels deep would otherwise overflow the stack,
-    which ends the process. Raises MemoryError if the stack and some headroom cannot be allocated.
+    which ends the process. Raises MemoryError if the stack and GRAMMAR_COMPILER_FREE_MEMORY_BYTES more cannot
+    be allocated.
     """
     old_size = threading.stack_size(GRAMMAR_COMPILER_STACK_BYTES)
     try:
@@ -66,7 +68,7 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
 
 def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
     """Compile a grammar, and return llguidance's matcher at the beginning of an output. Raises
-    ValueError with the reason for an invalid or too large grammar."""
+    ValueError with the reason if the grammar is invalid or too large."""
     from llguidance import LLMatcher, LLParserLimits
 
     converters: dict[str, Callable[[str], str]] = {
@@ -87,19 +89,21 @@ def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatche
 
 
 class GrammarSandbox:
-    """A child process that compiles grammars before this process does. It is started on first use,
-    and started again after a grammar has ended it."""
+    """A child process in which each grammar is compiled first, so that a grammar that crashes or
+    hangs the compiler cannot harm this process. The child process is started on first use, and
+    restarted after a grammar has crashed it."""
 
     def __init__(self, make_tokenizer_arguments: Callable[[], dict]) -> None:
-        """`make_tokenizer_arguments` returns the arguments of llguidance's tokenizer."""
+        """Set up the sandbox without starting the child process. `make_tokenizer_arguments` returns
+        the arguments of llguidance's LLTokenizer."""
         self.make_tokenizer_arguments = make_tokenizer_arguments
         self.process: subprocess.Popen | None = None
         self.lock = threading.Lock()
-        # check(kind, source); only accepted grammars are cached, since exceptions are not
+        # `check(kind, source)` caches accepted grammars only, since exceptions are not cached.
         self.check = lru_cache(MAX_CACHED_GRAMMAR_CHECK_RESULTS)(self._check)
 
     def _check(self, kind: str, source: str) -> None:
-        """Raise ValueError for a grammar that is invalid, or takes too much time or memory."""
+        """Raise ValueError if the grammar is invalid, or takes too much time or memory."""
         with self.lock:
             if self.process is None:
                 tokenizer_arguments = self.make_tokenizer_arguments()  # may raise
@@ -118,20 +122,22 @@ class GrammarSandbox:
             limits = (
                 f"{GRAMMAR_SANDBOX_CPU_SECONDS:g} s or {GRAMMAR_SANDBOX_MEMORY_BYTES >> 20} MiB"
             )
-            raise ValueError(f"{kind}: compiling it takes more than {limits}, make it smaller")
+            raise ValueError(
+                f"{kind}: compiling this grammar takes more than {limits}; make it smaller"
+            )
         reason = json.loads(answer)
         if reason is not None:
             raise ValueError(reason)
 
     def _send(self, message: object) -> None:
-        """Send a line of JSON to the child process."""
+        """Send `message` to the child process, as one line of JSON."""
         assert self.process is not None and self.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has ended: its answer will be empty
+        with suppress(BrokenPipeError):  # the process has ended, so its answer will be empty
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
     def _receive(self) -> str:
-        """Return a line of the child process; empty if the process has ended."""
+        """Return the next line that the child process writes, or '' if the process has ended."""
         assert self.process is not None and self.process.stdout is not None
         return self.process.stdout.readline()
 
@@ -145,27 +151,25 @@ class GrammarSandbox:
 
 
 def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str | None:
-    """Compile a grammar and follow it for some random tokens. Return why the grammar is refused, or
-    None if it is accepted."""
+    """Compile a grammar and follow it for some random tokens. Return the reason for refusing the
+    grammar, or None if it is accepted."""
     try:
         matcher = build_matcher(kind, source, tokenizer)
     except (ValueError, MemoryError) as error:
-        return str(error) or f"{kind}: compiling it takes too much memory"
+        return str(error) or f"{kind}: compiling this grammar takes too much memory"
 
     generator = random.Random(0)
     for step in range(GRAMMAR_SANDBOX_TRIAL_TOKENS):
         start = time.process_time()
         if len(matcher.compute_ff_bytes()) > MAX_BYTES_FORCED_BY_GRAMMAR:
-            return (
-                f"{kind}: it forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes at one position"
-            )
+            return f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of text at one position; make the forced text shorter"
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
-            # An error after the first token is no reason: the output just ends there.
+            # An error after the first token is no reason to refuse: the output just ends there.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
             limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
-            return f"{kind}: a token takes more than {limit}, make it smaller"
+            return f"{kind}: computing the allowed tokens takes more than {limit} for one token; make the grammar smaller"
         if matcher.is_stopped():
             return None
         if not matcher.consume_token(generator.choice(list_allowed_tokens(bitmask))):
@@ -174,7 +178,8 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
 
 
 def list_allowed_tokens(bitmask: bytes) -> list[int]:
-    """Return the token ids whose bits are set, in ascending order; the lowest bit comes first."""
+    """Return the token ids whose bits are set in `bitmask`, in ascending order. The lowest bit of a
+    byte belongs to the lowest token id."""
     token_ids = []
     for index, byte in enumerate(bitmask):
         if byte:
@@ -183,13 +188,13 @@ def list_allowed_tokens(bitmask: bytes) -> list[int]:
 
 
 def main() -> None:
-    """Read a tokenizer and then grammars, one JSON value per line. Answer each grammar with null,
-    or with the reason why it is refused."""
-    import resource  # not available on every system
+    """Run the child process: read a tokenizer and then grammars from standard input, one JSON value
+    per line. Answer each grammar with null, or with the reason why the grammar is refused."""
+    import resource  # imported here, since not every system has it
 
     from llguidance import LLTokenizer
 
-    # The server handles Ctrl-C. Without the server the input ends, and so does this process.
+    # The server handles Ctrl-C. When the server ends, the input ends, and so does this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -197,7 +202,9 @@ def main() -> None:
     tokenizer = LLTokenizer(**json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         kind, source = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SANDBOX_CPU_SECONDS)  # ends the process
+        signal.setitimer(
+            signal.ITIMER_PROF, GRAMMAR_SANDBOX_CPU_SECONDS
+        )  # SIGPROF ends the process
         reason = find_refusal_reason(kind, source, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reason), flush=True)

@@ -1,5 +1,5 @@
-"""The input of tree methods in a round: the draft, with the target's noise and the n-gram model;
-and the trees of sequences with a grammar.
+"""Prepare the input of the tree method in a round: the drafter's distributions, adjusted by the
+target's sampling noise, and the n-gram model. Also rebuild the trees of sequences with a grammar.
 
 B batch rows, L drafted positions, V vocabulary size.
 """
@@ -20,7 +20,8 @@ from infer.trees.constrained import GrammarRule, build_constrained_trees
 from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal
 
-DDTREE_NGRAM_WEIGHT = 0.8  # exponent of n-gram probabilities; the drafter's is 1
+# Exponent of the n-gram probabilities. The drafter's probabilities have the exponent 1.
+DDTREE_NGRAM_WEIGHT = 0.8
 
 
 def make_proposal(
@@ -34,7 +35,7 @@ def make_proposal(
     """Draft a block after the bonus tokens, and return the input of the tree method for at most
     `num_nodes` nodes.
 
-    `contexts` are the last tokens of every row's sequence, needed with an n-gram model.
+    `contexts` are the last tokens of each row's sequence. They are used only with an n-gram model.
     """
     target = state.target
     drafter = state.drafter
@@ -52,7 +53,7 @@ def make_proposal(
     bonus = state.bonus_tokens
     block = drafter.draft_block(target, bonus, state.draft_state)
     conditionals = None
-    if drafter.head_spec is not None:  # the drafter has a conditional head
+    if drafter.head_spec is not None:  # true if the drafter has a conditional head
         transform = make_score_transform(sampling.tensors, noise, seen)
         conditionals = ConditionalDraft(drafter, target, bonus, block, transform)
     return Proposal(
@@ -74,7 +75,8 @@ def make_proposal(
 def constrain_to_grammars(
     sequences: abc.Sequence[Sequence], method: TreeMethod, tree: DraftTree, proposal: Proposal
 ) -> DraftTree:
-    """Return the trees with those of sequences with a grammar rebuilt under it."""
+    """Return the trees of all batch rows. The trees of sequences with a grammar are rebuilt so that
+    they contain only what the grammar allows; the other trees are unchanged."""
     if not tree.max_drafted:
         return tree
     rules = {}

@@ -1,13 +1,14 @@
-"""A decoding round: draft, build the tree, verify, walk, commit (DDTree section 4.1).
+"""A decoding round (DDTree section 4.1). It drafts, builds the trees, verifies them in one pass of
+the target, walks along the accepted nodes, and commits these nodes.
 
-All methods share this loop. A chain is a tree of width one, and baseline decoding is a tree with
-only a root, so that baselines and methods are measured by the same code. `RoundPlan` holds what
+All methods share this code, so that the baseline and the methods are measured alike. A chain is a
+tree of width one. In baseline decoding a tree consists of the root alone. `RoundPlan` holds what
 differs between methods.
 
 A round has three stages that run on the device without a synchronisation: `draft_trees`,
 `verify_trees` and `commit_round`. Between the stages, the host rebuilds the trees of sequences with
-a grammar, and chooses the tokens of sequences with a grammar or logits processors. Other batch rows
-are not affected.
+a grammar, and chooses the tokens of sequences with a grammar or logits processors. This does not
+affect other batch rows.
 
 B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size.
 """
@@ -35,60 +36,66 @@ from infer.engine.verification import (
 from infer.targets.target import Features
 from infer.trees.tree import DraftTree, Proposal
 
-# (name of a stage, its function) -> the function's result
+# Runs one stage. Arguments: the stage's name and the stage's function. Result: that of the
+# function.
 StageRunner = Callable[[str, Callable[[], Any]], Any]
 
 
 def run_stage_directly(stage: str, function: Callable[[], Any]) -> Any:
-    """Run a stage of a round without a CUDA graph."""
+    """Call the function of a stage directly, without a CUDA graph."""
     return function()
 
 
 def ignore_lap(stage: str) -> None:
-    """Do not time the stages."""
+    """Do nothing when a stage ends: used if the stages are not timed."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The steps of a round that depend on the method and on the sequences."""
+    """The steps of a round that depend on the method and on the sequences.
+
+    `make_sampling` returns the sampling options, `draft` runs the drafter, and `build_trees` is the
+    tree method.
+    """
 
     make_sampling: Callable[[], SamplingBatch]
     draft: Callable[[SamplingBatch], Proposal]
     build_trees: Callable[[Proposal], DraftTree]
-    # Reduces trees to the nodes that are verified.
+    # Reduces the built trees to the nodes that are verified.
     prune: Callable[[DraftTree], DraftTree] = lambda tree: tree
-    # Rebuilds the trees of sequences with a grammar on the host. None: no sequence has a grammar.
+    # Rebuilds on the host the trees of sequences with a grammar. None: no sequence has a grammar.
     constrain: Callable[[DraftTree, Proposal], DraftTree] | None = None
-    # The sequences of all rows, whose tokens may be chosen on the host. Empty: the device chooses.
+    # The sequences of all batch rows, if the host may choose tokens; empty if the device chooses
+    # all.
     sequences: abc.Sequence[Sequence] = ()
-    returns_log_probs: bool = False  # whether the outcome includes those of all drafted nodes
+    returns_log_probs: bool = False  # whether the outcome has all nodes' log-probabilities
 
 
 class DraftedTrees(NamedTuple):
-    """The result of `draft_trees`."""
+    """The result of `draft_trees`: the draft trees before verification."""
 
     sampling: SamplingBatch
-    proposal: Proposal | None  # only if trees may be rebuilt, since marginals are large
-    full_tree: DraftTree  # before pruning
+    proposal: Proposal | None  # None unless trees may be rebuilt, since marginals are large
+    full_tree: DraftTree  # the trees before pruning
 
 
 class VerifiedTrees(NamedTuple):
-    """The result of `verify_trees`."""
+    """The result of `verify_trees`: the pruned trees and the target's tokens."""
 
-    tree: DraftTree  # after pruning
-    ancestors: torch.Tensor  # (B, M, M) bool
-    features: Features  # of all nodes
+    tree: DraftTree  # the trees after pruning
+    ancestors: torch.Tensor  # (B, M, M) bool, see `DraftTree.ancestors`
+    features: Features  # the target's features of all nodes
     target_tokens: torch.Tensor  # (B, M) the target's token after every node
 
 
 class RoundResult(NamedTuple):
-    """The result of a round that is committed on the device. The caller has to call
+    """The result of a round. The round is committed on the device, and the caller has to call
     `BatchState.note_lengths` next."""
 
     tree: DraftTree
     accepted: AcceptedPath
     packed_outcomes: torch.Tensor  # see `pack_outcomes`
-    num_log_probs: int  # number of nodes whose log-probabilities the outcome includes
+    num_log_probs: int  # number of nodes per row whose log-probabilities the outcome has
 
 
 def run_round(
@@ -97,7 +104,7 @@ def run_round(
     lap: Callable[[str], None] = ignore_lap,
     run_stage: StageRunner = run_stage_directly,
 ) -> RoundResult:
-    """Run a round.
+    """Run one decoding round for all batch rows in use.
 
     `lap` is called with "draft" and "build" when these steps end. `run_stage` runs the stages
     "draft", "verify" and "commit", for example as CUDA graphs.
@@ -113,7 +120,7 @@ def run_round(
     host_sequences = select_host_rows(
         plan.sequences, drafted.full_tree, drafted.sampling, is_captured
     )
-    # The device skips its choice only if the host chooses the tokens of all rows.
+    # The device does not choose tokens if the host chooses the tokens of all rows.
     all_on_host = bool(host_sequences) and len(host_sequences) == len(plan.sequences)
     choose_on_device = is_captured or not all_on_host
     verified = run_stage(
@@ -133,7 +140,7 @@ def run_round(
 
 
 def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) -> DraftedTrees:
-    """Draft after the bonus tokens and build the trees."""
+    """Draft the positions after the bonus tokens, and build the trees."""
     sampling = plan.make_sampling()
     proposal = plan.draft(sampling)
     lap("draft")
@@ -149,8 +156,8 @@ def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) 
 
 
 def overwrite_tree(tree: DraftTree, new_tree: DraftTree) -> None:
-    """Copy a tree into the tensors of another one of the same shape, from which the captured stages
-    read."""
+    """Copy `new_tree` into the tensors of `tree`, which has the same shape. Stages that were
+    recorded as CUDA graphs read the tensors of `tree`."""
     tree.tokens.copy_(new_tree.tokens)
     tree.parents.copy_(new_tree.parents)
     tree.depths.copy_(new_tree.depths)
@@ -164,9 +171,9 @@ def verify_trees(
     choose_on_device: bool,
     lap: Callable[[str], None],
 ) -> VerifiedTrees:
-    """Verify the trees in one pass of the target, and choose its token after every node.
+    """Verify the trees in one pass of the target, and choose the target's token after every node.
 
-    Without `choose_on_device` all tokens are NO_TOKEN, and the host has to choose them.
+    Without `choose_on_device` all tokens are NO_TOKEN, and the host has to choose the tokens.
     """
     target = state.target
     tree = plan.prune(drafted.full_tree)
@@ -186,12 +193,12 @@ def verify_trees(
 def commit_round(
     state: BatchState, plan: RoundPlan, drafted: DraftedTrees, verified: VerifiedTrees
 ) -> RoundResult:
-    """Walk from the roots along the target's tokens, commit the path, and pack the outcome for the
-    host."""
+    """Walk from the roots along the target's tokens, commit the accepted nodes, and pack the
+    outcome of the round for the host."""
     tree, ancestors, features, target_tokens = verified
     accepted = walk(tree, target_tokens, ancestors)
     if accepted.path.device.type == "cpu" and not state.cache.padded_batch_size:
-        # Reading a length needs no synchronisation here: drop columns that no row commits.
+        # On the CPU reading a length needs no synchronisation: drop columns that no row commits.
         max_length = int(accepted.lengths.max())
         accepted = replace(accepted, path=accepted.path[:, :max_length])
 

@@ -1,7 +1,7 @@
-"""The cost of a round: calibrated by timing a target and its drafter, and corrected by the rounds
-that follow.
+"""The cost of a round in seconds. It is calibrated by timing a target and its drafter, and
+corrected by the measured seconds of the rounds that follow.
 
-S node counts to choose from.
+S node counts to choose from; a node count is a number of drafted nodes per batch row.
 """
 
 import statistics
@@ -22,38 +22,40 @@ from infer.targets.target import Target
 from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import DraftTree
 
-# Numbers of drafted nodes to choose from. Together with the root, most of them are multiples of the
-# block sizes of GEMM kernels.
+# Numbers of drafted nodes per row to choose from. Most of these numbers, plus 1 for the root, are
+# multiples of the block sizes of GEMM kernels.
 CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
-COST_CALIBRATION_CONTEXT_TOKENS = 128  # positions in the cache during calibration
-MAX_COST_CALIBRATION_DRAFT_CALLS = 16  # each adds two positions to the drafter's cache
+COST_CALIBRATION_CONTEXT_TOKENS = 128  # positions in the KV caches during calibration
+MAX_COST_CALIBRATION_DRAFT_CALLS = 16  # each draft adds two positions to the drafter's cache
 COST_CALIBRATION_NODES_PER_DRAFT = 15
-# Calibration stops at a target pass that costs so many times the pass without drafted nodes.
+# Calibration stops when a target pass takes so many times as long as one without drafted nodes.
 COST_CALIBRATION_STOP_RATIO = 4
 
-COST_EMA_ALPHA = 0.05  # weight of a round in its measured cost, after the first twenty rounds
+COST_EMA_ALPHA = 0.05  # weight of a new measurement, after the first twenty rounds
 MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
     1.5  # a measured round counts as at most this many times its expected cost
 )
-COST_WEIGHT_DECAY_PER_DOUBLING = (
-    1 / 16
-)  # weight of costs measured with twice or half the rows or nodes
-# Weight of the calibrated cost, in rounds. It matters only if no similar round was measured.
+# Weight of a cost that was measured with twice or half as many rows or nodes.
+COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
+# Weight of the calibrated cost; a measured round has weight 1. The calibrated cost therefore
+# matters only if no similar round was measured.
 CALIBRATED_COST_WEIGHT_IN_ROUNDS = 1e-30
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of a target pass by its number of positions, and of everything else in a round."""
+    """Seconds of a target pass for several numbers of positions, and seconds of everything else in
+    a round."""
 
-    positions: tuple[int, ...]  # of one row, ascending
-    seconds: tuple[float, ...]  # of a target pass over that many positions
-    draft_seconds: float  # of drafting one row and building its tree
+    positions: tuple[int, ...]  # measured numbers of positions of one row, ascending
+    seconds: tuple[float, ...]  # seconds of a target pass over each of these numbers
+    draft_seconds: float  # seconds of drafting one row and building its tree
 
     def cost(self, positions: int, drafts: bool = True) -> float:
         """Return the seconds of a round whose target pass computes `positions` positions of all
-        rows together: interpolated between measurements, extrapolated linearly beyond them."""
+        rows together. The seconds are interpolated linearly between the measurements, and
+        extrapolated linearly beyond them. `drafts` tells whether the round drafts."""
         index = bisect_left(self.positions, positions)
         index = min(max(1, index), len(self.positions) - 1)
         left = self.positions[index - 1]
@@ -67,11 +69,12 @@ class Calibration:
 def calibrate(
     target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3
 ) -> Calibration:
-    """Measure drafting and target passes of one row after COST_CALIBRATION_CONTEXT_TOKENS positions.
+    """Measure the seconds of drafting, and of target passes of several sizes, for one batch row
+    with COST_CALIBRATION_CONTEXT_TOKENS positions in the cache.
 
-    Target passes grow until one costs COST_CALIBRATION_STOP_RATIO times the pass without drafted nodes.
-    All are measured `repeats` times, interleaved, and the medians are returned. This takes about a
-    second on a laptop.
+    The target passes get larger until one takes COST_CALIBRATION_STOP_RATIO times as long as the pass
+    without drafted nodes. Drafting and all passes are measured `repeats` times, interleaved, and
+    the medians are returned. This takes about a second on a laptop.
     """
     context_length = COST_CALIBRATION_CONTEXT_TOKENS
     cache = target.allocate_cache(1, context_length + CANDIDATE_DRAFTED_NODE_COUNTS[-1] + 1)
@@ -118,18 +121,19 @@ def calibrate(
 
 
 def get_calibration(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Calibration:
-    """Return the result of `calibrate`, measured once per target and drafter and kept by the
-    target as long as the drafter exists."""
+    """Return the result of `calibrate`. It is measured once per pair of target and drafter. The
+    target stores the result as long as the drafter exists."""
     if drafter not in target.cost_calibrations:
         target.cost_calibrations[drafter] = calibrate(target, drafter, clock)
     return target.cost_calibrations[drafter]
 
 
 class RoundCostTable:
-    """Seconds of a round by number of rows (in powers of two) and of nodes.
+    """Seconds of a round for each number of batch rows (in powers of two) and each node count.
 
-    Costs are stored as ratios to the calibrated cost. A cost that was not measured takes the ratio
-    of measured costs near it, so measurements of one batch size improve the estimates of others.
+    The table stores ratios of measured to calibrated costs. If a number of rows and nodes was not
+    measured, the ratios of similar numbers are used. Measurements of one batch size therefore
+    improve the estimates for other batch sizes.
     """
 
     def __init__(self, calibration: Calibration, node_counts: list[int]) -> None:
@@ -138,14 +142,14 @@ class RoundCostTable:
         log_counts = np.log2(np.add(node_counts, 1))
         distances = abs(log_counts[:, None] - log_counts)
         self.count_weights = COST_WEIGHT_DECAY_PER_DOUBLING**distances  # (S, S)
-        self.ratios = np.ones((32, len(node_counts)))  # by `get_row_bucket`
-        # Measured rounds, at most 1 / COST_EMA_ALPHA.
+        self.ratios = np.ones((32, len(node_counts)))  # (row buckets, S), see `get_row_bucket`
+        # Number of measured rounds of each kind, counted up to 1 / COST_EMA_ALPHA.
         self.num_measured = np.zeros_like(self.ratios)
-        self._calibrated_costs: dict[int, np.ndarray] = {}  # by rows, (S,)
-        self._costs: dict[int, np.ndarray] = {}  # by rows, (S,), until the next `update`
+        self._calibrated_costs: dict[int, np.ndarray] = {}  # number of rows -> costs (S,)
+        self._costs: dict[int, np.ndarray] = {}  # the same, dropped by `update`
 
     def calibrated_costs(self, rows: int) -> np.ndarray:
-        """Return the calibrated seconds of a round of `rows` rows by node count, (S,)."""
+        """Return the calibrated seconds of a round of `rows` rows for each node count, (S,)."""
         if rows not in self._calibrated_costs:
             costs = [
                 self.calibration.cost(rows * (count + 1), drafts=count > 0)
@@ -155,7 +159,7 @@ class RoundCostTable:
         return self._calibrated_costs[rows]
 
     def costs(self, rows: int) -> np.ndarray:
-        """Return the estimated seconds of a round of `rows` rows by node count, (S,)."""
+        """Return the estimated seconds of a round of `rows` rows for each node count, (S,)."""
         if rows not in self._costs:
             row_distances = abs(np.arange(len(self.num_measured)) - get_row_bucket(rows))
             row_weights = COST_WEIGHT_DECAY_PER_DOUBLING**row_distances
@@ -171,14 +175,15 @@ class RoundCostTable:
         return self._costs[rows]
 
     def is_measured(self, rows: int) -> np.ndarray:
-        """Return which node counts were measured with about `rows` rows, (S,) bool."""
+        """Return for each node count whether it was measured with about `rows` rows, (S,) bool."""
         return self.num_measured[get_row_bucket(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:
-        """Record a measured round with node_counts[count_index] nodes per row."""
+        """Record that a round of `rows` rows with node_counts[count_index] nodes per row took
+        `seconds`."""
         key = (get_row_bucket(rows), count_index)
-        # The first round of a shape compiles and allocates. Others may be delayed by other
-        # processes.
+        # Do not count outliers: the first round of a shape also compiles and allocates, and other
+        # processes may delay any round.
         clip = MAX_MEASURED_TO_EXPECTED_ROUND_COST if self.num_measured[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[count_index])
         self.num_measured[key] = min(self.num_measured[key] + 1, 1 / COST_EMA_ALPHA)
@@ -188,5 +193,6 @@ class RoundCostTable:
 
 
 def get_row_bucket(rows: int) -> int:
-    """Return the exponent of the next power of two, the number of rows of a captured round."""
+    """Return the exponent of the smallest power of two that is at least `rows`. Rounds that run as
+    CUDA graphs are padded to this power of two."""
     return (rows - 1).bit_length()

@@ -1,4 +1,5 @@
-"""The outcome of a round, which reaches the host in one copy.
+"""The outcome of a round: committed tokens, accepted nodes and log-probabilities. It is copied to
+the host as one tensor.
 
 B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size.
 """
@@ -19,8 +20,8 @@ class RowOutcome:
 
     tokens: list[int]  # committed tokens, the bonus token last
     path: list[int]  # accepted nodes without the root
-    node_log_probs: list[float]  # of all drafted nodes, if the round returns them
-    # For every committed token a row of `compute_token_logprobs`, if a sequence requests it.
+    node_log_probs: list[float]  # of all drafted nodes; empty if not returned
+    # For each committed token a row of `compute_token_logprobs`; empty if no sequence requests any.
     token_logprobs: list[list[float]]
 
 
@@ -33,11 +34,13 @@ def pack_outcomes(
     num_logprobs: int | None,
     node_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the outcome as one tensor (B, n) float64, which represents token ids exactly.
+    """Return the outcome of a round as one tensor (B, columns) float64. This dtype represents token
+    ids exactly.
 
-    The columns are: length, bonus token, the path's tokens (W) and nodes (W); the given
-    `node_log_probs` (B, nodes); and unless `num_logprobs` is None, `compute_token_logprobs` of the
-    path. `hidden` (B, M, D) and `target_tokens` (B, M) are of all nodes.
+    The columns are, in this order: the number of committed nodes; the bonus token; W tokens of the
+    path; W nodes of the path; `node_log_probs` (B, nodes), if given; and the result of
+    `compute_token_logprobs` for the path, unless `num_logprobs` is None. `hidden` (B, M, D) are the
+    final hidden states of all nodes, and `target_tokens` (B, M) the target's tokens after them.
     """
     path_tokens = tree.tokens.gather(1, accepted.path)  # (B, W)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], path_tokens, accepted.path]
@@ -53,8 +56,8 @@ def pack_outcomes(
 
 
 def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> RowOutcome:
-    """Read a row of `pack_outcomes` with paths of W = `path_width` columns and `num_log_probs` node
-    log-probabilities."""
+    """Convert one row of the result of `pack_outcomes` to a `RowOutcome`. `path_width` is W, and
+    `num_log_probs` is the number of columns with log-probabilities of nodes."""
     length = int(values[0])
     bonus = int(values[1])
     tokens_end = 2 + path_width
@@ -79,11 +82,13 @@ def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> 
 def compute_token_logprobs(
     target: Target, hidden: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
 ) -> torch.Tensor:
-    """Return the target's log-probabilities of tokens (B, W) and of the likeliest alternatives.
+    """Return the target's log-probabilities of tokens (B, W), and of the likeliest tokens at the
+    same positions.
 
-    `hidden` (B, W, D) are the final hidden states before the tokens. The result is (B, W, 1 + 2 k)
-    float64, k = `num_logprobs`: the token's log-probability, then the k highest log-probabilities,
-    then their token ids. Sampling options are not applied.
+    `hidden` (B, W, D) are the final hidden states from which the tokens are predicted. With k =
+    `num_logprobs`, the result is (B, W, 1 + 2 k) float64: the log-probability of the token, the k
+    highest log-probabilities, and the ids of the k tokens that have them. Sampling options are not
+    applied.
     """
     log_probs = target.compute_logits(hidden).float().log_softmax(-1)
     top_log_probs, top_ids = log_probs.topk(num_logprobs, dim=-1)
@@ -92,7 +97,8 @@ def compute_token_logprobs(
 
 
 def append_logprobs(sequence: Sequence, token_logprobs: list[list[float]]) -> None:
-    """Append rows of `compute_token_logprobs` to a sequence, if it requests log-probabilities."""
+    """Append the log-probabilities of new tokens to a sequence, if the sequence requests any. Each
+    item is a row of `compute_token_logprobs`."""
     num_requested = sequence.options.logprobs
     if num_requested is None:
         return
@@ -105,8 +111,11 @@ def append_logprobs(sequence: Sequence, token_logprobs: list[list[float]]) -> No
 
 
 def find_rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Return the tokens of the likeliest rejected path of a batch row: from the last accepted node
-    down, each node's first child (siblings are sorted by probability)."""
+    """Return the tokens of the likeliest rejected path of a batch row.
+
+    The path begins below `node`, the last accepted node, and continues with the first child of each
+    node, which is the likeliest child.
+    """
     tokens = tree.tokens[row].tolist()
     parents = tree.parents[row, : tree.drafted_counts[row] + 1].tolist()
     rejected = []

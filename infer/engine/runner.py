@@ -1,6 +1,7 @@
-"""Prefills and rounds of a causal target. A round runs eagerly, or as CUDA graphs of fixed shapes.
+"""Run the prefills and decoding rounds of a causal target. A round runs eagerly, or as CUDA graphs
+of fixed shapes.
 
-B batch rows, M tree nodes, V vocabulary size.
+B batch rows, D hidden size, L drafted positions.
 """
 
 from collections import abc
@@ -44,30 +45,30 @@ from infer.targets.target import Target
 from infer.targets.weight_watcher import WeightWatcher
 from infer.trees.tree import DraftTree, Proposal, build_undrafted_trees, make_root_trees
 
-# The last tokens of a sequence whose n-grams trees with n-grams use.
+# Tree methods with n-grams use the n-grams of so many last tokens of a sequence.
 MAX_SEQUENCE_TOKENS_SEARCHED_FOR_NGRAMS = 8192
-# On CUDA: replayed rounds that take as long as one prefill, which is launched kernel by kernel
-# (docs/results/gpu.md).
+# On CUDA a prefill takes as long as so many rounds. The rounds are replayed as CUDA graphs, but the
+# kernels of a prefill are launched one by one (docs/results/gpu.md).
 PREFILL_COST_IN_CUDA_GRAPH_ROUNDS = 4
 
 
 class GraphKey(NamedTuple):
-    """Identifies the CUDA graph of a round, or of a stage of one."""
+    """Identifies the CUDA graph of a whole round, or of one stage of a round."""
 
-    stage: str  # "round" for all stages together
-    rows: int
-    nodes: int
+    stage: str  # the name of the stage, or "round" for all stages together
+    rows: int  # batch rows, padding included
+    nodes: int  # drafted nodes per row that are verified
     kind: SamplingKind
-    may_rebuild_trees: bool = False  # for sequences with a grammar
+    may_rebuild_trees: bool = False  # whether a sequence has a grammar
 
 
 @dataclass(frozen=True)
 class DeviceResources:
-    """What a runner allocates on the device. After an exception the contents are undefined, and all
-    of it is allocated anew."""
+    """All device memory that a runner allocates. After an exception the contents are undefined, and
+    all of this memory is allocated anew."""
 
     batch_state: BatchState
-    graphs: CudaGraphs  # they work on the memory of `batch_state`
+    graphs: CudaGraphs  # the graphs use the memory of `batch_state`
     sampling_buffers: SamplingBuffers
     prefix_cache: PrefixCache | None  # None: prefixes are not cached
 
@@ -75,13 +76,14 @@ class DeviceResources:
 class Runner:
     """Runs the prefills and rounds that a `Scheduler` decides.
 
-    The output of a sequence does not depend on the other sequences of the batch (float32; lower
-    precisions round differently in other batch shapes). `drafter` is None for methods that draft
+    In float32 the output of a sequence does not depend on the other sequences of the batch. Lower
+    precisions round differently in other batch shapes. `drafter` is None for methods that draft
     nothing. `infer.engine.engine.make_runner` makes the other arguments.
 
-    On CUDA, rounds are CUDA graphs: one for each power of two of rows, number of nodes and
-    `SamplingKind`. The first two rounds of each take longer. A round with grammars or logits
-    processors is three graphs, between which the host handles these sequences.
+    On CUDA, rounds run as CUDA graphs. There is one graph for each combination of the number of
+    rows (a power of two), the number of nodes and the `SamplingKind`. The first two rounds of each
+    combination take longer. If a sequence has a grammar or logits processors, a round consists of
+    three graphs, and the host handles such sequences between these graphs.
     """
 
     def __init__(
@@ -106,10 +108,11 @@ class Runner:
         self.vocab_size = target.vocab_size
         self.method = options.tree
         self.build_tree = self.method.load_builder()
-        self.draft_length = 0 if drafter is None else drafter.block_size - 1  # L
+        # L: the number of drafted positions
+        self.draft_length = 0 if drafter is None else drafter.block_size - 1
         self.weights_version = target.weight_version
 
-        # Stages can be captured only if they need no host computation.
+        # A stage can be recorded as a CUDA graph only if it computes nothing on the host.
         runs_on_device = drafter is None or drafter.family.drafts_on_device
         runs_on_device = runs_on_device and not self.method.needs_ngrams
         runs_on_device = runs_on_device and target.kernel_decoder is not None
@@ -119,7 +122,7 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """Allocate all device memory anew; the old memory is freed first."""
+        """Free all device memory of the runner, and allocate it anew."""
         self.batch_state: BatchState = None  # ty: ignore[invalid-assignment]
         self.graphs: CudaGraphs = None  # ty: ignore[invalid-assignment]
         self.sampling_buffers: SamplingBuffers = None  # ty: ignore[invalid-assignment]
@@ -130,9 +133,10 @@ class Runner:
         self.graphs = resources.graphs
         self.sampling_buffers = resources.sampling_buffers
         self.prefix_cache = resources.prefix_cache
-        # After the allocation, which rearranges the drafter's weights.
+        # The watcher is made after the allocation, which rearranges the drafter's weights.
         self.drafter_watch = WeightWatcher(self.drafter or nn.Module())
-        # Sequences and their output lengths for which `sampling_buffers` is up to date.
+        # `sampling_buffers` is up to date if the running sequences and their output lengths are
+        # these.
         self.buffered_sequences: list[tuple[Sequence, int]] = []
 
     def create_sequence(
@@ -141,13 +145,14 @@ class Runner:
         options: TextOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Return a sequence for the queue."""
+        """Return a sequence that can be added to the scheduler's queue."""
         return Sequence(prompt, options, processors)
 
     def weights_changed(self, checks_contents: bool) -> bool:
         """Return whether weights changed since the caches were filled.
 
-        With `checks_contents`, writes that PyTorch does not count are noticed too.
+        With `checks_contents`, the contents of the weights are compared too. This also detects
+        writes that do not increase the version counters of PyTorch's tensors.
         """
         may_have_changed = (
             checks_contents
@@ -162,8 +167,9 @@ class Runner:
         return self.drafter_watch.detect_changes() or self.weights_version != old_version
 
     def find_cached_prefix(self, sequence: Sequence) -> BlockKey | None:
-        """Set which prefix of a sequence is in the prefix cache. Return the key of the first block
-        that is not, or None if there is no such block."""
+        """Look up the longest prefix of a sequence that is in the prefix cache, and store the
+        prefix in the sequence. Return the key of the first block that is not cached, or None if
+        there is no such block."""
         if self.prefix_cache is None:
             return None
         sequence.prefix_blocks, uncached_key = self.prefix_cache.find(sequence.token_ids)
@@ -171,15 +177,15 @@ class Runner:
         return uncached_key
 
     def prefill(self, sequences: list[Sequence], start: int, length: int) -> int:
-        """Prefill the next `length` positions of each prompt, after `start` positions. Return the
-        number of computed positions, padding included."""
+        """Prefill the next `length` positions of each prompt, of which `start` positions were
+        prefilled before. Return the number of computed positions, padding included."""
         if self.prefill_batch is None:
             self.prefill_batch = PrefillBatch(self.batch_state, sequences)
         return self.prefill_batch.run_chunk(start, length)
 
     def finish_prefill(self, sequences: list[Sequence]) -> None:
-        """Take the prefilled rows into use, and choose the first bonus tokens of their
-        sequences."""
+        """Take the batch rows of prefilled sequences into use, and choose the first bonus token of
+        each of these sequences."""
         assert self.prefill_batch is not None
         state = self.batch_state
         last_hidden = self.prefill_batch.finish()
@@ -196,14 +202,15 @@ class Runner:
             outcome = unpack_outcome(values, path_width=1, num_log_probs=0)
             append_logprobs(sequence, outcome.token_logprobs)
             sequence.append(outcome.tokens, self.target)
-            if len(sequence.commits) > 1:  # it continues after a step that raised an exception
+            if len(sequence.commits) > 1:  # resumed after a step that raised an exception
                 sequence.commits[0] += sequence.commits.pop()
 
     def _choose_first_tokens(
         self, sequences: list[Sequence], last_hidden: torch.Tensor
     ) -> tuple[AcceptedPath, torch.Tensor]:
-        """Choose the tokens after prompts from final hidden states (B, 1, D). Return them, and the
-        packed outcomes."""
+        """Choose the token after each prompt from the final hidden states (B, 1, D) of the prompts'
+        last tokens. Return the tokens as paths of a tree with only a root, and the packed
+        outcomes."""
         target = self.target
         device = last_hidden.device
         last_positions = [len(sequence.token_ids) - 1 for sequence in sequences]
@@ -261,7 +268,8 @@ class Runner:
     def _append_outcome(
         self, sequence: Sequence, outcome: RowOutcome, num_drafted: int, tree: DraftTree, row: int
     ) -> None:
-        """Append the outcome of a round to a sequence."""
+        """Append the outcome of a round for batch row `row` to the row's sequence. `num_drafted` is
+        the number of verified nodes."""
         append_logprobs(sequence, outcome.token_logprobs)
         sequence.append(outcome.tokens, self.target)
         sequence.drafted.append(num_drafted)
@@ -272,11 +280,11 @@ class Runner:
             sequence.rejected.append(find_rejected_path(tree, row, last_node))
 
     def _copy_to_host(self, packed_outcomes: torch.Tensor) -> list[list[float]]:
-        """Copy outcomes to the host: the only synchronisation of a round."""
+        """Copy the packed outcomes to the host. This is the only synchronisation of a round."""
         return packed_outcomes.tolist()
 
     def _run_eager(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
-        """Run a round kernel by kernel."""
+        """Run a round eagerly, that is without CUDA graphs."""
         root_positions = self.batch_state.cache.get_device_lengths(len(sequences))
         make_sampling = partial(
             make_sampling_batch, self.target, sequences, root_positions, self.draft_length
@@ -286,14 +294,14 @@ class Runner:
         return run_round(self.batch_state, plan, self.stopwatch.lap)
 
     def _run_captured(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
-        """Run a round as a CUDA graph of the next larger size, or as one graph per stage if the
-        host chooses tokens of some sequences."""
+        """Run a round as one CUDA graph, or as one graph per stage if the host chooses tokens of
+        some sequences. The batch is padded to the next power of two of rows."""
         rows = min(1 << (len(sequences) - 1).bit_length(), self.options.max_num_seqs)
         kind = SamplingKind.from_options(
             [sequence.options for sequence in sequences], self.vocab_size
         )
         if num_nodes not in (0, self.budget.max_nodes):
-            # Round down, so that there are few sizes.
+            # Round the number of nodes down to one of CANDIDATE_DRAFTED_NODE_COUNTS, so that there are few graphs.
             num_nodes = max(count for count in CANDIDATE_DRAFTED_NODE_COUNTS if count <= num_nodes)
 
         current = [(sequence, len(sequence.ids)) for sequence in sequences]
@@ -318,7 +326,8 @@ class Runner:
             return run_stage("round", partial(run_round, self.batch_state, plan))
 
     def _read_sampling_buffers(self, rows: int, kind: SamplingKind) -> SamplingBatch:
-        """Return the sampling options of the first `rows` rows as views of the buffers."""
+        """Return the sampling options of the first `rows` batch rows, as views of
+        `sampling_buffers`."""
         tensors = self.sampling_buffers.tensors.select_rows(slice(rows), kind)
         seen = self.sampling_buffers.seen[:rows] if kind.uses_penalty else None
         root_positions = self.batch_state.cache.get_device_lengths(rows)
@@ -333,7 +342,8 @@ class Runner:
     ) -> RoundPlan:
         """Return the plan of a round with trees of `tree_nodes` nodes before pruning.
 
-        `sequences` is empty if the host chooses no tokens and looks up no n-grams.
+        `sequences` are those of all batch rows. It is empty if the host neither chooses tokens nor
+        looks up n-grams. `prune` reduces the trees to the verified nodes.
         """
         if not tree_nodes:
             return RoundPlan(
@@ -351,7 +361,7 @@ class Runner:
         draft = partial(
             make_proposal, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )
-        # In an eager round `prune` sees the log-probabilities itself.
+        # In an eager round the budget's `prune` has already read the log-probabilities.
         returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
         return RoundPlan(
             make_sampling,
@@ -366,8 +376,8 @@ class Runner:
     def _make_constrain(
         self, sequences: abc.Sequence[Sequence]
     ) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
-        """Return a function that rebuilds the trees of sequences with a grammar, or None if there
-        are none."""
+        """Return a function that rebuilds the trees of sequences with a grammar. Return None if no
+        sequence has a grammar."""
         if not self.method.ranked or all(sequence.grammar is None for sequence in sequences):
             return None
         return partial(constrain_to_grammars, sequences, self.method)
@@ -375,8 +385,8 @@ class Runner:
     def release_rows(
         self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
     ) -> None:
-        """Release the rows of finished sequences: row order[i] moves to row i. `prefilling` are the
-        sequences whose prefill continues."""
+        """Release the batch rows of finished sequences, and move row order[i] to row i.
+        `prefilling` are the sequences whose prefill continues."""
         if not prefilling:
             self.prefill_batch = None
         self.batch_state.flush_to_drafter()
@@ -387,17 +397,18 @@ class Runner:
         self.batch_state.reorder_rows(order)
 
     def _count_commits(self, sequence: Sequence) -> list[int]:
-        """Return the number of a sequence's rounds by the number of tokens that they committed."""
-        commits = sequence.commits[1:]  # without the prefill's
+        """Return a histogram of a sequence's rounds: entry i is the number of rounds that committed
+        i + 1 tokens."""
+        commits = sequence.commits[1:]  # the first entry is that of the prefill
         histogram = [0] * max(self.draft_length + 1, *commits, 0)
         for commit in commits:
             histogram[commit - 1] += 1
         return histogram
 
     def _cache_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the sequence of a row to the prefix cache."""
+        """Copy the KV cache entries of batch row `row` to the prefix cache."""
         if self.prefix_cache is not None:
-            # The cache may lack the position of the last token, and the drafter's entry there is
-            # incomplete until the next token is known.
+            # Copy only positions that the KV cache contains. It may lack the last token's position,
+            # where the drafter's entry is incomplete until the next token is known.
             cached_ids = sequence.token_ids[: self.batch_state.cache.lengths[row]]
             self.prefix_cache.insert(cached_ids, partial(self.batch_state.copy_block, row))

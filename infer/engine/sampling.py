@@ -1,11 +1,14 @@
-"""How the target chooses a token: greedily, or by position-keyed Gumbel noise.
+"""How the target chooses a token: greedily, or with Gumbel noise that is a function of the
+position.
 
 The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard
 Gumbel noise G. This is an exact sample from softmax(logits / temperature). The noise depends only
-on seed, position and token, so every method, tree, budget and batch gives the same output for the
-same seed.
+on seed, position and token. For the same seed, every method, draft tree, node budget and batch
+therefore gives the same output.
 
-B batch rows, Q nodes, L drafted positions, V vocabulary size.
+A row is sampled if its temperature is above 0, and greedy otherwise.
+
+B batch rows, M tree nodes, Q nodes of a chunk, L drafted positions, V vocabulary size.
 """
 
 import math
@@ -16,40 +19,42 @@ import torch
 
 from infer.config import TextOptions
 
-# Operations on tensors with a vocabulary dimension work on chunks of at least so many values: few
-# on a CPU, so that a chunk stays in the cache; many on a GPU, where the number of kernel launches
-# dominates.
+# Operations on tensors with a vocabulary dimension work on chunks of at least so many values. The
+# chunks are small on a CPU, so that a chunk fits into its cache. They are large on a GPU, where the
+# number of kernel launches determines the time.
 MIN_SAMPLING_CHUNK_VALUES_ON_CPU = 1 << 18
 MIN_SAMPLING_CHUNK_VALUES_ON_GPU = 1 << 24
 MAX_SAMPLING_CHUNKS_PER_TENSOR = 64
-# Memory per value while noise is made, relative to a float32 value: int64 bits, and copies.
+# Bytes per value while noise is generated, divided by the bytes of a float32 value. The int64
+# random bits and temporary copies are counted.
 SAMPLING_NOISE_MEMORY_FACTOR = 4
 
 TOP_P_BISECTION_STEPS = 40
-# exp(-110) underflows in float32, so all probability mass lies above the highest logit minus 110.
+# exp(-110) underflows in float32. Logits that are lower than the highest logit minus 110 therefore
+# have probability 0.
 TOP_P_LOGIT_RANGE = 110
 
-# nodes -> which tokens their prefixes contain, (B, Q, V) bool for Q nodes
+# Takes a slice of Q nodes. Returns which tokens the prefix of each node contains, (B, Q, V) bool.
 SeenTokensLookup = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SamplingKind:
-    """Which sampling features some row of a batch uses. Each kind is captured as a CUDA graph of
-    its own."""
+    """Which sampling features at least one row of a batch uses. Rounds with different kinds have
+    different CUDA graphs."""
 
     uses_sampling: bool = False
-    max_top_k: int = 0  # the largest top_k, rounded up to a power of two; 0: no row has one
+    max_top_k: int = 0  # the largest top_k, rounded up to a power of two; 0: no row uses it
     uses_top_p: bool = False
     uses_min_p: bool = False
     uses_penalty: bool = False
-    # Number of returned top log-probabilities, rounded up to a power of two. None: no row returns
-    # log-probabilities.
+    # How many of the highest log-probabilities are returned, rounded up to a power of two. None: no
+    # row returns log-probabilities.
     num_logprobs: int | None = None
 
     @classmethod
     def from_options(cls, rows: Sequence[TextOptions], vocab_size: int) -> "SamplingKind":
-        """Return the kind of a batch of rows with these options."""
+        """Return the kind of a batch whose rows have the options `rows`."""
         sampled_rows = [row for row in rows if row.temperature > 0]
         top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
         max_top_k = round_up_to_power_of_two(max(top_ks, default=0))
@@ -70,7 +75,7 @@ class SamplingKind:
 
 
 def round_up_to_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`; 0 for 0."""
+    """Return the smallest power of two that is at least `count`. For `count` = 0 return 0."""
     if count == 0:
         return 0
     return 1 << (count - 1).bit_length()
@@ -80,17 +85,17 @@ def round_up_to_power_of_two(count: int) -> int:
 class SamplingTensors:
     """The sampling options of B batch rows as tensors (B,) on the device.
 
-    Options that a row does not use have a value that changes nothing.
+    If a row does not use an option, its entry is the neutral value of the option.
     """
 
     kind: SamplingKind
-    columns: dict[str, torch.Tensor]  # by option; empty if no row is sampled or penalised
+    columns: dict[str, torch.Tensor]  # key: option's name; empty if no row needs any
 
     @classmethod
     def from_options(
         cls, rows: Sequence[TextOptions], vocab_size: int, device: torch.device
     ) -> "SamplingTensors":
-        """Copy the options of B rows to the device."""
+        """Copy the sampling options of B batch rows to the device."""
         kind = SamplingKind.from_options(rows, vocab_size)
         if not (kind.uses_sampling or kind.uses_penalty):
             return cls(kind, {})
@@ -111,18 +116,19 @@ class SamplingTensors:
         return cls(kind, {name: copy_to_device(values, device) for name, values in columns.items()})
 
     def select_rows(self, rows: slice, kind: SamplingKind | None = None) -> "SamplingTensors":
-        """Return the options of some rows, used as far as `kind` says (default: this kind)."""
+        """Return the options of the batch rows `rows`. Only the features in `kind` are applied; the
+        default is this batch's kind."""
         if kind is None:
             kind = self.kind
         return SamplingTensors(kind, {name: column[rows] for name, column in self.columns.items()})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return an option of all rows, (B, 1, 1)."""
+        """Return the values of the option `name` of all rows, (B, 1, 1)."""
         return self.columns[name][:, None, None]
 
 
 def copy_to_device(values: Sequence, device: torch.device) -> torch.Tensor:
-    """Return host values as a tensor on a device, without a synchronisation."""
+    """Return a tensor with these values on `device`. The copy does not synchronise."""
     tensor = torch.tensor(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -130,35 +136,36 @@ def copy_to_device(values: Sequence, device: torch.device) -> torch.Tensor:
 
 
 def _as_signed_int64(value: int) -> int:
-    """Return the signed 64-bit integer with the same bits as an unsigned one."""
+    """Return the signed 64-bit integer that has the same bits as the unsigned integer `value`."""
     return value - (value >> 63 << 64)
 
 
-# Constants of splitmix64.
+# Constants of the random number generator splitmix64.
 _SPLITMIX_INCREMENT = _as_signed_int64(0x9E3779B97F4A7C15)
 _SPLITMIX_FACTOR_1 = _as_signed_int64(0xBF58476D1CE4E5B9)
 _SPLITMIX_FACTOR_2 = _as_signed_int64(0x94D049BB133111EB)
 
 
 def _logical_shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 values to the right and fill with zeros."""
+    """Shift int64 values to the right by `bits` bits, and fill with zeros from the left."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix_bits(x: torch.Tensor) -> torch.Tensor:
-    """Apply the finaliser of splitmix64 in place: every bit of the result depends on every bit of
-    x, int64 with wrap-around."""
+    """Hash int64 values in place with the finaliser of splitmix64. Every bit of a result depends on
+    every bit of the value. Multiplications wrap around."""
     x.bitwise_xor_(_logical_shift_right(x, 30)).mul_(_SPLITMIX_FACTOR_1)
     x.bitwise_xor_(_logical_shift_right(x, 27)).mul_(_SPLITMIX_FACTOR_2)
     return x.bitwise_xor_(_logical_shift_right(x, 31))
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the seed of sequence `index` (from 0) of several that are generated from one seed.
+    """Return the seed of sequence `index`, counted from 0, if several sequences are generated from
+    one seed.
 
-    The first sequence keeps the seed itself. The others get 53-bit seeds, which every JSON parser
-    reads exactly. With one seed for all, sequences would share their noise and thus much of their
-    output.
+    The first sequence uses `seed` itself. The other sequences get 53-bit seeds, which every JSON
+    parser reads exactly. If all sequences had the same seed, they would have the same noise, and
+    much of their outputs would be equal.
     """
     if index == 0:
         return seed
@@ -173,7 +180,7 @@ def gumbel_noise(
     """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64.
 
     A value depends only on seed, position and token id, not on shapes or the device. `tokens` is
-    the vocabulary size V, or the ids (V,) of the tokens.
+    the vocabulary size V, or a tensor (V,) with the ids of the tokens.
     """
     if isinstance(tokens, int):
         token_keys = torch.arange(tokens, device=positions.device) * _SPLITMIX_INCREMENT
@@ -193,10 +200,11 @@ def gumbel_noise(
 def iterate_chunks(
     count: int, width: int, device: torch.device, memory_factor: int = 1
 ) -> Iterator[slice]:
-    """Split `count` rows of `width` values into slices that are small in memory and few.
+    """Split `count` rows of `width` values each into chunks, and return the chunks as slices of
+    rows.
 
-    A slice has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or _GPU values divided by `memory_factor`, or 1/64 of all rows,
-    whichever is more.
+    A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or MIN_SAMPLING_CHUNK_VALUES_ON_GPU values divided by `memory_factor`, or
+    the share 1 / MAX_SAMPLING_CHUNKS_PER_TENSOR of all rows, whichever is more.
     """
     chunk_values = (
         MIN_SAMPLING_CHUNK_VALUES_ON_CPU
@@ -211,10 +219,11 @@ def iterate_chunks(
 def make_round_noise(
     sampling: SamplingTensors, start: torch.Tensor, steps: int, tokens: int | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the noise of the positions start + 1 .. start + steps of every row, (B, steps, V).
+    """Return the Gumbel noise of the positions start + 1 .. start + steps of each row, (B, steps,
+    V).
 
-    `start` is (B,), `tokens` as in `gumbel_noise`. The noise of greedy rows is 0. Return None if no
-    row is sampled.
+    `start` has shape (B,). `tokens` has the same meaning as in `gumbel_noise`. The noise of greedy
+    rows is 0. Return None if all rows are greedy.
     """
     if not sampling.kind.uses_sampling:
         return None
@@ -226,11 +235,11 @@ def make_round_noise(
 def adjust_logits(
     logits: torch.Tensor, sampling: SamplingTensors, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply every row's penalty, temperature and filters to logits (B, Q, V), in the order of
-    Hugging Face's logits processors.
+    """Apply each row's repetition penalty, temperature and filters to logits (B, Q, V), in the
+    order of Hugging Face's logits processors.
 
-    Returns float32 logits, minus infinity for tokens that are filtered out. `seen` (B, Q, V) bool
-    marks the tokens of every node's prefix; it is needed for the penalty only.
+    The result is float32, and minus infinity for tokens that are filtered out. `seen` (B, Q, V)
+    bool marks the tokens in the prefix of each node. It is None if no row has a penalty.
     """
     logits = logits.float()
     kind = sampling.kind
@@ -261,8 +270,11 @@ def penalise_repetition(
 
 
 def find_top_k_threshold(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Return the lowest logit that top-k filtering keeps, (B, Q, 1), for logits (B, Q, V) and top_k
-    (B, 1, 1) up to `max_top_k`; minus infinity where top_k is 0."""
+    """Return the lowest logit that top-k filtering keeps, (B, Q, 1).
+
+    `logits` has shape (B, Q, V). `top_k` (B, 1, 1) is at most `max_top_k`. Where it is 0, nothing
+    is filtered, and the result is minus infinity.
+    """
     count = min(max_top_k, logits.shape[-1])  # a drafter's vocabulary may be smaller
     highest = logits.topk(count).values
     index = (top_k - 1).clamp(0, count - 1).expand(*logits.shape[:2], 1)
@@ -270,12 +282,14 @@ def find_top_k_threshold(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: i
 
 
 def find_top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that top-p filtering keeps, (B, Q, 1), for logits (B, Q, V) and top_p
-    (B, 1, 1); minus infinity where top_p is 1.
+    """Return the lowest logit that top-p filtering keeps, (B, Q, 1).
 
-    The tokens above the threshold have less than probability top_p together; with the token at the
-    threshold they reach it. Bisection down to neighbouring floats makes the result independent of
-    the other rows of the batch.
+    `logits` has shape (B, Q, V), `top_p` has shape (B, 1, 1). Where `top_p` is 1, nothing is
+    filtered, and the result is minus infinity.
+
+    The total probability of the tokens above the threshold is less than `top_p`. Together with the
+    token at the threshold, it is at least `top_p`. The threshold is found by bisection down to
+    neighbouring floats, so that it does not depend on the other rows of the batch.
     """
     probabilities = logits.softmax(-1)
     is_above = torch.empty_like(logits)
@@ -297,11 +311,13 @@ def sample_tokens(
     noise: torch.Tensor | None,
     find_seen: SeenTokensLookup | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after every node, (B, Q) int64.
+    """Return the target's token after each node, (B, Q) int64.
 
-    `logits` (B, Q, V) and `depths` (B, Q) are of the nodes, `noise` (B, > max depth, V) is the
-    round's. `find_seen` is needed for the penalty only. Without both this is argmax; otherwise the
-    nodes are processed in chunks, so that there is no second tensor of all logits.
+    logits (B, Q, V): the target's logits after the nodes. depths (B, Q): the depths of the nodes.
+    noise (B, positions, V): entry d is added to nodes of depth d; None if no row is sampled.
+    find_seen: returns the tokens in the nodes' prefixes; None if no row has a repetition penalty.
+    The nodes are processed in chunks, so that the adjusted logits of all nodes never exist at the
+    same time.
     """
     if noise is None and find_seen is None:
         return logits.argmax(-1)
@@ -324,11 +340,13 @@ def apply_sampling_to_scores(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the sampling options and the target's noise to the scores (B, c, V) of block slots.
+    """Apply the sampling options and the target's noise to the drafter's scores (B, slots, V).
 
-    The target's choice at a position is a known function of its distribution and of the noise
-    there, so a drafter with the same noise predicts the choice itself. The result is lossless in
-    any case, since a tree only proposes. `seen` (B, 1, V) is for the penalty.
+    A slot is a drafted position of the block; `slots` selects the noise of the given slots. The
+    target's choice at a position is a function of the target's distribution and of the noise at
+    that position. The drafter therefore predicts the choice itself if it uses the same noise.
+    Decoding stays lossless in any case, since the target verifies all drafted tokens. `seen` (B, 1,
+    V) marks the tokens that the repetition penalty applies to; it is None without a penalty.
     """
     scores = adjust_logits(scores, sampling, seen)
     if noise is None:
@@ -342,8 +360,9 @@ def apply_sampling_to_marginals(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the sampling options and the target's noise to marginals (B, L, V) in log space, and
-    normalise again. Noise and `seen` as in `apply_sampling_to_scores`."""
+    """Apply the sampling options and the target's noise to the drafter's marginals (B, L, V), which
+    are log-probabilities, and normalise the result. `noise` and `seen` have the same meaning as in
+    `apply_sampling_to_scores`."""
     if noise is None and seen is None:
         return marginals
     conditioned = torch.empty_like(marginals)
@@ -357,9 +376,12 @@ def apply_sampling_to_marginals(
 def make_score_transform(
     sampling: SamplingTensors, noise: torch.Tensor | None, seen: torch.Tensor | None
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return the transformation of `apply_sampling_to_marginals` for a conditional head, as a
-    function of scores (B, c, V) and block slots (c,) without normalisation. Return None if it
-    changes nothing."""
+    """Return a function that applies the sampling options and the target's noise to the scores of a
+    conditional head.
+
+    The function takes scores (B, n, V) and the indices (n,) of their drafted positions. Its result
+    is not normalised. Return None if neither noise nor a penalty is to be applied.
+    """
     if noise is None and seen is None:
         return None
 
@@ -372,7 +394,7 @@ def make_score_transform(
 def mark_seen_tokens(
     sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return which tokens every sequence contains, (B, V) bool."""
+    """Return which tokens each of B sequences contains, (B, V) bool."""
     seen = torch.zeros(len(sequences), vocab_size, dtype=torch.bool, device=device)
     for row, token_ids in enumerate(sequences):
         seen[row].index_fill_(0, copy_to_device(token_ids, device), True)
@@ -382,11 +404,11 @@ def mark_seen_tokens(
 def mark_tokens_seen_at_nodes(
     seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, nodes: slice
 ) -> torch.Tensor:
-    """Return which tokens the prefix of each of some nodes contains, (B, Q, V) bool, the node's own
-    token included.
+    """Return which tokens the prefixes of the given nodes contain, (B, Q, V) bool. The prefix of a
+    node includes the node's own token.
 
-    `seen` (B, V) marks the committed tokens and the root, `tokens` (B, M) are those of the trees,
-    `ancestors` (B, M, M) is the mask of `DraftTree.ancestors`.
+    seen (B, V): marks the committed tokens and the root's token. tokens (B, M): the tokens of all
+    nodes. ancestors (B, M, M): the mask of `DraftTree.ancestors`. nodes: the slice of Q nodes.
     """
     path_tokens = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])
     return seen[:, None].repeat(1, path_tokens.shape[1], 1).scatter_(2, path_tokens, True)

@@ -1,5 +1,5 @@
-"""The scheduler: which sequences wait, which are prefilled in this step and how far, and how large
-the trees of the running ones may be."""
+"""The scheduler decides which sequences wait, which are prefilled in this step and how far, and how
+large the trees of the running sequences may be."""
 
 import itertools
 import math
@@ -11,26 +11,27 @@ from infer.engine.sequence import Sequence
 if TYPE_CHECKING:
     from infer.engine.runner import Runner
 
-# Prompt positions per row and forward pass. It bounds the attention mask of a long prompt.
+# Prompt positions per row and forward pass. This limits the size of a long prompt's attention mask.
 MAX_PREFILL_CHUNK_TOKENS = 1024
-# Positions that a step may prefill where a prefill takes as long as several captured rounds, for
-# each of these rounds.
+# If a prefill takes as long as n rounds that run as CUDA graphs, a step may prefill at least n
+# times this many positions.
 MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
-# Sequences are admitted after so many times the rounds of a prefill, even if few rows are idle.
+# Even if few rows are idle, waiting sequences are admitted after the time of so many prefills.
 MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 
 
 class Scheduler:
-    """The queue of an engine, and the work of each step.
+    """Holds the queue of an engine, and decides the work of each step.
 
-    A step has at most `positions` positions of the target, shared between the trees of running
-    sequences and chunks of prompts. Large batches therefore get small trees, which is also fastest
-    on a compute-bound target. A position after a long context counts more, see `_position_cost`.
-    None: no limit.
+    In a step the target computes at most `positions` positions, or any number if `positions` is
+    None. They are shared between the trees of running sequences and chunks of prompts. Large
+    batches therefore get small trees, which is also fastest if the target is compute-bound. A
+    position after a long context counts as more than one position, see `_position_cost`.
 
-    The runner's `budget` chooses the number of tree nodes. Its `find_cached_prefix` sets the
-    `cached_length` of a sequence. It returns a key of the first block that is not cached, or None;
-    sequences with the same key are not prefilled together, since the second can use the block.
+    The runner's `budget` chooses the number of tree nodes. The runner's `find_cached_prefix` sets
+    the `cached_length` of a sequence, and returns the key of the sequence's first block that is not
+    in the prefix cache, or None. Two sequences with the same key are not prefilled together: the
+    second sequence waits and then uses the block that the first sequence has computed.
     """
 
     def __init__(self, runner: "Runner") -> None:
@@ -38,29 +39,34 @@ class Scheduler:
         self.budget = runner.budget
         self.rows = runner.options.max_num_seqs
         self.positions = runner.options.max_num_batched_tokens
-        self.max_running = self.rows  # fewer after a step that raised an exception
+        self.max_running = self.rows  # less after a step that raised an exception
         self.waiting: deque[Sequence] = deque()
         self._arrivals = itertools.count()
         self.reset()
 
     def reset(self) -> None:
-        """Drop all sequences except the waiting ones."""
+        """Drop all sequences except the waiting sequences."""
         self.running: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self.prefilled_positions = 0  # of each prompt in `prefilling`, without cached positions
-        self.idle_row_rounds = 0  # rows that waiting sequences could have used, summed over rounds
-        # Cost of the prefill in this step, in positions without context: still possible, and done.
+        self.prefilled_positions = 0  # of each prompt, not counting cached positions
+        # Number of idle rows that waiting sequences could have used, summed over rounds.
+        self.idle_row_rounds = 0
+        # How much may still be prefilled in this step, and how much was. Both are costs: the unit
+        # is one position without context.
         self.prefill_allowance = 0.0
         self.prefill_cost = 0.0
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the queue."""
+        """Add a sequence to the end of the queue."""
         sequence.arrival_index = next(self._arrivals)
         self.waiting.append(sequence)
 
     def begin_step(self) -> list[Sequence]:
-        """Mark cancelled sequences as finished, and set how much may be prefilled in this step. The
-        prefill is unlimited while no sequence is running. Return all sequences."""
+        """Begin a step: mark cancelled sequences as finished, and set how much may be prefilled.
+
+        The prefill is unlimited while no sequence is running. Return all sequences: running,
+        prefilling and waiting.
+        """
         sequences = [*self.running, *self.prefilling, *self.waiting]
         for sequence in sequences:
             if sequence.cancelled:
@@ -80,32 +86,34 @@ class Scheduler:
             self.prefill_allowance = max(
                 min(self.positions - tree_cost, self.positions * 2 / 3),
                 tree_cost / 2,
-                # Prefills are launched kernel by kernel where rounds are replayed as CUDA graphs;
-                # so many positions take about as long there as one.
+                # If rounds run as CUDA graphs, the kernels of a prefill are still launched one by
+                # one. So many positions then take about as long as a single position.
                 MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 
     @property
     def num_admissible(self) -> int:
-        """Number of waiting sequences for which there is a free row."""
+        """Number of waiting sequences for which there is a free batch row."""
         free_rows = self.max_running - len(self.running)
         return max(0, min(free_rows, len(self.waiting)))
 
     @property
     def can_admit(self) -> bool:
-        """Whether waiting sequences may be admitted.
+        """Whether waiting sequences may be admitted now.
 
-        Where a prefill takes as long as several rounds (`Runner.rounds_per_prefill`), admission
-        waits until idle rows have cost as much as one prefill, or for eight times these rounds.
+        A prefill may take as long as several rounds (`Runner.rounds_per_prefill`), in which no
+        sequence decodes. Admission therefore waits until idle rows have cost as much as one
+        prefill, but no longer than MAX_ADMISSION_DELAY_IN_PREFILLS prefills take.
         """
         delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
         return self.num_admissible > 0 and is_due
 
     def choose_chunk_length(self) -> int:
-        """Return how many positions of each prompt in `prefilling` are computed next, 0 for none.
-        Waiting sequences are admitted first if possible."""
+        """Return how many positions of each prompt in `prefilling` are computed next; 0 means that
+        nothing more is prefilled in this step. If `prefilling` is empty, waiting sequences are
+        admitted first."""
         if self.prefill_allowance <= 0 or not (self.prefilling or self.can_admit):
             return 0
         if not self.prefilling:
@@ -120,9 +128,12 @@ class Scheduler:
         return max(1, int(length))
 
     def record_chunk(self, length: int, computed_positions: int) -> bool:
-        """Record a prefilled chunk of `length` positions per prompt, for which
-        `computed_positions` were computed, padding included. Return whether all prompts are
-        complete."""
+        """Record that `length` more positions of each prompt were prefilled. Return whether all
+        prompts are complete.
+
+        `computed_positions` is the number of positions that the target computed for all prompts,
+        padding included.
+        """
         self.prefilled_positions += length
         cost = computed_positions * self._position_cost(self._prefilled_context)
         self.prefill_allowance -= cost
@@ -133,11 +144,12 @@ class Scheduler:
         return self.prefilled_positions >= longest
 
     def max_tree_positions(self, running: list[Sequence], prefill_cost: float) -> int:
-        """Return the maximum number of positions of a row's tree, its root included, in a round
-        before which prompts of this cost are prefilled.
+        """Return the maximum number of nodes of a tree, root included, in this step's round.
 
-        The prefill is rounded up to whole thirds of the limit and leaves at least one third; rows
-        are rounded up to a power of two. So there are few tree sizes, and few CUDA graphs.
+        `prefill_cost` is the cost of the prefill in the same step. It is rounded up to whole thirds
+        of the limit on positions. The trees get the remaining thirds, at least one. The number of
+        rows is rounded up to a power of two. There are therefore few tree sizes, and few CUDA
+        graphs.
         """
         full_tree = self.budget.max_nodes + 1
         if self.positions is None:
@@ -150,8 +162,8 @@ class Scheduler:
         return min(full_tree, max(2, per_row))
 
     def release_finished(self) -> list[int]:
-        """Remove finished sequences. Return which row moves into each of the rows that are left:
-        the last rows fill the holes."""
+        """Remove finished sequences. Return the new order of the batch rows: row order[i] moves to
+        row i. The last rows move into the rows that became free."""
         sequences = self.running
         num_finished = sum(
             sequence.finish_reason is not None for sequence in (*sequences, *self.prefilling)
@@ -165,7 +177,8 @@ class Scheduler:
                 order.insert(row, order.pop())
         self.running = [sequences[row] for row in order]
 
-        # The prompts of a batch are prefilled together or not at all.
+        # Prompts that are prefilled together cannot continue without one of them: restart the
+        # others.
         if any(sequence.finish_reason is not None for sequence in self.prefilling):
             unfinished = [
                 sequence for sequence in self.prefilling if sequence.finish_reason is None
@@ -175,8 +188,8 @@ class Scheduler:
         return order
 
     def preempt_all(self) -> list[Sequence]:
-        """Remove and return all unfinished sequences that have a row. They can be added to the
-        queue again."""
+        """Remove and return all unfinished sequences that have a batch row. The caller can add them
+        to the queue again."""
         sequences = [
             sequence
             for sequence in (*self.running, *self.prefilling)
@@ -190,12 +203,13 @@ class Scheduler:
         return sequences
 
     def recover_from_error(self) -> Sequence | None:
-        """Return the sequences of a step that raised an exception to the queue.
+        """Put all sequences back into the queue after a step that raised an exception.
 
-        They continue from their tokens, but only half as many run at the same time. Each sequence
-        that finishes raises this number by one. Expensive and new sequences, which are the likely
-        cause, are admitted first. If only one sequence was running, it is returned instead of
-        queued, and all rows may be used again. The caller has to call the engine's `reset` next.
+        The sequences later continue from the tokens that they have. Only half as many sequences run
+        at the same time; each sequence that finishes raises this number by one. Expensive and new
+        sequences, which are the likely cause of the exception, are admitted first. If only one
+        sequence was running, it is not queued but returned, and all rows may be used again.
+        Otherwise None is returned. The caller has to call the engine's `reset` next.
         """
         sequences = self.preempt_all()
         sequences.sort(
@@ -212,23 +226,23 @@ class Scheduler:
         return None
 
     def _position_cost(self, context: int) -> float:
-        """Return the cost of a position after `context` positions, in positions without context.
-        It is a multiple of one half, so that there are few tree sizes."""
+        """Return the cost of computing a position after `context` positions, relative to a position
+        without context. The cost is a multiple of one half, so that there are few tree sizes."""
         return 1 + round(2 * context / self.runner.target.attention_break_even_length) / 2
 
     @property
     def _prefilled_context(self) -> int:
-        """Number of positions of the longest prompt in `prefilling` that are in the cache."""
+        """How many positions of a prompt in `prefilling` are in the KV cache, at most."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )
 
     def _count_admitted(self) -> int:
-        """Return how many waiting sequences are prefilled together: as many as have a free row and
-        fit into the allowance, padded to one length.
+        """Return how many waiting sequences are prefilled together, counted from the first.
 
-        A longer prompt is prefilled alone, over several rounds. A prompt that shares an uncached
-        block with another one is prefilled after it.
+        There must be a free row for each. All prompts together, padded to one length, must fit into
+        `prefill_allowance`. A longer prompt is prefilled alone, over several steps. If two prompts
+        begin with the same block that is not cached, they are prefilled one after the other.
         """
         longest = 0
         uncached_keys = set()
@@ -245,5 +259,6 @@ class Scheduler:
 
 
 def max_context_length(sequences: list[Sequence]) -> int:
-    """Return the length of the longest sequence. Attention over it is computed for every row."""
+    """Return the length of the longest sequence. Attention over so many positions is computed for
+    every row, since the other rows are padded."""
     return max(len(sequence.prompt) + len(sequence.ids) for sequence in sequences)

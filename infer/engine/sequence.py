@@ -1,4 +1,5 @@
-"""A sequence that is being decoded: its tokens, where it ends, and the cost of decoding it."""
+"""A sequence that is being decoded: the tokens, the end of the sequence, and the cost of
+decoding."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 
 DECODE_STAGES = ("prefill", "draft", "build", "verify", "commit")
 
-# Hugging Face's logits processors: (token ids (1, T), scores (1, V)) -> scores (1, V)
+# A logits processor of Hugging Face. It takes token ids (1, T) of T tokens and scores (1, V) over
+# the vocabulary of size V, and returns scores (1, V).
 LogitsProcessor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Stopwatch:
-    """Measures the seconds of each stage of decoding. On CUDA `clock` has to synchronise."""
+    """Measures the seconds of each stage of decoding. `clock` returns the time in seconds; on CUDA
+    it has to synchronise."""
 
     def __init__(self, clock: abc.Callable[[], float]) -> None:
         self.clock = clock
@@ -32,12 +35,12 @@ class Stopwatch:
         self.seconds = dict.fromkeys(DECODE_STAGES, 0.0)
 
     def start(self) -> float:
-        """Begin a stage, and return the time."""
+        """Begin the first stage, and return the current time of `clock`."""
         self.stage_start = self.clock()
         return self.stage_start
 
     def lap(self, stage: str) -> None:
-        """End a stage, and begin the next one."""
+        """End the current stage, add its seconds to `seconds[stage]`, and begin the next stage."""
         now = self.clock()
         self.seconds[stage] += now - self.stage_start
         self.stage_start = now
@@ -48,24 +51,25 @@ class DecodeStats:
     """The cost of decoding one sequence.
 
     A round commits the accepted drafted tokens and the next bonus token. The prefill yields the
-    first bonus token, so `tokens` is 1 plus the sum of what the rounds committed. `seconds` is the
-    wall-clock time between admission and end, whatever other sequences were in the batch.
+    first bonus token, so `tokens` is 1 plus the number of tokens that all rounds committed.
+    `seconds` is the wall-clock time from the admission to the end of the sequence. The time that
+    other sequences of the batch took is not subtracted.
     """
 
     prompt_tokens: int
     tokens: int = 0  # output tokens
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     rounds: int = 0
-    # [i]: number of rounds that committed i + 1 output tokens
+    # Entry i is the number of rounds that committed i + 1 output tokens.
     histogram: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # including prefill
+    seconds: float = 0.0  # seconds including the prefill
     stage_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(DECODE_STAGES, 0.0)
     )
 
     @property
     def tau(self) -> float:
-        """Acceptance length: tokens committed per round."""
+        """Acceptance length: the average number of tokens that a round committed."""
         return (self.tokens - 1) / self.rounds if self.rounds else 1.0
 
     @property
@@ -76,14 +80,15 @@ class DecodeStats:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of an output token, and of the likeliest tokens there."""
+    """The target's log-probability of an output token, and of the likeliest tokens at the same
+    position."""
 
     logprob: float
     top: list[tuple[int, float]]  # token ids and log-probabilities, in descending order
 
 
 class Admission(NamedTuple):
-    """The state of the clock when a sequence was admitted."""
+    """The time when a sequence was admitted, and the seconds of each stage up to then."""
 
     time: float
     stage_seconds: dict[str, float]
@@ -91,33 +96,35 @@ class Admission(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and its output so far: waiting, running or finished."""
+    """A prompt and the output so far. The sequence may be waiting, running or finished."""
 
     prompt: list[int]
     options: TextOptions
-    # Applied before the options' own penalty, temperature and filters.
+    # Logits processors, applied before the penalty, temperature and filters of `options`.
     processors: abc.Sequence[LogitsProcessor] = ()
-    grammar: GrammarState | None = None  # which the output must follow
+    grammar: GrammarState | None = None  # the grammar that the output must follow
     stats: DecodeStats = field(init=False)
     ids: list[int] = field(default_factory=list)  # output tokens
-    # Output tokens committed by the prefill and by every round.
+    # The number of output tokens committed by the prefill, and then by each round.
     commits: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)  # by round: verified nodes
-    accepted: list[int] = field(default_factory=list)  # by round: accepted nodes, before any cut
-    # One per output token, if the options ask for them.
+    drafted: list[int] = field(default_factory=list)  # for each round: verified nodes
+    # For each round: accepted nodes, counted before the output is cut at its end.
+    accepted: list[int] = field(default_factory=list)
+    # One entry per output token, if `options.logprobs` is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # By round: tokens of the likeliest rejected path, if `trace`.
+    # For each round: the tokens of the likeliest rejected path, recorded if `trace` is true.
     rejected: list[list[int]] = field(default_factory=list)
     trace: bool = False
-    # "stop" (an end token or a stop string), "loop", "length" or "cancelled"; None while running
+    # Why the output ended: "stop" (an end token or a stop string), "loop", "length" or "cancelled".
+    # None while the sequence is waiting or running.
     finish_reason: str | None = None
     cancelled: bool = False
     admission: Admission | None = None
     arrival_index: int = 0
     cached_length: int = 0  # positions that the prefix cache provides
-    # Blocks of the prefix cache, until they are copied into the sequence's row.
+    # The cached blocks with which the sequence begins. Empty after they were copied into its row.
     prefix_blocks: list[PrefixCacheBlock] = field(default_factory=list)
-    # Cached result of `last_tokens`, and the number of output tokens that it covers.
+    # The last result of `last_tokens`, and the number of output tokens at that time.
     _last_tokens: np.ndarray | None = field(default=None, init=False)
     _last_tokens_length: int = field(default=0, init=False)
 
@@ -126,16 +133,18 @@ class Sequence:
 
     @property
     def has_logits_processors(self) -> bool:
-        """Whether logits processors or a grammar change the target's logits."""
+        """Whether the sequence has logits processors or a grammar, which change the target's
+        logits."""
         return bool(self.processors) or self.grammar is not None
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output so far: the tokens to prefill before the next round."""
+        """The prompt and the output so far. The prefill computes these tokens before the first
+        round."""
         return self.prompt + self.ids
 
     def last_tokens(self, max_tokens: int) -> np.ndarray:
-        """Return the last tokens of prompt and output, (T,) int64 with T at most `max_tokens`."""
+        """Return the last tokens of prompt and output as int64, at most `max_tokens` tokens."""
         last_tokens = self._last_tokens
         if last_tokens is None:
             last_tokens = np.array(self.prompt[-max_tokens:], np.int64)
@@ -145,7 +154,8 @@ class Sequence:
         return self._last_tokens
 
     def append(self, new_ids: list[int], target: Target) -> None:
-        """Append a round's tokens up to the end of the sequence."""
+        """Append the tokens of a round to the output. If the sequence ends at one of these tokens,
+        cut the rest off and set `finish_reason`."""
         old_length = len(self.ids)
         ids = self.ids + new_ids
         end = find_sequence_end(ids, old_length, self.options, target)
@@ -162,38 +172,40 @@ class Sequence:
 
 
 def check_options(options: TextOptions, target: Target) -> None:
-    """Raise ValueError for options that are invalid or that this target does not support."""
+    """Raise ValueError if the options are invalid or this target does not support them."""
     options.check()
     if options.stop and target.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: load the target with load_target")
+        raise ValueError(
+            "stop strings need a tokenizer, and this target has none; load the target with load_target"
+        )
     make_grammar_state(options, target)
 
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_size: int) -> None:
-    """Raise ValueError for a prompt that is empty, contains ids outside the vocabulary, or is too
+    """Raise ValueError if the prompt is empty, contains token ids outside the vocabulary, or is too
     long for batch rows of `capacity` positions."""
     if not prompt:
-        raise ValueError("every prompt needs at least one token")
+        raise ValueError("the prompt is empty, but every prompt needs at least one token")
     for id in (min(prompt), max(prompt)):
         if not 0 <= id < vocab_size:
             raise ValueError(
-                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}"
+                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}; use the tokenizer of this model"
             )
     length = len(prompt) + options.max_new_tokens
     if length > capacity:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, "
-            f"together {length}; at most {capacity} are possible: shorten either"
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, together {length}; at most {capacity} are possible; shorten the prompt or lower max_new_tokens"
         )
 
 
 def find_sequence_end(
     ids: list[int], first: int, options: TextOptions, target: Target
 ) -> tuple[int, str] | None:
-    """Find the end of a sequence from output token `first` on: (length, finish reason), or None.
+    """Find where an output ends, if it ends at output token `first` or later.
 
-    The length includes an end token, and all tokens of a stop string. `decode_output` cuts the text
-    before the stop string.
+    Return the length of the output in tokens and the finish reason, or None if the output does not
+    end. The length includes the end token, or all tokens of the stop string. `answer_text` later
+    removes the stop string from the text.
     """
     max_length = min(len(ids), options.max_new_tokens)
     tokenizer = cast("PreTrainedTokenizerBase", target.tokenizer)

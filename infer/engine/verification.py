@@ -1,7 +1,8 @@
-"""The target's tokens at the nodes of draft trees, and the walk: the drafted path that the target
-accepts, and the bonus token after it (DDTree section 4.4).
+"""Verification of draft trees: choose the target's token after each node, and walk along the nodes
+that the target accepts (DDTree section 4.4). The target's token after the last accepted node is the
+bonus token.
 
-B batch rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary size.
+B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size, V vocabulary size.
 """
 
 from collections import abc
@@ -24,8 +25,9 @@ from infer.targets.support import IDENTITY_LOGIT_SCALE
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
-# Nodes of a batch row whose logits are in memory at the same time. With more than
-# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows, the number is reduced so that all rows together have no more logits.
+# The logits of so many nodes per batch row are in memory at the same time. With more than
+# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows the number is reduced, so that the logits of all rows together do not
+# take more memory than those of MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows.
 MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
 MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 
@@ -37,20 +39,22 @@ class SamplingBatch:
     """The sampling options of a round's batch rows, and the noise of the round's positions."""
 
     tensors: SamplingTensors
-    root_positions: torch.Tensor  # (B,)
-    num_positions: int  # positions after the root, more than the depth of any tree
+    root_positions: torch.Tensor  # (B,) the absolute position of each row's root
+    num_positions: int  # number of positions after the root; more than the depth of any tree
     vocab_size: int
-    seen: torch.Tensor | None  # (B, V) the tokens of every row's sequence, if a row has a penalty
+    seen: torch.Tensor | None  # (B, V) the tokens of each row's sequence; None without a penalty
 
     @cached_property
     def noise(self) -> torch.Tensor | None:
-        """The noise of all positions, (B, num_positions, V). None if no row is sampled."""
+        """The Gumbel noise of all positions, (B, num_positions, V). None if no row is sampled."""
         return self.make_noise(slice(None), 0, self.num_positions, self.vocab_size)
 
     def make_noise(
         self, rows: slice, first_depth: int, num_positions: int, tokens: int | torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the noise of some rows, depths and tokens; `tokens` as in `gumbel_noise`."""
+        """Return the Gumbel noise of the batch rows `rows`, (rows, num_positions, tokens), for
+        nodes of depth `first_depth` and deeper. `tokens` has the same meaning as in `gumbel_noise`.
+        None if no row is sampled."""
         start = self.root_positions[rows] + first_depth
         return make_round_noise(self.tensors.select_rows(rows), start, num_positions, tokens)
 
@@ -58,8 +62,8 @@ class SamplingBatch:
 def make_sampling_tensors(
     target: Target, sequences: abc.Sequence[Sequence]
 ) -> tuple[SamplingTensors, torch.Tensor | None]:
-    """Return the sampling options of sequences, and the tokens that each contains, (B, V) bool, or
-    None if no sequence has a penalty."""
+    """Return the sampling options of B sequences as tensors, and which tokens each sequence
+    contains, (B, V) bool. The latter is None if no sequence has a repetition penalty."""
     vocab_size = target.vocab_size
     options = [sequence.options for sequence in sequences]
     tensors = SamplingTensors.from_options(options, vocab_size, target.device)
@@ -71,25 +75,24 @@ def make_sampling_tensors(
 
 
 def make_sampling_batch(
-    target: Target,
-    sequences: abc.Sequence[Sequence],
-    root_positions: torch.Tensor,
-    max_depth: int,
+    target: Target, sequences: abc.Sequence[Sequence], root_positions: torch.Tensor, max_depth: int
 ) -> SamplingBatch:
-    """Return the sampling options for a round of sequences with roots at positions (B,)."""
+    """Return the sampling options of a round. `root_positions` (B,) are the absolute positions of
+    the sequences' roots, and `max_depth` is the maximum depth of a node."""
     tensors, seen = make_sampling_tensors(target, sequences)
     return SamplingBatch(tensors, root_positions, max_depth + 1, target.vocab_size, seen)
 
 
 def count_chunk_nodes(rows: int) -> int:
-    """Return the number of nodes per row whose logits are in memory at the same time."""
+    """Return for how many nodes per row the logits are computed at the same time."""
     return max(
         1, MAX_LOGIT_CHUNK_NODES_PER_ROW * min(rows, MAX_ROWS_WITH_FULL_LOGIT_CHUNKS) // rows
     )
 
 
 def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the target's likeliest token for final hidden states (B, n, D), (B, n)."""
+    """Return the target's likeliest next tokens, (B, n), from final hidden states (B, n, D) of n
+    positions per row."""
     if target.logit_scale == IDENTITY_LOGIT_SCALE:
         return target.kernels.argmax_head(hidden, target.model.get_output_embeddings())
     return target.compute_logits(hidden).argmax(-1)
@@ -98,8 +101,8 @@ def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
 def make_seen_tokens_lookup(
     sampling: SamplingBatch, tree: DraftTree, ancestors: torch.Tensor
 ) -> SeenTokensLookup | None:
-    """Return a function that marks the tokens of the prefixes of nodes, or None if no row has a
-    penalty."""
+    """Return a function that marks the tokens in the prefixes of nodes. Return None if no row has a
+    repetition penalty."""
     if sampling.seen is None:
         return None
     return partial(mark_tokens_seen_at_nodes, sampling.seen, tree.tokens.clamp(min=0), ancestors)
@@ -112,10 +115,11 @@ def choose_tokens(
     hidden: torch.Tensor,
     sampling: SamplingBatch,
 ) -> torch.Tensor:
-    """Return the target's token after every node, (B, M), from the nodes' final hidden states (B,
-    M, D), on the device alone.
+    """Return the target's token after each node, (B, M), from the final hidden states (B, M, D) of
+    the nodes.
 
-    Logits processors and grammars are not applied. Logits are computed for some nodes at a time.
+    This runs on the device alone, so logits processors and grammars are not applied. Logits are
+    computed for `count_chunk_nodes` nodes per row at a time.
     """
     find_seen = make_seen_tokens_lookup(sampling, tree, ancestors)
     if find_seen is None and not sampling.tensors.kind.uses_sampling:
@@ -138,8 +142,8 @@ def choose_tokens(
 
 
 def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the target's likeliest token after every node, (B, M), from final hidden states (B, M,
-    D). Padding keeps the tree's token."""
+    """Return the target's likeliest token after each node, (B, M), from the final hidden states (B,
+    M, D) of the nodes. Padding nodes keep their tokens in the tree."""
     chunk_nodes = count_chunk_nodes(len(hidden)) * len(hidden)
     is_dense = tree.node_mask is None
     flat_hidden = hidden.flatten(0, 1) if is_dense else hidden[tree.node_mask]  # (nodes, D)
@@ -150,18 +154,20 @@ def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) 
 
 
 def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice) -> torch.Tensor:
-    """Call `find_seen` with nodes that are counted from node `first`."""
+    """Call `find_seen` with a slice of nodes whose indices are counted from node `first`."""
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
 def select_host_rows(
     sequences: abc.Sequence[Sequence], tree: DraftTree, sampling: SamplingBatch, is_captured: bool
 ) -> dict[int, Sequence]:
-    """Return the sequences whose tokens are chosen on the host, by batch row: those with logits
-    processors or a grammar.
+    """Return the sequences whose tokens are chosen on the host, as a dictionary from batch row to
+    sequence.
 
-    On a CPU these are all sequences of a small sampled round. Noise takes as long as a target pass
-    there, and the host makes it only for the nodes on the target's path.
+    These are the sequences with logits processors or a grammar. On a CPU they are all sequences, if
+    the round is sampled and small: generating noise takes as long there as a target pass, and the
+    host generates noise only for the nodes on the target's path. `is_captured` tells whether the
+    round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
     saves_noise = (
@@ -187,9 +193,11 @@ def choose_tokens_on_host(
     sequences: dict[int, Sequence],
     target_tokens: torch.Tensor,
 ) -> None:
-    """Write the target's tokens into the rows of `target_tokens` (B, M) that `sequences` names.
+    """Choose the target's tokens for the batch rows in `sequences` on the host, and write them into
+    `target_tokens` (B, M).
 
-    `hidden` (B, M, D) are the final hidden states of all nodes.
+    `sequences` maps batch rows to sequences. `hidden` (B, M, D) are the final hidden states of all
+    nodes.
     """
     if not sequences:
         return
@@ -215,9 +223,9 @@ def choose_tokens_of_row(
 ) -> torch.Tensor:
     """Return the target's tokens after the nodes of one batch row, (M,), from logits (M, V).
 
-    Only nodes on the target's path get a token, the others NO_TOKEN. Logits processors and grammars
-    thus see the true prefix of one node at a time. After the end of the sequence its last token is
-    repeated; it is cut off later.
+    Only nodes on the target's path get a token; the other nodes get NO_TOKEN. Logits processors and
+    grammars are therefore called for one node at a time, with the true prefix of the node. After
+    the end of the sequence, the last token is repeated; the repetitions are cut off later.
     """
     row_slice = slice(row, row + 1)
     row_sampling = sampling.tensors.select_rows(row_slice)
@@ -230,7 +238,7 @@ def choose_tokens_of_row(
     token = NO_TOKEN
     while node is not None:
         if depth == 0 or not ends_at_last_token(output_ids, sequence, target):
-            # Processors may change the scores in place.
+            # Copy the logits, since logits processors may change them in place.
             scores = logits[node][None].to(torch.float32, copy=True)
             scores = apply_logits_processors(scores, sequence, output_ids)
             seen = None
@@ -249,7 +257,7 @@ def choose_tokens_of_row(
 
 
 def ends_at_last_token(output_ids: list[int], sequence: Sequence, target: Target) -> bool:
-    """Return whether the last of the output tokens ends the sequence."""
+    """Return whether the sequence ends at the last token of `output_ids`."""
     end = find_sequence_end(output_ids, len(output_ids) - 1, sequence.options, target)
     return end is not None
 
@@ -257,8 +265,8 @@ def ends_at_last_token(output_ids: list[int], sequence: Sequence, target: Target
 def apply_logits_processors(
     scores: torch.Tensor, sequence: Sequence, output_ids: list[int]
 ) -> torch.Tensor:
-    """Apply a sequence's logits processors and grammar to scores (1, V) after its prompt and
-    `output_ids`, which may include drafted tokens."""
+    """Apply a sequence's logits processors and grammar to the scores (1, V) of the token that comes
+    after the prompt and `output_ids`. `output_ids` may end with drafted tokens."""
     for processor in sequence.processors:
         input_ids = torch.tensor([sequence.prompt + output_ids], device=scores.device)
         scores = processor(input_ids, scores)
@@ -269,7 +277,8 @@ def apply_logits_processors(
 
 
 def find_child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
-    """Return the first child of a node that carries a token, or None."""
+    """Return the first child of `node` whose token is `token`, or None if there is no such child.
+    `tokens` and `parents` have one entry per node."""
     for child in range(node + 1, len(tokens)):
         if parents[child] == node and tokens[child] == token:
             return child
@@ -278,10 +287,10 @@ def find_child(tokens: list[int], parents: list[int], node: int, token: int) -> 
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """The nodes that a round commits, and the token after them."""
+    """The nodes that a round commits for each batch row, and the bonus token after these nodes."""
 
-    # (B, W), W = min(max depth, nodes) + 1: node indices from the root down, padded by repeating
-    # the last accepted one
+    # (B, W) node indices from the root down, padded by repeating the last accepted node. W is
+    # min(maximum depth, number of drafted nodes) + 1.
     path: torch.Tensor
     lengths: torch.Tensor  # (B,) number of committed nodes including the root, 1 to W
     bonus: torch.Tensor  # (B,) the target's token after the path: the root of the next round
@@ -290,11 +299,12 @@ class AcceptedPath:
 def walk(
     tree: DraftTree, target_tokens: torch.Tensor, ancestors: torch.Tensor | None = None
 ) -> AcceptedPath:
-    """Walk from the root to a child for as long as a child carries the target's token.
+    """Walk from the root to a child for as long as a child has the target's token.
 
-    `target_tokens` (B, M) is the target's token after every node, greedy or sampled; the same rule
-    makes both lossless. There is no synchronisation: a node is accepted if it and all its ancestors
-    carry the target's token after their parents, and the deepest accepted node ends the path.
+    `target_tokens` (B, M) are the target's tokens after the nodes, greedy or sampled. The walk is
+    lossless for both. It runs without a GPU-to-CPU synchronisation, since all nodes are tested at
+    once. A node is accepted if the node and each of its ancestors has the target's token after its
+    parent. The path ends at the deepest accepted node.
     """
     if tree.max_depth == 0:
         lengths = torch.ones_like(tree.parents[:, 0])
@@ -309,9 +319,9 @@ def walk(
     last_ancestors = last[..., None].expand(-1, -1, ancestors.shape[-1])  # (B, 1, M)
     on_path = ancestors.gather(1, last_ancestors)[:, 0]  # (B, M)
 
-    # Node i of the path goes to column depths[i]. Other nodes go to an extra column, which is
-    # dropped. A path cannot be longer than the number of nodes, and must not be: it would not fit
-    # into the cache.
+    # Node i of the path goes to column depths[i]. All other nodes go to an extra column, which is
+    # dropped. A path has at most as many nodes as the tree; wider paths would not fit into the
+    # KV cache.
     max_length = min(tree.max_depth, tree.max_drafted)
     columns = torch.where(on_path, tree.depths, max_length + 1)
     nodes = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)

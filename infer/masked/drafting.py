@@ -1,14 +1,15 @@
-"""Drafts of a masked diffusion model for itself: states of the sequence that its own steps may lead
-to (SSD section 3.2).
+"""Drafts of a masked diffusion model for itself (self speculative decoding, SSD, section 3.2):
+states of the sequence that decoding is likely to reach.
 
-A *write* puts a token at a position. A *state* is a set of writes on top of the current sequence;
-the empty state is the sequence itself. Step-by-step decoding goes from state to state, one write at
-a time. A round of SSD picks states that are likely to be reached, computes all of them in one pass,
-and then steps as step-by-step decoding would, as long as the reached state was computed. So the
-output does not depend on the picked states.
+A *write* puts a token at a position. A *state* is a set of writes that are applied to the current
+sequence. The empty state is the current sequence itself. Step-by-step decoding goes from state to
+state, one write at a time. A round of SSD picks states that are likely to be reached, and computes
+all of them in one forward pass. It then takes the same steps as step-by-step decoding, as long as
+the reached state was computed. The output therefore does not depend on which states were picked.
 
-A chain of drafts is the paper's section 3.2, swapped drafts are its section 5.2, the guided tree is
-ours. States are sets: "b, then a" leads to the same state as "a, then b", which is computed once.
+Chains of drafts are those of the paper's section 3.2, and swapped drafts those of its section 5.2.
+Guided trees are our addition. States are sets: writing b and then a leads to the same state as
+writing a and then b, and this state is computed once.
 
 P masked positions of all states, K likeliest tokens of a position, V vocabulary size.
 """
@@ -24,39 +25,42 @@ import torch
 from infer.masked.config import MaskedConfig
 from infer.masked.ngram_statistics import SequenceStatistics
 
-Write = tuple[int, int]  # position, token
+Write = tuple[int, int]  # (position, token)
 State = frozenset[Write]
 
 CANDIDATE_TOKENS_PER_MASKED_POSITION = (
-    2  # K: likeliest tokens of every position that are considered
+    2  # K: so many of the likeliest tokens of each position are considered
 )
-PROBABILITY_FLOOR_BEFORE_LOGARITHM = 1e-300  # avoids log(0)
+PROBABILITY_FLOOR_BEFORE_LOGARITHM = (
+    1e-300  # lower probabilities are raised to this, which avoids log(0)
+)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The model's prediction at one masked position."""
 
-    tokens: list[int]  # the K likeliest in descending order, with the noise of a sampled sequence
-    log_probs: list[float]  # of these tokens
+    # The K likeliest tokens in descending order. If the sequence is sampled, noise is included.
+    tokens: list[int]
+    log_probs: list[float]  # log-probabilities of `tokens`
     confidence: float  # log-odds of the first token
 
 
-Predictions = dict[int, Prediction]  # by position
+Predictions = dict[int, Prediction]  # key: position
 
 
 @dataclass(frozen=True)
 class DraftPlan:
     """The masked positions of a sequence, and the limits of a round's drafts."""
 
-    masked: Sequence[int]  # positions, ascending
+    masked: Sequence[int]  # positions that contain a mask, ascending
     start: int  # first position of the first block: the prompt's length
     block_length: int
-    max_writes: int  # per state
+    max_writes: int  # maximum number of writes of a state
 
     def open_positions(self, state: State) -> list[int]:
-        """Return the positions that the next step chooses from: the masks of the first unfinished
-        block."""
+        """Return the positions among which the next step after `state` chooses: the masked
+        positions of the first unfinished block."""
         written = {position for position, _ in state}
         open_positions: list[int] = []
         for position in self.masked:
@@ -67,21 +71,24 @@ class DraftPlan:
         return open_positions
 
     def block_index(self, position: int) -> int:
-        """Return the index of the block that contains a position."""
+        """Return the index of the block that contains a position. The first block after the prompt
+        has index 0."""
         return (position - self.start) // self.block_length
 
 
 def summarise_logits(
     logits: torch.Tensor, temperature: float, noise: torch.Tensor | None
 ) -> torch.Tensor:
-    """Reduce logits (P, V), with the noise (P, V) of a sampled sequence, to what the host needs.
+    """Reduce the logits (P, V) of masked positions to the values that the host needs.
 
-    Returns (P, 1 + 2 K) float64 on the device: confidence, log-probabilities of the K likeliest
-    tokens, and these tokens. `parse_predictions` reads the columns.
+    `noise` (P, V) is the Gumbel noise of a sampled sequence, or None. The result is (P, 1 + 2 K)
+    float64 on the device. Its columns are the confidence of the likeliest token, the
+    log-probabilities of the K likeliest tokens, and the ids of these tokens. `parse_predictions`
+    reads the columns.
 
-    The confidence is the probability before temperature, as in LLaDA's decoding. It is kept as
-    log-odds: the order is the same, but probabilities close to 1 stay distinct, and rounding errors
-    of the logits are not amplified.
+    The confidence is the probability before temperature, as in LLaDA's decoding. It is stored as
+    log-odds, which have the same order. Unlike probabilities, log-odds stay distinct close to
+    probability 1, and rounding errors of the logits are not amplified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
@@ -94,7 +101,8 @@ def summarise_logits(
 
 
 def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Predictions:
-    """Return rows of `summarise_logits`, on the host, as predictions of the given positions."""
+    """Convert rows of the result of `summarise_logits` to predictions. Row i belongs to
+    positions[i]."""
     predictions = {}
     for position, row in zip(positions, rows, strict=True):
         tokens = [int(token) for token in row[1 + CANDIDATE_TOKENS_PER_MASKED_POSITION :]]
@@ -104,8 +112,8 @@ def parse_predictions(rows: Sequence[Sequence[float]], positions: Sequence[int])
 
 
 def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes in the order in which steps would make them: block by
-    block, by confidence (section 3.2.2)."""
+    """Return the `length` likeliest writes, in the order in which steps would make them: block by
+    block, and by confidence within a block (SSD section 3.2.2)."""
     positions = [position for position in plan.masked if position in predictions]
     positions.sort(
         key=lambda position: (
@@ -119,14 +127,18 @@ def choose_chain_writes(predictions: Predictions, plan: DraftPlan, length: int) 
 
 
 def make_chain_states(writes: Sequence[Write]) -> list[State]:
-    """Return the length + 1 states of a chain: the sequence itself, then one more write each
-    (section 3.2.3)."""
+    """Return the states of a chain: the current sequence, and then a state for each write, which
+    consists of this write and all writes before (SSD section 3.2.3)."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
 def make_mixed_states(writes: Sequence[Write], plan: DraftPlan) -> list[State]:
-    """Return the states of a chain, and for each also the state that skips the next write and makes
-    the one after it: 2 * length states (section 5.2). Writes of two blocks are never swapped."""
+    """Return the states of a chain and the states with swapped writes (SSD section 5.2).
+
+    For each state of the chain there is one more state that skips the next write and makes the
+    write after it. There are at most twice as many states as writes, since writes of two different
+    blocks are not swapped.
+    """
     states = make_chain_states(writes)
     for size, (write, next_write) in enumerate(zip(writes, writes[1:], strict=False)):
         if plan.block_index(write[0]) == plan.block_index(next_write[0]):
@@ -141,21 +153,24 @@ def search_guided_states(
     num_states: int,
     statistics: SequenceStatistics,
 ) -> list[State]:
-    """Return the `num_states` likeliest states, best first, as DDTree's algorithm 1 picks prefixes.
+    """Return the `num_states` likeliest states, likeliest first. The search is the best-first
+    search of DDTree's algorithm 1, with states instead of prefixes.
 
-    The probability of a write is the probability that its position comes next, times that of its
-    token. Tokens are the likeliest ones of the model and the one that the statistics predict.
+    The probability of a write is the probability that its position is written next, times the
+    probability of its token. At each position the search considers the model's likeliest tokens and
+    the token that the statistics predict. A state has at most `length` writes.
 
-    The probability of a state is that of its likeliest order of writes. It is at most that of the
-    state before the last write, so the best-first search finds the likeliest states, and for each
-    also the states of its likeliest order.
+    The probability of a state is the product of the probabilities of its writes, in the likeliest
+    order of these writes. A state is at most as probable as the state before its last write. The
+    search therefore finds the likeliest states. It also finds, for each of them, the states that
+    its likeliest order passes through.
     """
     max_writes = min(length, plan.max_writes)
     tie_breaker = count()
-    # (negative log-probability, tie breaker, state, position of the last write)
+    # Entries: negative log-probability, tie breaker, state, position of the state's last write.
     heap: list[tuple[float, int, State, int | None]] = []
     heappush(heap, (0.0, next(tie_breaker), frozenset(), statistics.last_position))
-    states: dict[State, None] = {}  # an ordered set
+    states: dict[State, None] = {}  # the keys are an ordered set
     while heap and len(states) < num_states:
         cost, _, state, last_position = heappop(heap)
         if state in states:
@@ -187,8 +202,11 @@ def estimate_position_probabilities(
     last_position: int | None,
     statistics: SequenceStatistics,
 ) -> list[tuple[int, float]]:
-    """Return the probability of every open position to be written next: by confidence, mixed with
-    the rate of writes directly to the right of the last one."""
+    """Return for each open position the probability that it is written next.
+
+    The probability is proportional to the exponential of the confidence. It is mixed with the
+    sequence's rate of writes that were directly to the right of the write before.
+    """
     positions = [position for position in open_positions if position in predictions]
     if not positions:
         return []
@@ -210,8 +228,12 @@ def estimate_position_probabilities(
 def estimate_token_probabilities(
     prediction: Prediction, position: int, written: dict[int, int], statistics: SequenceStatistics
 ) -> list[tuple[int, float]]:
-    """Return the probabilities of a position's likeliest tokens: the model's, mixed with the
-    prediction of the statistics by its hit rate. `written` are the writes of the state."""
+    """Return the likeliest tokens of a position and their probabilities.
+
+    The model's probabilities are mixed with the token that the statistics predict. The weight of
+    the predicted token is the hit rate of such predictions. `written` are the writes of the state,
+    from position to token.
+    """
     probabilities = {
         token: math.exp(log_prob)
         for token, log_prob in zip(prediction.tokens, prediction.log_probs, strict=True)
@@ -226,12 +248,9 @@ def estimate_token_probabilities(
 
 
 def pick_states(
-    predictions: Predictions,
-    plan: DraftPlan,
-    options: MaskedConfig,
-    statistics: SequenceStatistics,
+    predictions: Predictions, plan: DraftPlan, options: MaskedConfig, statistics: SequenceStatistics
 ) -> list[State]:
-    """Return the states that a round computes, the current sequence first."""
+    """Return the states that a round computes. The first state is the current sequence."""
     if options.method == "guided":
         return search_guided_states(
             predictions, plan, options.draft_length, options.budget, statistics
@@ -247,11 +266,11 @@ def pick_states(
 def take_steps(
     states: Sequence[State], predictions: Sequence[Predictions], plan: DraftPlan
 ) -> tuple[list[Write], int]:
-    """Take steps as long as the reached state was computed.
+    """Take decoding steps as long as the reached state is one of the computed `states`.
 
-    `predictions` are by state. Returns the writes in order, and the index of the state from which
-    the last write was chosen; that write comes from the model, not from the drafts (Algorithm 1's
-    extra token).
+    `predictions` has one entry per state. Return the writes in order, and the index of the state
+    from which the last write was chosen. The last write leads to a state that was not computed; it
+    is the extra token of SSD's Algorithm 1.
     """
     index_of_state = {state: index for index, state in enumerate(states)}
     index: int | None = index_of_state[frozenset()]
@@ -262,7 +281,7 @@ def take_steps(
         state_predictions = predictions[index]
         position = max(
             plan.open_positions(states[index]),
-            # Of equally confident positions the lower one comes first.
+            # If two positions have the same confidence, the lower position comes first.
             key=lambda position: (state_predictions[position].confidence, -position),
         )
         write = (position, state_predictions[position].tokens[0])

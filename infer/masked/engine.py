@@ -1,11 +1,12 @@
-"""Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which yields the
-same output in fewer passes.
+"""Masked diffusion decoding: step by step, or with self speculative decoding (SSD), which yields
+the same output in fewer forward passes.
 
-A sequence consists of a prompt and masks. A step predicts the tokens of the masks, and writes the
-most confident one of the first unfinished block (SSD section 3.1, LLaDA's low-confidence
-remasking). A round of SSD computes several states of the sequence in one pass, and takes steps as
-long as their states were computed (Algorithm 1). Step-by-step decoding is a round that computes
-only the current state, so there is one loop for both.
+A sequence consists of a prompt and of mask tokens. A step predicts the tokens of all masked
+positions, and writes the most confident prediction of the first unfinished block (SSD section 3.1,
+LLaDA's low-confidence remasking). A round of SSD computes several states of the sequence in one
+forward pass. It then takes steps as long as the reached state was computed (SSD Algorithm 1).
+Step-by-step decoding consists of rounds that compute only the current state, so the same code does
+both.
 
 Q predicted positions of all sequences and states, V vocabulary size.
 """
@@ -35,11 +36,13 @@ from infer.masked.sequence import MaskedDecodeStats, MaskedSequence
 
 
 class MaskedEngine(Engine):
-    """Decodes sequences with a masked model. Each sequence has its own drafts.
+    """Decodes sequences with a masked diffusion model. Drafts are made for each sequence
+    separately.
 
-    The last block of an output may exceed `capacity`. The output of a sequence does not depend on
-    the other sequences of the batch, nor on the drafts (float32; lower precisions round differently
-    in other batch shapes).
+    `capacity` is the number of positions of a sequence, for prompt and output together. Only the
+    last block of an output may exceed it. In float32 the output of a sequence depends neither on
+    the other sequences of the batch nor on the drafts. Lower precisions round differently in other
+    batch shapes.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class MaskedEngine(Engine):
     ) -> None:
         MaskedConfig.check(options)
         runner = MaskedRunner(model, options, capacity, Stopwatch(clock))
-        # It has the attributes and methods of `Runner` that `Engine` and `Scheduler` use.
+        # MaskedRunner has all attributes and methods of `Runner` that `Engine` and `Scheduler` use.
         self._use_runner(cast(Any, runner))
 
     def check_options(self, options: TextOptions) -> None:
@@ -60,8 +63,8 @@ class MaskedEngine(Engine):
 
 
 class MaskedRunner:
-    """Runs the rounds that a `Scheduler` decides, as `infer.engine.runner.Runner` does for causal
-    targets."""
+    """Runs the rounds that a `Scheduler` decides. It replaces `infer.engine.runner.Runner`, which
+    runs causal targets."""
 
     def __init__(
         self, model: MaskedModel, options: MaskedConfig, capacity: int, stopwatch: Stopwatch
@@ -75,7 +78,7 @@ class MaskedRunner:
         self.reset()
 
     def reset(self) -> None:
-        """Allocate all device memory anew; the old memory is freed first."""
+        """Free the KV cache, and allocate it anew."""
         options = self.options
         self.passes: FullRowPasses | DualCachePasses | None = None
         if options.cache == "none":
@@ -88,35 +91,40 @@ class MaskedRunner:
     def create_sequence(
         self, prompt: list[int], options: TextOptions, processors: abc.Sequence[LogitsProcessor]
     ) -> MaskedSequence:
-        """Return a sequence for the queue. Raises ValueError for logits processors."""
+        """Return a sequence that can be added to the scheduler's queue. Raises ValueError if there
+        are logits processors."""
         if processors:
             raise ValueError(
-                "masked diffusion decoding does not support logits processors, since its outputs "
-                "do not grow from left to right: leave them out"
+                "masked diffusion decoding does not support logits processors, since its outputs do not grow from left to right; leave the logits processors out"
             )
         return MaskedSequence(prompt, options)
 
     def find_cached_prefix(self, sequence: MaskedSequence) -> None:
-        """Return None: there is no prefix cache."""
+        """Return None, which means that no prefix is cached: masked models have no prefix cache."""
 
     def weights_changed(self, checks_contents: bool) -> bool:
-        """Return False: nothing is computed from weights in advance."""
+        """Return False, which means that no sequence has to start again. A round reads the weights
+        anew, and keeps nothing that would be invalid with other weights."""
         return False
 
     def prefill(self, sequences: list[MaskedSequence], start: int, length: int) -> int:
-        """Compute nothing, and return 0: prompts are computed together with their outputs."""
+        """Compute nothing, and return 0 computed positions. Prompts are computed together with
+        their outputs."""
         return 0
 
     def finish_prefill(self, sequences: list[MaskedSequence]) -> None:
-        """Set up the rows of new sequences."""
+        """Give each new sequence its row of prompt and masks, and a row of the KV cache."""
         for sequence in sequences:
             sequence.cache_row = self.free_rows.pop()
             length = self.options.output_positions(sequence.options.max_new_tokens)
             sequence.set_up_row(self.target, length)
 
     def decode_round(self, sequences: list[MaskedSequence], max_nodes: int) -> None:
-        """Run one pass over the states of all sequences, or one per group of sequences that can
-        share a pass, and write the tokens of the steps. `max_nodes` is not used."""
+        """Run a round for all sequences: compute their states, take the steps, and write the
+        tokens.
+
+        Sequences that can share a forward pass are computed together. `max_nodes` is not used.
+        """
         passes = self.passes
         assert passes is not None
         groups: dict[int, list[SequenceTask]] = {}
@@ -135,7 +143,8 @@ class MaskedRunner:
     def _predict(
         self, tasks: abc.Sequence[SequenceTask], logits: torch.Tensor
     ) -> list[list[Predictions]]:
-        """Return the predictions of logits (Q, V) by task and state, with one copy to the host."""
+        """Return the predictions that follow from logits (Q, V), as one list per task with one
+        entry per state. The logits are summarised on the device, and copied to the host once."""
         sizes = [sum(len(positions) for positions in task.positions) for task in tasks]
         summaries = []
         for task, task_logits in zip(tasks, logits.split(sizes), strict=True):
@@ -154,10 +163,11 @@ class MaskedRunner:
         return predictions
 
     def _write_steps(self, task: SequenceTask, predictions: list[Predictions]) -> None:
-        """Write the tokens of all steps whose states were computed."""
+        """Take the steps of a round for one sequence, write their tokens into the sequence, and
+        count them. `predictions` has one entry per state."""
         sequence = task.sequence
         writes, last_state = take_steps(task.states, predictions, task.plan)
-        # The predictions of the last state are newer: the last write was chosen from them.
+        # Prefer the predictions of the last state, since they take the newest writes into account.
         sequence.predictions |= predictions[0] | predictions[last_state]
 
         stats = sequence.stats
@@ -169,12 +179,9 @@ class MaskedRunner:
         sequence.write(writes, self.target)
 
     def release_rows(
-        self,
-        sequences: list[MaskedSequence],
-        prefilling: list[MaskedSequence],
-        order: list[int],
+        self, sequences: list[MaskedSequence], prefilling: list[MaskedSequence], order: list[int]
     ) -> None:
-        """Release the rows of finished sequences."""
+        """Release the rows of finished sequences. `prefilling` and `order` are not used."""
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 sequence.row = None
@@ -182,8 +189,8 @@ class MaskedRunner:
 
 
 def make_task_noise(task: SequenceTask, logits: torch.Tensor) -> torch.Tensor:
-    """Return the noise of a sampled sequence for its logits (Q, V) in all states, (Q, V). The noise
-    of a position is the same in all states."""
+    """Return the Gumbel noise (Q, V) for the logits (Q, V) of a sampled sequence, in all states.
+    The noise of a position is the same in all states."""
     all_positions = task.positions[0]  # the first state predicts the positions of all others
     index_of_position = {position: index for index, position in enumerate(all_positions)}
     seed = torch.tensor([task.sequence.options.seed], device=logits.device)

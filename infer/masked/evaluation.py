@@ -1,6 +1,7 @@
 """The speedup of self speculative decoding on held-out prompts, as in SSD's sections 4.2 and 5.2.
 
-Every number is measured by decoding. Step-by-step decoding, the first method, is the baseline.
+Every number is measured by decoding. The first method is step-by-step decoding, which is the
+baseline.
 """
 
 import math
@@ -24,14 +25,15 @@ from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedDecodeStats
 from infer.targets.target import Target
 
-EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)  # each with as many states as a chain has
-# States of a guided round with the longest drafts: the last method.
+# Drafted tokens per round. The number of states is the draft length plus 1, as for a chain.
+EVALUATED_DRAFT_LENGTHS = (1, 2, 3, 4, 5)
+# Number of states of the last method, which is 'guided' with the longest drafts.
 EVALUATED_STATES_OF_GUIDED_ROUND = 16
 
 
 def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
-    """Return the options of an evaluation: outputs are whole blocks and continue after end tokens,
-    so that all outputs have the same length."""
+    """Return the decoding options of an evaluation. Outputs consist of whole blocks and continue
+    after end tokens, so that all outputs have the same length."""
     text = TextOptions(
         max_new_tokens=masked.output_positions(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
@@ -41,8 +43,10 @@ def make_evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) 
 
 
 def make_variants(options: MaskedOptions) -> list[DecodingVariant]:
-    """Return the measured ways of decoding, step-by-step decoding first."""
-    # The fields of a variant are typed for causal targets, whose options have other fields.
+    """Return the ways of decoding that an evaluation measures. The first is step-by-step
+    decoding."""
+    # The type annotations of DecodingVariant are those for causal targets, which have other
+    # options.
     make_variant = cast(Callable[..., DecodingVariant], DecodingVariant)
     variants = [make_variant("step by step", 1, replace(options, method="steps"))]
     for length in EVALUATED_DRAFT_LENGTHS:
@@ -65,8 +69,8 @@ def evaluate_masked(
     masked: MaskedConfig,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt step by step and with drafts of every length and method, as many prompts
-    as there is time for."""
+    """Decode prompts step by step, and with each method and draft length, and return the measured
+    speeds. If `evaluation.max_minutes` is over, the remaining prompts are left out."""
     options = make_evaluation_options(evaluation, masked)
     deadline = time.monotonic() + 60 * (evaluation.max_minutes or math.inf)
     target = cast(Target, model)
@@ -84,8 +88,8 @@ def evaluate_masked(
 
 
 def recompute_tau(method: MethodResult, stats: Sequence[MaskedDecodeStats]) -> MethodResult:
-    """Return a method's result with τ = tokens per round. Unlike with causal targets, rounds write
-    all tokens and the prefill none."""
+    """Return a method's result with τ, the number of tokens per round, computed anew. With a masked
+    model the rounds write all tokens. With a causal target the prefill yields one of them."""
     tokens = sum(sequence_stats.tokens for sequence_stats in stats)
     rounds = sum(sequence_stats.rounds for sequence_stats in stats)
     return replace(method, tau=tokens / rounds, tau_interval=None)

@@ -1,11 +1,11 @@
-"""Masked diffusion language models behind one wrapper: logits for the token at every position,
-given all other tokens.
+"""A wrapper of masked diffusion language models. It returns logits for the token at each position,
+given the tokens at all other positions.
 
-A masked diffusion model attends to the whole row in both directions and predicts the token at every
-position. Unknown positions contain its mask token (SSD section 3.1). Three kinds are supported: our
-own, a Qwen3 with bidirectional attention (its config.json has `mask_token_id` and
-`masked_diffusion: {"shifted": bool}`); and LLaDA and Dream with the code of their repositories, if
-the user allows it.
+A masked diffusion model attends to the whole row in both directions, and predicts the token at each
+position. Positions with unknown tokens contain the mask token (SSD section 3.1). Three kinds of
+models are supported. Our own models are Qwen3 models with bidirectional attention, and their
+config.json has the keys `mask_token_id` and `masked_diffusion: {"shifted": bool}`. LLaDA and Dream
+run the code of their repositories, if the user allows this.
 
 B rows, T positions, Q queries or predicted positions, S keys, H key/value heads, E head size, D
 hidden size, V vocabulary size.
@@ -47,10 +47,11 @@ from infer.targets.loading import (
 from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_config_dict
 from infer.targets.support import get_head_size
 
-# Model types that run on transformers' own code, which accepts any 4-D attention mask.
+# Native model types: they run the code of transformers, which accepts any 4-D attention mask.
 MASKED_MODEL_TYPES_IN_TRANSFORMERS = ("qwen3",)
-# `MASKED_DIFFUSION_TARGET_KIND.model_types`, which run on the code of their repositories -> the mask token if
-# config.json has none, and whether the model is shifted.
+# Model types that run the code of their repositories. Key: model_type in config.json. Value: the
+# mask token that is used if config.json names none, and whether the model is shifted (see
+# MaskedModel).
 REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 
 
@@ -58,11 +59,11 @@ REMOTE_CODE_MODEL_TYPES = {"llada": (126336, False), "dream": (151666, True)}
 class MaskedModel:
     """A masked diffusion model.
 
-    With `shifted`, its output at position i - 1 predicts the token at position i, as in models that
-    were converted from autoregressive ones. Position 0 then has no prediction.
+    If `shifted` is true, the output at position i - 1 predicts the token at position i, as in
+    models that were converted from autoregressive models. Position 0 then has no prediction.
     """
 
-    # See `infer.api.NonCausalTarget`.
+    # The classes of options and engine for such models, see `infer.api.OtherTarget`.
     options_class: ClassVar = "infer.masked.config:MaskedOptions"
     engine_class: ClassVar = "infer.masked.engine:MaskedEngine"
     model: PreTrainedModel
@@ -70,7 +71,8 @@ class MaskedModel:
     mask_token_id: int
     shifted: bool
     name: str = "masked model"
-    # As in `Target`: whether weights are on several devices, and whether they are quantised.
+    # Whether weights are on several devices, and whether weights are int8. `Target` has these
+    # attributes too.
     is_sharded: bool = False
     is_int8: bool = False
 
@@ -86,7 +88,7 @@ class MaskedModel:
 
     @property
     def config(self) -> PretrainedConfig:
-        """The Hugging Face configuration."""
+        """The Hugging Face configuration of the model."""
         return self.model.config
 
     @property
@@ -106,17 +108,18 @@ class MaskedModel:
 
     @property
     def attention_break_even_length(self) -> float:
-        """Infinite: passes compute whole rows, so no position costs more than another."""
+        """The context length at which a position costs twice as much as without context. It is
+        infinite here: forward passes compute whole rows, so all positions cost the same."""
         return math.inf
 
     @cached_property
     def takes_attention_masks(self) -> bool:
-        """Whether the model accepts any attention mask and our cache."""
+        """Whether the model accepts any 4-D attention mask and our KV cache."""
         return self.config.model_type in MASKED_MODEL_TYPES_IN_TRANSFORMERS
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end an output (`infer.targets.end_tokens`)."""
+        """The ids of the tokens that end an output, see `infer.targets.end_tokens`."""
         configs = (getattr(self.model, "generation_config", None), self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 
@@ -126,13 +129,15 @@ class MaskedModel:
         allowed: torch.Tensor | None = None,
         selected: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits for the token AT every position: ids (B, T) -> (B, T, V). Those of the mask
-        token are minus infinity.
+        """Return logits (B, T, V) for the tokens ids (B, T): the logits at a position are for the
+        token at this position, not for the next token. The logits of the mask token are minus
+        infinity.
 
-        Every position attends to the positions of its row that are `allowed` (B, T) bool, by
-        default all. Padding is not allowed, and only native models support it. With `selected`,
-        rows (Q,) and positions (Q,), only the logits of these are computed, (Q, V); a large head is
-        most of a small model's time.
+        Each position attends to the positions of its row where `allowed` (B, T) bool is true. By
+        default these are all positions. `allowed` must be false for padding; only models in
+        MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding. `selected` consists of rows (Q,) and positions (Q,). If
+        it is given, only the logits (Q, V) of these positions are computed, since a large output
+        head takes most of a small model's time.
         """
         if allowed is None:
             allowed = torch.ones_like(ids, dtype=torch.bool)
@@ -151,7 +156,8 @@ class MaskedModel:
     def _select_outputs(
         self, outputs: torch.Tensor, selected: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Select the outputs (B, T, ...) that predict the selected positions, or all positions."""
+        """Return those of the outputs (B, T, ...) that predict the selected positions. If
+        `selected` is None, all positions are selected."""
         if selected is None:
             rows = slice(None)
             positions = torch.arange(outputs.shape[1], device=outputs.device)
@@ -168,8 +174,8 @@ class MaskedModel:
     ) -> torch.Tensor:
         """Return the final hidden states (B, Q, D) of tokens (B, Q) at absolute positions (B, Q).
 
-        `mask` (B, 1, Q, S) is additive. With a cache, S counts the keys that its `update` returns.
-        For native models only.
+        `mask` (B, 1, Q, S) is an additive attention mask. With a cache, S is the number of keys
+        that the cache's `update` returns. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support this method.
         """
         decoder = self.model.get_decoder()
         output = decoder(
@@ -182,21 +188,22 @@ class MaskedModel:
         return output.last_hidden_state
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits (..., V) of hidden states (..., D). Those of the mask token are minus
-        infinity, since it is never an output."""
+        """Return the logits (..., V) of hidden states (..., D). The logits of the mask token are
+        minus infinity, since the mask token is never an output."""
         return self._exclude_mask_token(self.model.get_output_embeddings()(hidden))
 
     def _exclude_mask_token(self, logits: torch.Tensor) -> torch.Tensor:
-        """Set the logits of the mask token to minus infinity."""
+        """Return the logits (..., V) with minus infinity for the mask token."""
         is_mask_token = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
         return logits.masked_fill(is_mask_token, -torch.inf)
 
     def allocate_cache(self, rows: int, capacity: int) -> torch.Tensor:
-        """Allocate keys and values, (2 * layers, rows, capacity, H, E): keys of layer i at 2i,
-        values at 2i + 1. Raises ValueError for models that cannot use them."""
+        """Allocate the KV cache, (2 * layers, rows, capacity, H, E). Index 2i of the first axis has
+        the keys of layer i, and index 2i + 1 the values of layer i. Raises ValueError if the model
+        cannot use our KV cache."""
         if not self.takes_attention_masks:
             raise ValueError(
-                f"cache=dual: {self.name} runs on its own code, which does not support our cache: use cache=none"
+                f"cache=dual: {self.name} runs the code of its repository, which does not support our KV cache; use cache=none"
             )
         config = self.config
         heads = config.num_key_value_heads
@@ -208,11 +215,12 @@ class MaskedModel:
 def load_masked(
     path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
 ) -> MaskedModel:
-    """Load a masked diffusion model from a folder or the hub: one of ours, LLaDA or Dream.
+    """Load a masked diffusion model from a folder or the Hugging Face hub: one of our own models,
+    LLaDA or Dream.
 
-    Raises ValueError, before weights are loaded, for a model of another kind, for one without a
-    mask token, and for one whose own code the user has not allowed. Raises FileNotFoundError if
-    there is no model.
+    Raises ValueError, before weights are loaded, if the model is of another kind, if it has no mask
+    token, or if it needs code from its repository and `trust_remote_code` is false. Raises
+    FileNotFoundError if there is no model at `path`.
     """
     logging.disable_progress_bar()
     config = read_config_dict(path)
@@ -221,7 +229,7 @@ def load_masked(
     needs_remote_code = model_type.lower() in REMOTE_CODE_MODEL_TYPES
     if needs_remote_code and not trust_remote_code:
         raise ValueError(
-            f"target.path={path}: {model_type} models run code that comes with them: read it, then allow it with target.trust_remote_code=true"
+            f"target.path={path}: {model_type} models run code that comes with them; read this code, then allow it with target.trust_remote_code=true"
         )
 
     torch_device = resolve_device(device)
@@ -242,11 +250,12 @@ def load_masked(
 def load_remote_code_model(
     path: str, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Build a model that runs on the code of its repository, and load its weights.
+    """Build a model that runs the code of its repository, and load its weights.
 
-    `from_pretrained` of transformers 5 fails on such code (LLaDA's never calls `post_init`), and
-    may leave buffers that are not stored uninitialised, such as those of rotary embeddings. Raises
-    ValueError if the code does not run or the weights do not match it.
+    This does not use `from_pretrained` of transformers 5, which fails on such code: LLaDA's code
+    never calls `post_init`. `from_pretrained` may also leave buffers uninitialised that are not
+    stored, such as those of rotary embeddings. Raises ValueError if the code does not run, or if
+    the weights do not match the code.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -254,7 +263,7 @@ def load_remote_code_model(
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"target.path={path}: the model's own code does not run with transformers {__version__} ({reason}): install the release that it was written for"
+            f"target.path={path}: the model's own code does not run with transformers {__version__} ({reason}); install the transformers release that the model's code was written for"
         ) from error
 
     weights = {}
@@ -263,17 +272,18 @@ def load_remote_code_model(
     mismatched_names = sorted(weights.keys() ^ model.state_dict().keys())
     if mismatched_names:
         raise ValueError(
-            f"target.path={path}: the weight files and the model's code do not have the same weights, for example {mismatched_names[0]}"
+            f"target.path={path}: the weight files and the model's code do not have the same weights, for example {mismatched_names[0]}; download the model again"
         )
-    with explain_load_errors(path):  # tensors of other shapes
+    with explain_load_errors(path):  # raised if tensors have other shapes
         model.load_state_dict(weights)
     check_finite(f"target.path={path}", weights.items())
     return model
 
 
 def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
-    """Return the mask token, and whether the model is shifted, from a config.json. Raises
-    ValueError if the model is no masked diffusion model, or has no mask token."""
+    """Return the id of the mask token, and whether the model is shifted (see MaskedModel). `config`
+    is the content of config.json. Raises ValueError if the model is no masked diffusion model, or
+    has no mask token."""
     model_type = config["model_type"].lower()
     diffusion_config = config.get(MASKED_DIFFUSION_TARGET_KIND.config_key)
     if model_type in REMOTE_CODE_MODEL_TYPES:
@@ -283,7 +293,7 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         shifted = bool(diffusion_config.get("shifted", False))
     else:
         raise ValueError(
-            f"target.path={path}: this {config['model_type']} model is no masked diffusion model (no {MASKED_DIFFUSION_TARGET_KIND.config_key} in its config.json): give one of ours, LLaDA or Dream"
+            f"target.path={path}: this {config['model_type']} model is no masked diffusion model (its config.json has no key {MASKED_DIFFUSION_TARGET_KIND.config_key}); use LLaDA, Dream, or a masked diffusion model that was trained with this program"
         )
 
     mask_token_id = config.get("mask_token_id")
@@ -291,6 +301,6 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         mask_token_id = default_mask_token
     if mask_token_id is None:
         raise ValueError(
-            f"target.path={path}: this model has no mask token: its config.json needs mask_token_id=<token id>"
+            f"target.path={path}: this model has no mask token; add mask_token_id, the id of the mask token, to its config.json"
         )
     return mask_token_id, shifted

@@ -1,11 +1,11 @@
-"""Passes of a masked model over states of sequences: each state as a whole row, or only its current
-block with a KV cache.
+"""Forward passes of a masked model over the states of sequences. A pass computes whole rows, or
+with a KV cache only the current block of each state.
 
-The input of a step must not depend on how steps are grouped into rounds, or the output would. So
-with Fast-dLLM's `cache="dual"`, the first step of a block is a *full* step, which computes the
-whole row. Every other step computes only its block, and attends to the keys and values of the full
-step everywhere else. A round drafts up to the next full step and no further; the paper does not
-specify this.
+The output must not depend on how steps are grouped into rounds, so the input of a step must not
+depend on it either. With Fast-dLLM's `cache="dual"`, the first step of a block is therefore a
+*full* step, which computes the whole row. Every other step of the block computes only the block.
+Outside the block it attends to the keys and values of the full step. Drafts do not go beyond the
+next full step; Fast-dLLM's paper does not specify this.
 
 B sequences of a pass, T positions of the longest, N states, K computed positions of a block, Q
 queries or predicted positions, S keys, H key/value heads, E head size, V vocabulary size.
@@ -26,16 +26,17 @@ from infer.masked.sequence import MaskedSequence
 
 @dataclass(frozen=True)
 class SequenceTask:
-    """What a round computes for one sequence."""
+    """What one round has to compute for one sequence: its states, and the positions to predict."""
 
     sequence: MaskedSequence
     plan: DraftPlan
-    states: Sequence[State]  # the current state first
-    positions: Sequence[Sequence[int]]  # by state: the masked positions to predict
+    states: Sequence[State]  # the first state is the current sequence
+    positions: Sequence[Sequence[int]]  # for each state: the masked positions to predict
 
 
 def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.Tensor:
-    """Return the row of every state, (N, T), from the sequence's row (T,)."""
+    """Return the rows (N, T) of all states. A state's row is the sequence's row (T,) with the
+    writes of the state."""
     assert row is not None
     rows = row.repeat(len(states), 1)
     writes = [
@@ -48,28 +49,30 @@ def make_state_rows(row: torch.Tensor | None, states: Sequence[State]) -> torch.
 
 
 def pad_rows(tasks: Sequence[SequenceTask]) -> torch.Tensor:
-    """Return the current rows of sequences, (B, T), padded to one length."""
+    """Return the current rows (B, T) of the tasks' sequences, padded to one length."""
     rows = [task.sequence.row for task in tasks if task.sequence.row is not None]
     return pad_sequence(rows, batch_first=True)
 
 
 class FullRowPasses:
-    """Computes every state as a whole row: exact, for any model."""
+    """Computes each state as a whole row, without a KV cache. This is exact, and works with any
+    model."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model = model
         self.block_length = options.block_length
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return a plan whose drafts may reach into later blocks, and leave one mask for the last
-        step."""
+        """Return the plan of a round. Drafts may reach into later blocks. They leave at least one
+        mask, which the last step fills."""
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions_to_predict(
+    def list_positions(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return for every state the positions that this round or the next one may write."""
+        """Return for each state the positions to predict: those that this round or the next round
+        may write."""
         reachable = plan.masked[: 2 * (MAX_MASKED_DRAFT_LENGTH + 1)]
         last_block = plan.block_index(reachable[-1])
         positions = [
@@ -78,8 +81,9 @@ class FullRowPasses:
         return [positions] * len(states)
 
     def get_pass_group(self, sequence: MaskedSequence) -> int:
-        """Return a number that is equal for sequences that can share a pass: all, or those of one
-        length if the model does not support padding."""
+        """Return a number that is equal for sequences that can share a forward pass. If the model
+        does not support padding, these are sequences whose rows have the same length. Otherwise all
+        sequences can share a pass."""
         if self.model.takes_attention_masks:
             return 0
         assert sequence.row is not None
@@ -105,22 +109,24 @@ class FullRowPasses:
 
 @dataclass(frozen=True)
 class DualCacheView:
-    """One pass's view of the KV cache, whose `update` Hugging Face's attention layers call.
+    """The view of the KV cache that one forward pass has. Hugging Face's attention layers call
+    `update`.
 
-    A full pass replaces the cached keys and values of its sequences and attends to the new ones.
-    Any other pass attends to the cached ones, followed by its own.
+    A full pass replaces the cached keys and values of its sequences, and attends to the new keys
+    and values. Any other pass attends to the cached keys and values, followed by the keys and
+    values of its own positions.
     """
 
     buffer: torch.Tensor  # (2 * layers, rows, capacity, H, E)
-    cache_rows: torch.Tensor  # (B,)
-    length: int  # T
-    is_full: bool
+    cache_rows: torch.Tensor  # (B,) the sequences' rows in `buffer`
+    length: int  # T, the positions of the longest row
+    is_full: bool  # whether the pass computes whole rows
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new positions (B, H, Q, E) of one layer. Return all keys and values of the pass,
-        (B, H, S, E) each."""
+        """Add the keys and values (B, H, Q, E) of the pass's positions in one layer. Return the
+        keys and the values to attend to, each (B, H, S, E)."""
         if self.is_full:
             self._write_full_plane(2 * layer, keys)
             self._write_full_plane(2 * layer + 1, values)
@@ -129,49 +135,54 @@ class DualCacheView:
         cached_values = self._read(2 * layer + 1)
         return torch.cat([cached_keys, keys], 2), torch.cat([cached_values, values], 2)
 
-    def _write_full_plane(self, plane: int, new: torch.Tensor) -> None:
-        """Write the first T positions of keys or values (B, H, Q, E)."""
+    def _write(self, plane: int, new: torch.Tensor) -> None:
+        """Write the first T positions of keys or values (B, H, Q, E) into the buffer. `plane` is
+        the index on the buffer's first axis."""
         new = new[:, :, : self.length].transpose(1, 2)
         self.buffer[plane, self.cache_rows, : self.length] = new
 
     def _read(self, plane: int) -> torch.Tensor:
-        """Return the cached keys or values, (B, H, T, E)."""
+        """Return the cached keys or values (B, H, T, E). `plane` is the index on the buffer's first
+        axis."""
         return self.buffer[plane, self.cache_rows, : self.length].transpose(1, 2)
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Return the number of cached positions before the pass."""
+        """Return the number of cached positions that the pass attends to. All layers have the
+        same."""
         return 0 if self.is_full else self.length
 
 
 class DualCachePasses:
-    """Computes blocks, with a cache of the keys and values of each sequence's last full step.
+    """Computes only the current block of each state. The KV cache contains the keys and values of
+    each sequence's last full step.
 
-    The blocks of a sequence's states are concatenated. Each attends to itself, and to the cached
-    positions outside the block. A round that begins with a full step computes the whole row and the
-    blocks of its other states in one pass; in every layer they attend to the new keys of the row.
+    The blocks of a sequence's states are concatenated. Each block attends to itself, and to the
+    cached positions outside the block. If a round begins with a full step, one pass computes the
+    whole row of the first state and the blocks of the other states. In every layer these blocks
+    attend to the new keys and values of the row.
     """
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int) -> None:
         self.model = model
         self.block_length = options.block_length
-        # K: outputs of a shifted model start one position before the block.
+        # K: the outputs that a shifted model needs start one position before the block.
         self.width = self.block_length + int(model.shifted)
         self.buffer = model.allocate_cache(options.max_num_seqs, capacity)
 
     def make_plan(self, sequence: MaskedSequence) -> DraftPlan:
-        """Return a plan whose drafts do not reach the next full step. Also set whether the next
-        step is a full one."""
+        """Return the plan of a round whose drafts do not reach the next full step. Also set
+        `sequence.is_full_step`: whether the next step is a full step."""
         open_positions = sequence.make_plan(self.block_length, 0).open_positions(frozenset())
         num_open = len(open_positions)
         sequence.is_full_step = num_open == self.block_length
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, num_open - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions_to_predict(
+    def list_positions(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
-        """Return for every state the masks of the current block. A full step also predicts those of
-        the next block."""
+        """Return for each state the positions to predict: the masked positions of the current
+        block. A full step also predicts the masked positions of the next block."""
         positions = plan.open_positions(frozenset())
         first_positions = positions
         if sequence.is_full_step:
@@ -183,8 +194,9 @@ class DualCachePasses:
         return [first_positions, *([positions] * (len(states) - 1))]
 
     def get_pass_group(self, sequence: MaskedSequence) -> bool:
-        """Return a value that is equal for sequences that can share a pass: full steps, and all
-        others. Padding blocks to whole rows would cost what the cache saves."""
+        """Return a value that is equal for sequences that can share a forward pass. Sequences whose
+        next step is a full step share a pass, and so do all other sequences. A pass with both would
+        pad blocks to whole rows, which would cost as much as the cache saves."""
         return sequence.is_full_step
 
     def compute_logits(self, tasks: Sequence[SequenceTask]) -> torch.Tensor:
@@ -215,15 +227,17 @@ class DualCachePasses:
         return self.model.head(hidden[outputs[:, 0], outputs[:, 1]])
 
     def _block_start(self, task: SequenceTask) -> int:
-        """Return the first computed position of the current block."""
+        """Return the first position of the current block that is computed. With a shifted model
+        this is the position before the block."""
         block = task.plan.block_index(task.positions[0][0])
         return task.plan.start + (block + 1) * task.plan.block_length - self.width
 
     def _concatenate_blocks(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
     ) -> torch.Tensor:
-        """Return the tokens of the states' blocks, (B, N * K). In a full pass the first state is
-        computed as a row, and has no block."""
+        """Return the tokens (B, N * K) of the blocks of all states. `starts` are the first computed
+        positions of the blocks. In a full pass the first state is computed as a whole row, so it
+        has no block."""
         blocks = []
         for task, start in zip(tasks, starts, strict=True):
             states = task.states[1:] if is_full else task.states
@@ -234,7 +248,8 @@ class DualCachePasses:
     def _list_outputs(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], length: int, is_full: bool
     ) -> list[tuple[int, int]]:
-        """Return the batch row and the column of the pass that predict each position."""
+        """Return for each position to predict the batch row and the column of the pass whose output
+        predicts the position."""
         shift = int(self.model.shifted)
         outputs = []
         for row, (task, start) in enumerate(zip(tasks, starts, strict=True)):
@@ -256,9 +271,13 @@ class DualCachePasses:
         blocks_length: int,
         is_full: bool,
     ) -> torch.Tensor:
-        """Return the additive mask (B, 1, Q, S). Keys are the `length` positions of the rows,
-        followed by the `blocks_length` positions of the blocks. Queries are all of them in a full
-        pass, else only those of the blocks. `block_starts` is (B, 1)."""
+        """Return the additive attention mask (B, 1, Q, S).
+
+        The keys are the `length` positions of the rows, followed by the `blocks_length` positions
+        of the blocks. In a full pass the queries are the same positions; otherwise they are only
+        the positions of the blocks. `block_starts` (B, 1) are the first computed positions of the
+        blocks.
+        """
         key = torch.arange(length + blocks_length, device=block_starts.device)  # (S,)
         is_row = key < length
         lengths = torch.tensor(row_lengths, device=block_starts.device)[:, None]
@@ -275,6 +294,6 @@ class DualCachePasses:
 
 
 def count_row_tokens(task: SequenceTask) -> int:
-    """Return the length of a sequence's row."""
+    """Return the length of the row of the task's sequence."""
     assert task.sequence.row is not None
     return len(task.sequence.row)

@@ -1,5 +1,5 @@
-"""A sequence that a masked diffusion model decodes: a row of prompt and masks, which its steps fill
-in any order."""
+"""A sequence that a masked diffusion model decodes: a row of prompt and mask tokens. Decoding steps
+replace the mask tokens in any order."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -16,34 +16,34 @@ from infer.masked.ngram_statistics import SequenceStatistics
 
 @dataclass
 class MaskedDecodeStats(DecodeStats):
-    """The cost of decoding one sequence. `rounds` are passes of the model over one or more states
-    of the sequence, `histogram[i]` counts rounds that wrote i + 1 tokens."""
+    """The cost of decoding one sequence. A round is one forward pass over one or more states of the
+    sequence. `histogram[i]` is the number of rounds that wrote i + 1 tokens."""
 
-    # Tokens in whole blocks. Step-by-step decoding needs one pass for each. `tokens` of them are
-    # part of the output.
+    # Tokens that were written, in whole blocks. Step-by-step decoding needs one forward pass for
+    # each of them. The output has `tokens` of these tokens, since it is cut where it ends.
     written: int = 0
 
     @property
     def tau(self) -> float:
-        """Tokens written per pass."""
+        """The average number of tokens that were written per forward pass."""
         return self.written / self.rounds if self.rounds else 1.0
 
 
 @dataclass(eq=False)
 class MaskedSequence(Sequence):
-    """A sequence and its row. `ids` are the output tokens before the first mask. A written token
-    never changes, so `ids` only grows."""
+    """A sequence with its row of prompt, written tokens and masks. `ids` are the output tokens
+    before the first mask. A written token never changes, so `ids` only grows."""
 
-    # (position in the output, token), in the order of the steps
+    # (position in the output, token) of each written token, in the order of the steps
     writes: list[Write] = field(default_factory=list)
-    # (T,) int64 on the model's device: prompt, written tokens and masks. None if not running.
+    # int64 on the model's device: prompt, written tokens and masks. None if not running.
     row: torch.Tensor | None = None
     masked: list[int] = field(default_factory=list)  # positions with a mask, ascending
-    # The newest prediction of every position, from which drafts are made.
+    # The newest prediction of each position. Drafts are made from these predictions.
     predictions: Predictions = field(default_factory=dict)
     statistics: SequenceStatistics = field(default_factory=lambda: SequenceStatistics({}))
-    cache_row: int = 0  # row of the engine's cache
-    is_full_step: bool = True  # cache=dual: whether the next step computes the whole row
+    cache_row: int = 0  # the sequence's row in the engine's KV cache
+    is_full_step: bool = True  # with cache=dual: whether the next step computes the whole row
 
     def __post_init__(self) -> None:
         self.stats = MaskedDecodeStats(
@@ -52,14 +52,15 @@ class MaskedSequence(Sequence):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to prefill: none, since prompts are computed together with their outputs."""
+        """The tokens that have to be prefilled. There are none, since prompts are computed together
+        with their outputs."""
         return []
 
     def set_up_row(self, model: MaskedModel, length: int) -> None:
-        """Set up the row with `length` masks.
+        """Set up the row with the prompt and `length` masks.
 
-        A sequence that had begun before starts over: with a KV cache, the output depends on the
-        steps at which the cache was computed.
+        A sequence that was interrupted starts over from the prompt. With a KV cache it cannot
+        continue, since the output depends on the steps at which the cache was computed.
         """
         self.ids = []
         self.commits = []
@@ -73,11 +74,12 @@ class MaskedSequence(Sequence):
         self.statistics = SequenceStatistics(dict(enumerate(self.prompt)))
 
     def make_plan(self, block_length: int, max_writes: int) -> DraftPlan:
-        """Return the limits of a round's drafts."""
+        """Return the masked positions, and the limits of a round's drafts: the length of a block,
+        and the maximum number of writes of a state."""
         return DraftPlan(self.masked, len(self.prompt), block_length, max_writes)
 
     def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
-        """Apply the writes of a round in order, each (position in the row, token)."""
+        """Apply the writes of a round in order. Each write is (position in the row, token)."""
         assert self.row is not None
         start = len(self.prompt)
         positions, tokens = torch.tensor(writes, device=self.row.device).T
@@ -90,4 +92,5 @@ class MaskedSequence(Sequence):
         first_mask = self.masked[0] if self.masked else len(self.row)
         new_positions = range(start + len(self.ids), first_mask)
         new_ids = [self.statistics.tokens[position] for position in new_positions]
-        self.append(new_ids, cast(Any, model))  # it needs the tokenizer and end tokens only
+        # `append` needs only the tokenizer and the end tokens, which masked models have too.
+        self.append(new_ids, cast(Any, model))

@@ -1,4 +1,6 @@
-"""n-gram models in memory-mapped files: counting, lookups, rescoring of drafted tokens. No torch.
+"""n-gram models in memory-mapped files: counting n-grams, looking them up, and rescoring drafted
+tokens. This package does not import torch.
 
-May import infer.utils. Start reading at model.py (the file and its lookups), then count.py.
+It may import infer.utils. Start reading at model.py, which has the file format and the lookups,
+then count.py.
 """

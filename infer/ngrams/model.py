@@ -1,21 +1,23 @@
 """An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes per
 leaf and 8 bytes per inner node.
 
-A node is an n-gram. Nodes are stored breadth first. Level 1 has one node for each of the V token
-ids, counted or not, so that its node numbers are token ids. Level k, for k = 2 .. order, has the
-k-grams that were counted; siblings are sorted by token. Node numbers run over all levels. The file,
-little endian, sections aligned to 64 bytes:
+A node is an n-gram. Nodes are stored breadth first, and node numbers are counted over all levels.
+Level 1 has one node for each of the V token ids, whether the token was counted or not, so that node
+numbers of level 1 are token ids. Level k, for k = 2 .. order, has the k-grams that were counted.
+Siblings are sorted by token. An inner node is a node of any level but the last. The file is little
+endian, and its sections are aligned to 64 bytes:
 
     header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, a CRC32 of the header
-    entries          uint32 per node: token << count_bits | code; the code is the node's count, or
-                     the largest code if the count does not fit
-    low, base        uint32 per inner node and one more; int64 per 65,536 of these. The children of
-                     node i are child(i) .. child(i + 1) - 1, where
-                     child(i) = base[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + low[i]
+    entries          uint32 for each node: token << count_bits | code. The code is the node's count,
+                     or the largest code if the count does not fit into count_bits bits.
+    low              uint32 for each inner node, and one more value
+    base             int64 for each group of 65,536 values of `low`. The children of node i are the
+                     nodes child(i) .. child(i + 1) - 1, where
+                     child(i) = base[i >> LOG2_TRIE_NODES_PER_CHILD_BASE] + low[i].
     overflow_nodes   int64, sorted: the nodes whose counts do not fit into a code
     overflow_counts  int64: the counts of these nodes
 
-Files of earlier versions end with a table of CRC32s, which is ignored.
+Files of earlier versions end with a table of CRC32 checksums, which is ignored.
 
 `infer.ngrams.count` writes such files. V size of the vocabulary, N nodes, O order, K tokens of a
 lookup, C tokens of a context.
@@ -34,7 +36,7 @@ import numpy as np
 from infer.utils.files import atomic_replace_file
 from infer.utils.jit import njit
 
-NGRAM_FILE_MAGIC = b"ngrams\r\n"  # the line ending reveals transfers in text mode
+NGRAM_FILE_MAGIC = b"ngrams\r\n"  # \r\n changes if the file is transferred in text mode
 NGRAM_FILE_VERSION = 1
 NGRAM_FILE_SECTION_ALIGNMENT_BYTES = 64
 LOG2_TRIE_NODES_PER_CHILD_BASE = 16
@@ -48,8 +50,8 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
         ("tokens", "<u8"),
         ("digest", "S64"),
         ("nodes", "<u8", MAX_NGRAM_ORDER),
-        # offset and bytes of entries, low, base, overflow_nodes, overflow_counts, and of what
-        # follows them
+        # Offset and number of bytes of each section: entries, low, base, overflow_nodes,
+        # overflow_counts, and the table of checksums that files of earlier versions end with.
         ("sections", "<u8", (6, 2)),
         ("padding", "V60"),
         ("checksum", "<u4"),
@@ -58,14 +60,14 @@ NGRAM_FILE_HEADER_DTYPE = np.dtype(
 NGRAM_FILE_SECTION_DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")
 
 
-# Node numbers, token ids and counts in compiled code, where both types are the same.
+# The type of node numbers, token ids and counts. Compiled code does not distinguish the two types.
 Int64 = int | np.int64
 
 
 class TrieArrays(NamedTuple):
-    """The trie for compiled code.
+    """The arrays of the trie, for compiled code.
 
-    A damaged file may hold any numbers, also token ids of V or more.
+    A damaged file may contain any numbers, for example token ids outside the vocabulary.
     """
 
     entries: np.ndarray  # (N,) uint32
@@ -75,18 +77,20 @@ class TrieArrays(NamedTuple):
     overflow_counts: np.ndarray  # int64
     count_bits: int
     vocabulary: int
-    inner_nodes: int  # nodes of all levels but the last; they come first
+    inner_nodes: int  # number of nodes of all levels but the last; these nodes come first
 
 
 def compute_count_bits(vocabulary: int) -> int:
-    """Return how many of the 32 bits of an entry are left for the count."""
+    """Return how many of an entry's 32 bits are left for the count, if the vocabulary has this
+    size."""
     return 32 - max((vocabulary - 1).bit_length(), 1)
 
 
 def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> np.ndarray:
     """Return the offset and size in bytes of every section, (6, 2) uint64.
 
-    level_nodes: nodes of each level. overflow_count: nodes whose counts do not fit into a code.
+    level_nodes: number of nodes of each level. overflow_count: number of nodes whose counts do not
+    fit into a code.
     """
     inner_nodes = sum(level_nodes[:-1])
     sizes = [
@@ -108,7 +112,7 @@ def compute_section_layout(level_nodes: Sequence[int], overflow_count: int) -> n
 
 
 def compute_header_checksum(header: np.void) -> int:
-    """Return the CRC32 of a header up to its last field."""
+    """Return the CRC32 of a header without its last field, which is the checksum."""
     checksum_bytes = np.dtype("<u4").itemsize
     return zlib.crc32(header.tobytes()[:-checksum_bytes])
 
@@ -124,9 +128,10 @@ def write_ngram_file(
 ) -> None:
     """Write an n-gram file, completely or not at all.
 
-    tokens, counts: (N,) uint64 of the nodes, level by level. child_starts: (inner nodes + 1,), the
-    first child of each inner node, and N. level_nodes: nodes of each level. num_tokens: tokens
-    counted in the corpus. digest: of the tokenizer.
+    tokens, counts (N,) uint64: the last token and the count of each node, level by level.
+    child_starts (inner nodes + 1,): the first child of each inner node, and then N. level_nodes:
+    the number of nodes of each level. num_tokens: the number of tokens of the corpus. digest: the
+    digest of the tokenizer.
     """
     vocabulary = level_nodes[0]
     group_size = 1 << LOG2_TRIE_NODES_PER_CHILD_BASE
@@ -165,21 +170,23 @@ def write_ngram_file(
 
 
 def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
-    """Read the header of an n-gram file.
+    """Read and check the header of an n-gram file.
 
-    Raises ValueError if it contradicts itself, its checksum or the size of the file.
+    Raises ValueError if the file is no n-gram file, if it has another version, or if the header
+    contradicts itself, its checksum or the size of the file.
     """
     content = file.read(NGRAM_FILE_HEADER_DTYPE.itemsize)
     if (
         content[: len(NGRAM_FILE_MAGIC)] != NGRAM_FILE_MAGIC
         or len(content) < NGRAM_FILE_HEADER_DTYPE.itemsize
     ):
-        raise ValueError(f"{path}: not an n-gram file of this program")
+        raise ValueError(
+            f"{path}: this is not an n-gram file of this program; give a file that the n-gram counter of this program wrote"
+        )
     header = np.frombuffer(content, NGRAM_FILE_HEADER_DTYPE)[0]
     if header["version"] != NGRAM_FILE_VERSION:
         raise ValueError(
-            f"{path}: version {header['version']} of the n-gram format, this program reads "
-            f"{NGRAM_FILE_VERSION}"
+            f"{path}: this file has version {header['version']} of the n-gram format, but this program reads version {NGRAM_FILE_VERSION}; count the n-grams again"
         )
 
     level_nodes = [int(count) for count in header["nodes"][: header["order"]]]
@@ -193,13 +200,15 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
         )
     )
     if not is_consistent:
-        raise ValueError(f"{path}: the header is damaged; copy the file or count it again")
+        raise ValueError(
+            f"{path}: the header is damaged; copy the file again, or count the n-grams again"
+        )
 
     size = file.seek(0, os.SEEK_END)
     expected_size = int(sections[-1].sum())
     if size != expected_size:
         raise ValueError(
-            f"{path}: {size} bytes instead of {expected_size}; copy the file or count it again"
+            f"{path}: the file has {size} bytes instead of {expected_size}; copy the file again, or count the n-grams again"
         )
     return header
 
@@ -208,41 +217,43 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
 class NGramModel:
     """An n-gram model over token ids. Token ids outside the vocabulary count as never seen.
 
-    Its memory is the mapped file, shared by all processes that open it. The file must not be
-    written to while it is open; replacing it is safe.
+    The model reads from the memory-mapped file. All processes that open the file share this memory.
+    The file must not be written to while it is open, but it may be replaced by another file.
     """
 
     path: Path
-    order: int  # the longest n-grams counted
+    order: int  # number of tokens of the longest n-grams
     vocabulary: int
-    num_tokens: int  # tokens of the corpus
-    nodes: tuple[int, ...]  # of level 1 .. order
-    digest: str  # of the tokenizer
+    num_tokens: int  # number of tokens of the corpus
+    nodes: tuple[int, ...]  # number of nodes of levels 1 to order
+    digest: str  # digest of the tokenizer
     size_bytes: int
     trie: TrieArrays
 
     @classmethod
     def open(cls, path: Path | str, digest: str | None = None) -> "NGramModel":
-        """Map a file that `infer.ngrams.count` wrote, in milliseconds. Entries are read from disk
-        when they are looked up.
+        """Open a file that `infer.ngrams.count` wrote. This takes milliseconds, since the file is
+        memory-mapped: entries are read from disk when they are looked up.
 
-        digest: of the tokenizer; it must be the one that the file was counted with (None: not
-        checked).
+        digest: the digest of the tokenizer that is in use. The file must have been counted with the
+        same tokenizer; None means that this is not checked.
 
-        Raises FileNotFoundError, or a ValueError that names the file if it is another kind of file,
-        of another version or tokenizer, truncated, too long, or its header damaged. Lookups in a
-        damaged body return wrong numbers but never read outside the file.
+        Raises FileNotFoundError if there is no such file. Raises ValueError if the file is of
+        another kind or version, was counted with another tokenizer, has the wrong size, or has a
+        damaged header. If the rest of the file is damaged, lookups return wrong numbers, but never
+        read outside the file.
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no such n-gram file")
+            raise FileNotFoundError(
+                f"{path}: there is no such n-gram file; check the path, or count the n-grams of a corpus into this file"
+            )
         with path.open("rb") as file:
             header = read_ngram_header(path, file)
             file_digest = header["digest"].decode(errors="replace")
             if digest is not None and digest != file_digest:
                 raise ValueError(
-                    f"{path}: counted with another tokenizer ({file_digest[:12]}..., this one is "
-                    f"{digest[:12]}...); count it again with this tokenizer"
+                    f"{path}: these n-grams were counted with another tokenizer ({file_digest[:12]}..., the target's tokenizer is {digest[:12]}...); count them again with the target's tokenizer"
                 )
             mapped_file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content = np.frombuffer(mapped_file, np.uint8)
@@ -259,7 +270,8 @@ class NGramModel:
 
     @classmethod
     def uniform(cls, vocabulary: int) -> "NGramModel":
-        """Return a model in which every token was counted once, and no n-gram of two tokens."""
+        """Return a model without a file, in which every token was counted once, and longer n-grams
+        were not counted."""
         count_bits = compute_count_bits(vocabulary)
         entries = (np.arange(vocabulary, dtype=np.int64) << count_bits | 1).astype(np.uint32)
         empty_sizes = (1, 1, 0, 0)
@@ -267,19 +279,20 @@ class NGramModel:
         for size, dtype in zip(empty_sizes, NGRAM_FILE_SECTION_DTYPES[1:], strict=True):
             arrays.append(np.zeros(size, dtype))
         for array in arrays:
-            # Read-only like the arrays of a mapped file: compiled code is specialised for that.
+            # The arrays of a mapped file are read-only, and compiled code is specialised for that.
             array.setflags(write=False)
         trie = TrieArrays(*arrays, count_bits, vocabulary, 0)
         return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, trie)
 
 
-# Lookups for compiled code, with a `TrieArrays`. A damaged file may hold any numbers, so every
-# index is clamped to the arrays.
+# The following functions are lookups for compiled code. A damaged file may contain any numbers, so
+# every index is clamped to the size of the array.
 
 
 @njit
 def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
-    """Return the first child of an inner node (or of the node after the last inner node)."""
+    """Return the first child of an inner node. For the node after the last inner node, return the
+    node after the last child."""
     num_nodes = len(trie.entries)
     base = min(max(trie.base[node >> LOG2_TRIE_NODES_PER_CHILD_BASE], 0), num_nodes)
     return min(base + np.int64(trie.low[node]), num_nodes)
@@ -287,8 +300,8 @@ def get_first_child(trie: TrieArrays, node: Int64) -> Int64:
 
 @njit
 def get_child_range(trie: TrieArrays, node: Int64) -> tuple[Int64, Int64]:
-    """Return (first, end): the children of a node are the nodes first .. end - 1. A leaf and node
-    -1 have none."""
+    """Return (first, end): the children of a node are the nodes first .. end - 1. A leaf has no
+    children, and neither has node -1, which stands for an n-gram that was not counted."""
     if node < 0 or node >= trie.inner_nodes:
         return 0, 0
     first = get_first_child(trie, node)
@@ -303,8 +316,8 @@ def get_node_token(trie: TrieArrays, node: Int64) -> Int64:
 
 @njit
 def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -> Int64:
-    """Return the first of the siblings first .. end - 1 whose token is not below `token`, or end: a
-    binary search."""
+    """Return the first of the siblings first .. end - 1 whose token is at least `token`, or `end`
+    if there is none. This is a binary search."""
     while first < end:
         middle = (first + end) // 2
         if get_node_token(trie, middle) < token:
@@ -316,8 +329,8 @@ def find_lower_bound(trie: TrieArrays, first: Int64, end: Int64, token: Int64) -
 
 @njit
 def find_ngram_node(trie: TrieArrays, ids: np.ndarray, start: Int64, end: Int64) -> Int64:
-    """Return the node of the n-gram ids[start:end] (int64), or -1 if it was not counted, is empty,
-    or is longer than the order."""
+    """Return the node of the n-gram ids[start:end], or -1 if the n-gram was not counted, is empty,
+    or is longer than the order. `ids` is int64."""
     if start >= end or ids[start] < 0 or ids[start] >= trie.vocabulary:
         return -1
     node = ids[start]
@@ -331,7 +344,7 @@ def find_ngram_node(trie: TrieArrays, ids: np.ndarray, start: Int64, end: Int64)
 
 @njit
 def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
-    """Return how often a node's n-gram was counted; 0 for node -1."""
+    """Return how often a node's n-gram occurs in the corpus. For node -1, return 0."""
     if node < 0 or node >= len(trie.entries):
         return 0
     largest_code = (1 << trie.count_bits) - 1
@@ -347,10 +360,11 @@ def get_node_count(trie: TrieArrays, node: Int64) -> Int64:
 def find_children(
     trie: TrieArrays, node: Int64, sorted_tokens: np.ndarray, out: np.ndarray
 ) -> Int64:
-    """Fill out (K,) int64 with the children of a node for sorted_tokens (K,) int64, ascending; -1
-    where there is none. Return the number of all children of the node.
+    """Find the children of a node that have the given tokens. Return the number of all children.
 
-    One traversal (DART appendix C.2): each search starts where the last one ended.
+    sorted_tokens (K,) int64: the tokens, ascending. out (K,) int64: filled with the child for each
+    token, or -1 if there is no such child. The children are traversed once (DART appendix C.2):
+    each search starts where the previous one ended.
     """
     child, end = get_child_range(trie, node)
     num_children = end - child
@@ -363,8 +377,11 @@ def find_children(
 
 @njit
 def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.ndarray) -> None:
-    """Fill suffix_nodes (O - 1,) int64 for a sequence that ends with context (C,) int64: entry k is
-    the node of its last k + 1 tokens, -1 if they were not counted."""
+    """Find the nodes of all suffixes of context (C,) int64, the last tokens of a sequence.
+
+    suffix_nodes (O - 1,) int64 is filled: entry k is the node of the last k + 1 tokens, or -1 if
+    this n-gram was not counted.
+    """
     for k in range(len(suffix_nodes)):
         start = len(context) - 1 - k
         suffix_nodes[k] = find_ngram_node(trie, context, start, len(context)) if start >= 0 else -1
@@ -374,8 +391,8 @@ def find_suffix_nodes(trie: TrieArrays, context: np.ndarray, suffix_nodes: np.nd
 def fill_unigram_probabilities(
     trie: TrieArrays, num_tokens: Int64, tokens: np.ndarray, out: np.ndarray
 ) -> None:
-    """Fill out (K,) with the unigram probabilities of tokens (K,) int64. num_tokens: tokens of the
-    corpus."""
+    """Fill out (K,) with the unigram probabilities of tokens (K,) int64. num_tokens is the number
+    of tokens of the corpus."""
     for i in range(len(tokens)):
         out[i] = get_node_count(trie, find_ngram_node(trie, tokens, i, i + 1)) / max(num_tokens, 1)
 
@@ -389,19 +406,23 @@ def extend_path(
     child_suffix_nodes: np.ndarray,
     probabilities: np.ndarray,
 ) -> None:
-    """Extend a path by one token: compute Pr(token | path) for tokens (K,) int64, ascending.
+    """Compute the n-gram probabilities Pr(token | path) of several tokens after a path.
 
-    Fills probabilities (K,). Fills child_suffix_nodes (O, K) with the suffix nodes of the path
-    after each token; its last row has the n-grams of order O that end there.
+    suffix_nodes (O - 1,): the suffix nodes of the path, see `find_suffix_nodes`. tokens (K,) int64:
+    the tokens, ascending. fallback_probabilities (K,): used for tokens that were never counted
+    after a suffix of the path. child_suffix_nodes (O, K): filled for each token with the suffix
+    nodes of the path that is extended by the token; the last row has n-grams of the maximum order.
+    probabilities (K,): filled with the result.
 
-    DART section 4: count(context, token) / count(context), for the longest suffix of the path after
-    which the token was counted, without a discount for shorter suffixes. If there is none, the
-    token's fallback probability (K,): its unigram probability or 0.
+    The probability is count(context, token) / count(context) (DART section 4). The context is the
+    longest suffix of the path after which the token was counted. There is no discount for shorter
+    suffixes.
     """
     for i in range(len(tokens)):
         probabilities[i] = fallback_probabilities[i]
         child_suffix_nodes[0, i] = tokens[i] if tokens[i] < trie.vocabulary else -1
-    for k in range(len(suffix_nodes)):  # a longer context overrides a shorter one
+    # Longer suffixes come later, so that their probabilities override those of shorter suffixes.
+    for k in range(len(suffix_nodes)):
         child_nodes = child_suffix_nodes[k + 1]
         if find_children(trie, suffix_nodes[k], tokens, child_nodes) == 0:
             continue

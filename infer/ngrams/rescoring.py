@@ -1,22 +1,25 @@
-"""Rescoring the candidates of a draft tree with n-gram statistics, compiled for the CPU.
+"""Rescore the candidates of a draft tree with n-gram statistics. The code is compiled for the CPU.
 
-The marginals of different positions are independent; n-grams count which token follows which (DART
-section 4). A candidate's probability is multiplied by its n-gram probability after the path, and
-the products are normalised over the candidates to the total probability that these have under the
-drafter. A step is at most 0 in log space, so that scores fall along a path and DDTree's search
-finds the best prefixes exactly, as with marginals alone. The n-gram probabilities of the corpus are
-corrected by those of the sequence itself (`apply_context_counts`), because a text repeats its own
-names and phrases.
+A drafter's marginals at different positions are independent of each other, but n-grams count which
+token follows which (DART section 4). A candidate's probability is multiplied by its n-gram
+probability after the path. The products are then scaled, so that the candidates have the same total
+probability as under the drafter. The log-probability of a step is at most 0, so scores decrease
+along a path, and DDTree's search finds the best prefixes exactly, as with marginals alone. The
+n-gram probabilities of the corpus are corrected by those of the sequence itself
+(`apply_context_counts`), because a text repeats names and phrases.
 
-When a path grows by a token, each of its suffixes moves to a child in the trie. So a path carries
-the nodes of its O - 1 suffixes (`suffix_nodes[k]` is the node of the last k + 1 tokens, -1 if they
-were not counted), and a step looks up the children of each, never a context from the root.
+When a path grows by a token, the node of each of its suffixes is replaced by a child of this node
+in the trie. The search therefore stores the nodes of O - 1 suffixes with each path.
+`suffix_nodes[k]` is the node of the last k + 1 tokens, or -1 if these were not counted. A step
+looks up children of these nodes, and never looks up a context from the root of the trie.
 
-Arrays are copied in loops, element by element: assignments to slices double the compilation time.
-Callers pass contiguous arrays of the same types, so that every search is compiled once.
+Arrays are copied in loops, element by element, since assignments to slices double the compilation
+time. Callers pass contiguous arrays of the same types, so that each search is compiled once.
 
-L drafted positions, K candidates per position, R rows of a conditional table per position, N
-drafted nodes, O order of the n-gram model, T tokens of the sequence, V vocabulary of the target.
+L drafted positions, K candidates per position, R rows of a table of conditional probabilities per
+position, N drafted nodes, O order of the n-gram model, T tokens of the sequence, V vocabulary size
+of the target. A column is the index of a candidate in the drafter's list for a position. log q is
+the log-probability under the drafter.
 """
 
 from typing import NamedTuple
@@ -35,54 +38,56 @@ from infer.ngrams.model import (
 from infer.utils.jit import njit
 
 NGRAM_PROBABILITY_EPSILON = (
-    1e-5  # added to n-gram probabilities, so that unseen tokens have a score
+    1e-5  # added to n-gram probabilities, so that the log-probability of unseen tokens is finite
 )
 MAX_NGRAM_CANDIDATES_ADDED_PER_NODE = (
-    16  # per node: tokens that n-grams add to those of the drafter
+    16  # tokens per node that n-grams add to the drafter's candidates
 )
 MAX_CHILDREN_FOR_NGRAM_CANDIDATES = (
-    64  # a trie node with more children says little and adds no candidates
+    64  # a trie node with more children predicts little, so it adds no candidates
 )
 MAX_NGRAM_PATH_SUFFIX_TOKENS = (
-    8  # the longest end of a path that is searched for earlier in the sequence
+    8  # at most so many last tokens of a path are searched in the sequence
 )
-FORBIDDEN_TOKEN_LOG_PROBABILITY = (
-    -1e30
-)  # of tokens that a sampling filter forbids: below all others, and finite
+# The log-probability of tokens that a sampling filter forbids. It is finite, but below all others.
+FORBIDDEN_TOKEN_LOG_PROBABILITY = -1e30
 
 
 class NGramRescorer(NamedTuple):
-    """The inputs of a search with n-grams for one batch row, and its memory per opened node.
+    """The inputs of a search with n-grams for one batch row, and the search's memory for each node
+    that it opens. To open a node is to compute the candidates that may come next, and their scores.
 
     A candidate's column is its index on the last axis of `log_prob_table`.
     """
 
     trie: TrieArrays
-    num_tokens: int  # of the corpus of the n-gram model
+    num_tokens: int  # number of tokens of the n-gram model's corpus
     weight: float  # exponent of the n-gram probabilities
-    vocabulary: int  # V
-    rows_per_position: int  # R: 1, or K if the distribution depends on the token before
+    vocabulary: int  # V, the target's vocabulary size
+    rows_per_position: int  # R: K if a token's probability depends on the previous token, else 1
     sequence: np.ndarray  # (T,) int64, the bonus token included
     candidate_tokens: np.ndarray  # (L, K) int64, ascending at each position
-    sorted_columns: np.ndarray  # (L, K) int64: the columns of candidate_tokens
-    # (1 + (L - 1) R, K) float32: log q of the first position, and of the others after each
-    # candidate of the position before
+    sorted_columns: np.ndarray  # (L, K) int64: the columns of `candidate_tokens`
+    # (1 + (L - 1) R, K) float32: log q of the candidates. The first row is the first position. Each
+    # other position has R rows, one for each candidate of the previous position if R = K.
     log_prob_table: np.ndarray
-    # (L, V) float32: log q of every token by itself; or (L, 1): log q of all unlisted tokens
+    # (L, V) float32: marginal log q of each token; or (L, 1): one value for all added tokens.
     marginal_log_probs: np.ndarray
-    # Memory of the search, filled for each node when it is opened:
-    # (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates, -1 for added ones
+    # The following arrays are the memory of the search. The entry of a node is filled when the node
+    # is opened.
+    # (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates, -1 for added candidates
     candidate_columns: np.ndarray
-    suffix_nodes: np.ndarray  # (N, O - 1) int64
-    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes after each of a node's candidates
+    suffix_nodes: np.ndarray  # (N, O - 1) int64: suffix nodes of the node's path
+    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes of the path extended by each candidate
     child_suffix_nodes: np.ndarray
-    recent_tokens: np.ndarray  # (N, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: `fill_recent_tokens`
+    # (N, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: the last tokens of the node's path, newest first
+    recent_tokens: np.ndarray
 
 
 @njit
 def fill_recent_tokens(sequence: np.ndarray, recent_tokens: np.ndarray) -> None:
-    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of a sequence (T,) int64, the
-    newest first, -1 where the sequence is too short."""
+    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of sequence (T,) int64, newest
+    first. If the sequence is too short, the remaining entries are -1."""
     length = len(sequence)
     for k in range(len(recent_tokens)):
         recent_tokens[k] = sequence[length - 1 - k] if k < length else -1
@@ -95,11 +100,12 @@ def find_path_matches(
     match_ends: np.ndarray,
     match_lengths: np.ndarray,
 ) -> Int64:
-    """Find earlier occurrences of the last tokens of a path in the sequence (T,) int64.
+    """Find earlier occurrences of the last tokens of a path in sequence (T,) int64. Return the
+    number of occurrences.
 
-    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the path's last tokens, the newest first. Fills match_ends
-    (T,) with the positions of the path's last token, the latest first, and match_lengths (T,) with
-    the number of tokens that match there. Returns the number of occurrences.
+    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the last tokens of the path, newest first. match_ends (T,)
+    is filled with the positions where the path's last token occurs, latest first. match_lengths
+    (T,) is filled with the number of tokens that match at each of these positions.
     """
     count = 0
     for end in range(len(sequence) - 2, -1, -1):
@@ -126,11 +132,15 @@ def apply_context_counts(
     tokens: np.ndarray,
     probabilities: np.ndarray,
 ) -> None:
-    """Correct probabilities (K,) of tokens (K,) int64, ascending, by the tokens that followed the
-    earlier occurrences of the path's last tokens (`find_path_matches`).
+    """Correct the n-gram probabilities of tokens by what followed the path's last tokens earlier in
+    the sequence.
 
-    Prediction by partial matching (Cleary and Witten 1984): for the last token, the last two, up to
-    the last MAX_NGRAM_PATH_SUFFIX_TOKENS, p becomes (times the token followed + p) / (occurrences + 1).
+    sequence (T,) int64. match_ends, match_lengths: the result of `find_path_matches`, with
+    num_matches entries. tokens (K,) int64: ascending. probabilities (K,): corrected in place.
+
+    This is prediction by partial matching (Cleary and Witten 1984). It is repeated for contexts of
+    1, 2, .. MAX_NGRAM_PATH_SUFFIX_TOKENS tokens. Each time, probability p of a token becomes (n + p) / (m +
+    1), where the context occurred m times before, and the token followed it n times.
     """
     occurrences = np.zeros(MAX_NGRAM_PATH_SUFFIX_TOKENS)
     follow_counts = np.zeros((MAX_NGRAM_PATH_SUFFIX_TOKENS, len(tokens)))
@@ -151,8 +161,9 @@ def apply_context_counts(
 
 @njit
 def insert_candidate(token: Int64, tokens: np.ndarray, columns: np.ndarray, count: Int64) -> Int64:
-    """Insert a token, with column -1, into the first `count` of tokens, ascending, unless it is
-    there already. Return the number of tokens after that."""
+    """Insert a token into the first `count` entries of `tokens`, which are in ascending order,
+    unless these contain the token already. Its entry in `columns` is -1. Return the new number of
+    tokens."""
     position = np.searchsorted(tokens[:count], token)
     if position < count and tokens[position] == token:
         return count
@@ -176,12 +187,13 @@ def add_ngram_candidates(
     columns: np.ndarray,
     num_drafted: Int64,
 ) -> Int64:
-    """Insert up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens below `vocabulary` that the drafter did not list.
+    """Add up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens to the drafter's candidates after a path. Return the
+    new number of candidates.
 
-    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) start with the drafter's `num_drafted`
-    candidates. The tokens inserted are those that followed the path: first in the sequence, at
-    `match_ends`, the latest first; then in the corpus, after the longest suffix of the path whose
-    trie node has few children. Returns the number of candidates.
+    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) begin with the drafter's `num_drafted`
+    candidates. The added tokens are below `vocabulary`. They are tokens that followed the path
+    before: first in the sequence, after the positions `match_ends`; then in the corpus, after the
+    suffixes of the path, longest first, until a suffix has more than MAX_CHILDREN_FOR_NGRAM_CANDIDATES children.
     """
     count = num_drafted
     max_candidates = len(tokens)
@@ -206,11 +218,13 @@ def add_ngram_candidates(
 
 @njit
 def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: float) -> None:
-    """Add `weight` times the n-gram log-probabilities to log_q (K,), and subtract the constant that
-    leaves the candidates the total probability that they have under the drafter.
+    """Combine the drafter's log-probabilities log_q (K,) of candidates with n-gram probabilities
+    (K,), in place.
 
-    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite, even if every
-    candidate is forbidden.
+    `weight` times the n-gram log-probability is added to each log-probability. Then a constant is
+    subtracted, so that the candidates have the same total probability as under the drafter.
+    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite, even if a sampling
+    filter forbids all candidates.
     """
     highest = -np.inf
     rescored_total = 0.0
@@ -234,8 +248,8 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
 
 @njit
 def get_table_row(depth: Int64, rows_per_position: Int64, candidate: Int64) -> Int64:
-    """Return the row of a table (1 + (L - 1) R, K) for the position at `depth`, after `candidate`
-    of the position before. rows_per_position: R."""
+    """Return the row of `NGramRescorer.log_prob_table` for the position at `depth`, after candidate
+    number `candidate` of the previous position. rows_per_position is R."""
     return max(0, 1 + (depth - 1) * rows_per_position + min(candidate, rows_per_position - 1))
 
 
@@ -250,9 +264,9 @@ def fill_drafter_log_probs(
 ) -> None:
     """Fill log_q (K,) with the drafter's log-probabilities of the candidates at `depth`.
 
-    tokens, columns: (K,) of the candidates, columns -1 for those that n-grams added.
-    previous_column: column of the path's last token at the position before, -1 if n-grams added
-    it.
+    tokens, columns (K,): the ids and the columns of the candidates; the column is -1 for candidates
+    that n-grams added. previous_column: the column of the path's last token, or -1 if n-grams added
+    this token.
     """
     has_row = depth == 0 or previous_column >= 0 or rescorer.rows_per_position == 1
     for i in range(len(tokens)):
@@ -263,7 +277,7 @@ def fill_drafter_log_probs(
             value = rescorer.log_prob_table[row, columns[i]]
         log_q[i] = (
             value if value > FORBIDDEN_TOKEN_LOG_PROBABILITY else FORBIDDEN_TOKEN_LOG_PROBABILITY
-        )  # also for NaN
+        )  # NaN becomes FORBIDDEN_TOKEN_LOG_PROBABILITY too
 
 
 @njit
@@ -271,10 +285,12 @@ def score_node_children(
     rescorer: NGramRescorer, node: Int64, depth: Int64, parent: Int64, child: Int64,
     log_q: np.ndarray, tokens: np.ndarray,
 ) -> None:  # fmt: skip
-    """Open a node: fill its rows of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) with its candidates,
-    ascending, and of log_q (the same shape, float64) with their scores, NaN after the last one.
+    """Open a node: compute the candidates that may come after it, and their scores.
 
-    The node is at `depth` (0: the root) and is the candidate with index `child` of its parent.
+    Row `node` of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) is filled with the candidates in ascending
+    order. Row `node` of log_q, which has the same shape, is filled with their scores, and with NaN
+    after the last candidate. `depth` is the depth of the node, 0 for the root. `parent` is the
+    node's parent, and `child` is the node's index among the parent's candidates.
     """
     sequence = rescorer.sequence
     columns = rescorer.candidate_columns[node]

@@ -1,5 +1,5 @@
-"""Draft trees: pure functions from a drafter's proposal to a tree, without any model.
+"""Draft trees: pure functions that build a draft tree from a drafter's proposal. They use no model.
 
-May import infer.utils, infer.ngrams and infer.attention. Start with methods.py, the table, then
-tree.py.
+This package may import infer.utils, infer.ngrams and infer.attention. Start reading at methods.py,
+which contains the table of tree methods, then tree.py.
 """

@@ -1,4 +1,7 @@
-"""The chain: the likeliest token of each position, as DFlash verifies it. A tree of width one."""
+"""The chain: a tree of width one with the likeliest token of each position. DFlash verifies chains.
+
+B batch rows, L drafted positions.
+"""
 
 import torch
 
@@ -6,10 +9,10 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 
 
 def build_chain(proposal: Proposal) -> DraftTree:
-    """Return the greedy chain of min(budget, L) tokens.
+    """Return the greedy chain of min(budget, L) tokens for each batch row.
 
-    Each token is the likeliest of its position, or with a conditional head the likeliest after the
-    tokens before it.
+    Each token is the likeliest token of its position. With a conditional head, it is the likeliest
+    token after the previous tokens of the chain.
     """
     assert proposal.marginals is not None
     length = min(proposal.budget, proposal.marginals.shape[1])

@@ -1,12 +1,13 @@
-"""Draft trees of sequences that must follow a grammar: the likeliest prefixes that the grammar
-allows.
+"""Draft trees of sequences that must follow a grammar. The trees consist of the likeliest prefixes
+that the grammar allows.
 
 If the grammar allows only some tokens after a prefix, the drafter's distribution is renormalised
-over these: q(v | prefix, grammar). A prefix never scores above its parent, so DDTree's best-first
-search finds the best nodes here too. Tokens that the grammar forces after the root come first, with
-probability 1.
+over the allowed tokens: q(v | prefix, grammar) for token v. A prefix never has a higher score than
+its parent, so DDTree's best-first search finds the best nodes here too. Tokens that the grammar
+forces after the root come first, with probability 1.
 
-L drafted positions, V vocabulary size, M nodes including the root, C candidates per position.
+L drafted positions, V vocabulary size, M nodes including the root, C candidates per position. log q
+is a log-probability under the drafter.
 """
 
 import heapq
@@ -20,13 +21,14 @@ import torch
 
 from infer.trees.tree import DraftNodes, DraftTree, Proposal
 
-# Renormalise over a conditional head's candidates only if the allowed ones have at least this
-# probability together; otherwise search the whole vocabulary.
+# A conditional head gives probabilities of its candidates only. The candidates are used if the
+# allowed candidates have at least this total probability. Otherwise the whole vocabulary is
+# searched.
 MIN_ALLOWED_HEAD_CANDIDATES_PROBABILITY = 1e-3
 
 
 class TokenScores(NamedTuple):
-    """Tokens in descending order of probability, with their log-probabilities."""
+    """Candidate tokens in descending order of probability, with their log-probabilities log q."""
 
     log_q: np.ndarray  # (C,)
     tokens: np.ndarray  # (C,) int64
@@ -34,9 +36,9 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class GrammarRule:
-    """The grammar of one batch row, seen from the row's root."""
+    """What the grammar of one batch row allows and forces after the row's root."""
 
-    # drafted tokens after the root -> allowed next tokens, (V,) bool
+    # Takes the drafted tokens after the root. Returns which tokens may come next, (V,) bool.
     allowed: Callable[[list[int]], np.ndarray]
     forced: list[int]  # tokens that the grammar forces after the root
 
@@ -44,10 +46,12 @@ class GrammarRule:
 def build_constrained_trees(
     tree: DraftTree, proposal: Proposal, rules: dict[int, GrammarRule], branches: bool
 ) -> DraftTree:
-    """Return the trees with those of the rows in `rules` rebuilt under their grammars.
+    """Return the trees of all batch rows. The trees of the rows in `rules` are rebuilt under their
+    grammars; the other trees are unchanged.
 
-    Shapes stay the same. `rules` maps batch rows to grammars. Without `branches` the rebuilt trees
-    are chains. Nodes that are left over become children of the root with probability 0.
+    `rules` maps batch rows to grammars. Without `branches` the rebuilt trees are chains. The shapes
+    of the tensors stay the same: if a rebuilt tree has fewer nodes, the unused nodes become
+    children of the root with probability 0.
     """
     tokens = tree.tokens.clone()
     parents = tree.parents.clone()
@@ -68,7 +72,8 @@ def build_constrained_trees(
 
 
 class RowDistributions:
-    """The drafter's distributions of one batch row, restricted to allowed tokens on request."""
+    """The drafter's distributions of one batch row. `best_children` restricts them to the allowed
+    tokens."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
         assert proposal.marginals is not None
@@ -77,7 +82,7 @@ class RowDistributions:
         self.log_q = log_q.float().cpu().numpy()  # (L, V)
         self.top_tokens = cache(self._find_top_tokens)
 
-        self.candidates: np.ndarray | None = None  # (L, C) of a conditional head
+        self.candidates: np.ndarray | None = None  # (L, C) the conditional head's candidates
         conditionals = proposal.conditionals
         if conditionals is not None and not conditionals.recurrent:
             first, others = conditionals.table
@@ -86,8 +91,8 @@ class RowDistributions:
             self.table = others[row].float().cpu().numpy()  # (L - 1, C, C)
 
     def best_children(self, path: list[int], allowed: np.ndarray, count: int) -> TokenScores:
-        """Return the `count` likeliest allowed tokens after a path, with log q renormalised over
-        all allowed tokens (V,) bool."""
+        """Return the `count` likeliest allowed tokens after a path. `allowed` (V,) bool marks the
+        allowed tokens, and log q is renormalised over all of them."""
         slot = len(path)
         allowed = allowed[: self.log_q.shape[1]]
 
@@ -98,8 +103,7 @@ class RowDistributions:
                 candidates.log_q[usable], candidates.tokens[usable], count
             )
 
-        # Usually enough of the likeliest tokens are allowed, and no sort of the vocabulary is
-        # needed.
+        # Usually `count` of the likeliest tokens are allowed. The vocabulary is then not sorted.
         log_q = self.log_q[slot]
         top_tokens, probabilities = self.top_tokens(slot)
         tokens = top_tokens[allowed[top_tokens]][:count]
@@ -111,8 +115,9 @@ class RowDistributions:
         return normalise_and_keep_top(log_q[tokens], tokens, count)
 
     def _candidates_after(self, path: list[int]) -> TokenScores:
-        """Return the conditional head's candidates after a path. Without such a head, or if the
-        path's last token is no candidate, return no tokens."""
+        """Return the conditional head's candidates after a path, with their log q. Return no tokens
+        if there is no conditional head, or if the path's last token is not one of its
+        candidates."""
         slot = len(path)
         nothing = TokenScores(np.empty(0), np.empty(0, np.int64))
         if self.candidates is None:
@@ -125,8 +130,8 @@ class RowDistributions:
         return TokenScores(self.table[slot - 1, table_rows[0]], self.candidates[slot])
 
     def _find_top_tokens(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the likeliest tokens of a slot's marginals in descending order, and the
-        probabilities of all tokens (V,)."""
+        """Return the likeliest tokens of a drafted position (slot) in descending order of marginal
+        probability, and the marginal probabilities of all tokens (V,)."""
         log_q = self.log_q[slot]
         count = min(self.num_top_tokens, len(log_q) - 1)
         top_tokens = np.argpartition(-log_q, count)[:count]
@@ -135,8 +140,8 @@ class RowDistributions:
 
 
 def normalise_and_keep_top(log_q: np.ndarray, tokens: np.ndarray, count: int) -> TokenScores:
-    """Return the `count` likeliest of the given tokens, with log q normalised over all given
-    tokens."""
+    """Return the `count` likeliest of the given tokens. `log_q` are the log-probabilities of the
+    tokens; they are normalised over all given tokens."""
     order = np.argsort(-log_q, kind="stable")[:count]
     return TokenScores(log_q[order] - np.logaddexp.reduce(log_q), tokens[order])
 
@@ -154,11 +159,13 @@ class ConstrainedSearch:
         self.budget = budget
         self.rule = rule
         self.branches = branches
-        self.paths: list[list[int]] = [[]]  # by node, the root first
+        self.paths: list[list[int]] = [[]]  # for each node its tokens after the root; root first
         self.nodes: list[tuple[int, int, int, float]] = []  # token, parent, depth, log-probability
-        # (negative log-probability, depth of the parent, parent, index among its children)
+        # Entries: negative log-probability, depth of the parent, parent, index of the child.
         self.heap: list[tuple[float, int, int, int]] = []
-        self.children: dict[int, TokenScores] = {}  # by node; log q of the whole paths
+        # Key: node. Value: its allowed children, with the log-probabilities of their whole
+        # prefixes.
+        self.children: dict[int, TokenScores] = {}
 
     @property
     def newest_node(self) -> int:
@@ -170,14 +177,16 @@ class ConstrainedSearch:
         return len(self.nodes) == self.budget
 
     def add_node(self, token: int, parent: int, log_prob: float) -> None:
-        """Add a node to the tree."""
+        """Add a node with this token below node `parent`. `log_prob` is that of the whole
+        prefix."""
         path = [*self.paths[parent], token]
         self.paths.append(path)
         self.nodes.append((token, parent, len(path), log_prob))
 
     def open_newest_node(self, log_prob: float, excluded_token: int | None = None) -> None:
-        """Compute the allowed children of the newest node and queue the best of them, except one
-        that is in the tree already."""
+        """Compute the allowed children of the newest node, and queue the best child. `log_prob` is
+        the log-probability of the node's prefix. A child with the token `excluded_token` is left
+        out, since it is added to the tree separately."""
         node = self.newest_node
         path = self.paths[node]
         ends_sequence = bool(path) and path[-1] in self.eos_token_ids
@@ -193,13 +202,14 @@ class ConstrainedSearch:
         self.queue_child(node, 0)
 
     def queue_child(self, node: int, index: int) -> None:
-        """Queue a child of a node by its index, if the node has that many children."""
+        """Queue child number `index` of a node, if the node has that many children."""
         if index < len(self.children[node].tokens):
             log_prob = float(self.children[node].log_q[index])
             heapq.heappush(self.heap, (-log_prob, len(self.paths[node]), node, index))
 
     def add_best_child(self) -> None:
-        """Move the likeliest queued child into the tree, queue its next sibling, and open it."""
+        """Move the likeliest queued child into the tree. Queue its next sibling and its own best
+        child."""
         negative_log_prob, _, parent, index = heapq.heappop(self.heap)
         self.add_node(int(self.children[parent].tokens[index]), parent, -negative_log_prob)
         self.queue_child(parent, index + 1)
@@ -209,10 +219,10 @@ class ConstrainedSearch:
 def search_constrained(
     proposal: Proposal, row: int, budget: int, rule: GrammarRule, branches: bool
 ) -> DraftNodes:
-    """Search for the likeliest allowed prefixes of a row, best first.
+    """Search for the likeliest prefixes of a batch row that the grammar allows, best first.
 
-    Returns nodes (M - 1,), fewer than `budget` if the grammar allows no more. No node follows an
-    end token. Without `branches` the nodes form a chain.
+    Return at most `budget` nodes (M - 1,), fewer if the grammar allows no more. A node with an end
+    token has no children. Without `branches` the nodes form a chain.
     """
     search = ConstrainedSearch(proposal, row, budget, rule, branches)
     for token in rule.forced[: min(search.max_depth, budget)]:

@@ -1,12 +1,14 @@
-"""DART's continuity-aware tree: a beam search over the drafter's tokens, scored by the drafter and
-by how often a token followed the tokens before it in a corpus.
+"""DART's continuity-aware tree: a beam search over the drafter's likeliest tokens. The score of a
+token combines its probability under the drafter with its n-gram probability, that is how often it
+followed the previous tokens in a corpus.
 
-DART algorithm 1, with the scores of appendix D. Where the paper is silent, this follows the
-authors' code: a token that was never seen after any suffix of its path has probability 0, and the
-drafter's probabilities are normalised over the likeliest tokens of the position.
+The search is DART algorithm 1, with the scores of appendix D. Where the paper does not specify a
+detail, this follows the authors' code: a token that was never seen after any suffix of its path has
+the n-gram probability 0, and the drafter's probabilities are normalised over the likeliest tokens
+of the position.
 
-L drafted positions, K candidates per position, S prefixes that the beam search visits, W beam
-width, O order of the n-gram model, C tokens of context.
+B batch rows, L drafted positions, K candidates per position, S prefixes that the beam search
+visits, W beam width, O order of the n-gram model, C tokens of context.
 """
 
 import numpy as np
@@ -20,23 +22,26 @@ from infer.trees.guided import NGRAM_CANDIDATES_PER_POSITION, get_contexts
 from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 from infer.utils.jit import njit
 
-# DART appendix D
+# Constants of DART appendix D.
 DART_BEAM_WIDTH_PREFIXES = 20  # prefixes kept per depth
-DART_LOGIT_DECAY_PER_POSITION = 0.9  # per position
+DART_LOGIT_DECAY_PER_POSITION = 0.9  # factor of the drafter's score per position
 DART_NGRAM_WEIGHT = 0.5
 DART_DEPTH_WEIGHT_EXPONENT = -0.7
 
-DART_PROBABILITY_EPSILON = 1e-10  # of the authors' code: added to both probabilities
+# The authors' code adds this to the drafter's probability and to the n-gram probability.
+DART_PROBABILITY_EPSILON = 1e-10
 DART_UNSEEN_NGRAM_LOG_PROBABILITY = np.log(DART_PROBABILITY_EPSILON)
-# Larger than any score, so that prefixes that end with an end token are extended last.
+# This is larger than any score, so that prefixes whose last token is an end token are extended
+# last.
 DART_END_TOKEN_SCORE_PENALTY = 1e6
 
 
 def build_continuity_tree(proposal: Proposal) -> DraftTree:
-    """Run DART algorithm 1: a beam search over the 25 likeliest tokens of every position.
+    """Build the draft trees of DART algorithm 1, with a beam search over the
+    NGRAM_CANDIDATES_PER_POSITION likeliest tokens of each position.
 
-    The tree consists of the `budget` best of all visited prefixes, in descending order of score.
-    Its `log_probs` are those of the drafter alone.
+    A tree consists of the `budget` best of all visited prefixes, in descending order of score. The
+    `log_probs` of the tree are those of the drafter alone.
     """
     assert proposal.marginals is not None and proposal.ngram is not None
     count = min(NGRAM_CANDIDATES_PER_POSITION, proposal.marginals.shape[-1])
@@ -73,7 +78,7 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
             scores,
         )
         order = np.argsort(-scores[0], kind="stable")[:num_nodes]
-        # Node number of every visited prefix. The last entry is for parent -1, the root.
+        # The node number of each visited prefix. The last entry is that of parent -1, the root.
         node_of_prefix = np.zeros(num_visited + 1, np.int64)
         node_of_prefix[order] = np.arange(1, num_nodes + 1)
         prefixes[1] = node_of_prefix[prefixes[1]]
@@ -83,7 +88,8 @@ def build_continuity_tree(proposal: Proposal) -> DraftTree:
 
 
 def count_visited_prefixes(length: int, num_candidates: int) -> int:
-    """Return how many prefixes the beam search visits in `length` positions."""
+    """Return how many prefixes the beam search visits, for `length` positions with
+    `num_candidates` candidates each."""
     num_visited = 0
     num_active = 1
     for _ in range(length):
@@ -92,6 +98,13 @@ def count_visited_prefixes(length: int, num_candidates: int) -> int:
     return num_visited
 
 
+# Arguments of `search_beam`. Inputs: arrays, the trie of the n-gram model; tokens (L, K) int64, the
+# candidates, ascending in each position; log_q (L, K) float64, their log-probabilities under the
+# drafter; drafter_scores (L, K) float64, their scores without n-grams; is_end (L, K) bool, whether
+# they are end tokens; context (C,) int64, the last tokens of the sequence, the bonus token last.
+# Scratch memory: suffixes (W, O - 1) int64. Outputs: prefixes (3, S), the tokens, parents (indices
+# of visited prefixes, -1 for the root) and depths; scores (2, S), DART's score and the drafter's
+# log-probability of each prefix.
 @njit
 def ngram_log_prob(probability: float) -> float:
     """Return the log-probability of a token after a suffix, a constant for tokens never seen
@@ -103,15 +116,10 @@ def ngram_log_prob(probability: float) -> float:
 
 @njit
 def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes, prefixes, scores):
-    """Run the beam search for one row.
-
-    Inputs: tokens (L, K) int64, ascending in each position; log_q and drafter_scores (L, K)
-    float64; is_end (L, K) bool; context (C,) int64, the bonus token last. suffixes (W, O - 1) int64
-    is scratch. Outputs: prefixes (3, S), that is tokens, parents among the visited prefixes (-1 for
-    the root) and depths; scores (2, S), that is DART's score and the drafter's log-probability.
+    """Run the beam search for one batch row, and fill the arrays `prefixes` and `scores`.
 
     As in the authors' code, n-grams do not score the first position, and a prefix with an end token
-    is extended only if too few others are left. Steps are clipped to at most 0 against rounding.
+    is extended only if too few other prefixes are left.
     """
     length, num_candidates = tokens.shape
     width, max_suffixes = suffixes.shape
@@ -119,7 +127,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
     extension_scores = np.empty(width * num_candidates)
     extended_suffixes = np.empty((width, max_suffixes + 1, num_candidates), np.int64)
     probabilities = np.empty(num_candidates)
-    unigrams = np.zeros(num_candidates)  # tokens never seen after a suffix have probability 0
+    unigrams = np.zeros(num_candidates)  # used for tokens that were never seen after a suffix
     active[0] = -1  # the root
     num_active = 1
     size = 0
@@ -138,6 +146,7 @@ def search_beam(arrays, tokens, log_q, drafter_scores, is_end, context, suffixes
                     step += DART_NGRAM_WEIGHT * ngram_log_prob(probabilities[i])
                 parent_score = scores[0, parent] if parent >= 0 else 0.0
                 parent_log_q = scores[1, parent] if parent >= 0 else 0.0
+                # A step is at most 0; the minimum removes rounding errors.
                 scores[0, size] = min(step * level_weight, 0.0) + parent_score
                 scores[1, size] = log_q[level, i] + parent_log_q
                 extension_scores[size - level_start] = scores[0, size] - (

@@ -1,10 +1,11 @@
-"""DDTree on path-dependent scores: an n-gram model corrects which drafted tokens follow each other
-(`infer.ngrams.rescoring`).
+"""DDTree with scores that depend on the path: an n-gram model rescores each drafted token after the
+tokens before it (`infer.ngrams.rescoring`).
 
 The n-gram model is in host memory, so these trees are built on the host. On a GPU a round therefore
-has one more copy to the host, of the likeliest tokens of every position.
+copies the likeliest tokens of each position to the host.
 
-B batch rows, L drafted positions, K candidates per position, C tokens of context.
+B batch rows, L drafted positions, K candidates per position, C tokens of context, V vocabulary
+size.
 """
 
 import numpy as np
@@ -20,17 +21,19 @@ from infer.ngrams.rescoring import (
 from infer.trees.ddtree import MarginalConditionals
 from infer.trees.tree import Conditionals, DraftNodes, DraftTree, Proposal, with_root
 
-# Tokens of the marginals considered at a position, as in DART appendix D.
+# So many of the likeliest tokens are considered at each position, as in DART appendix D.
 NGRAM_CANDIDATES_PER_POSITION = 25
 
 
 def build_guided_ddtree(proposal: Proposal) -> DraftTree:
-    """Return the `budget` likeliest prefixes if the probability of a token after its path is
-    proportional to its marginal times its n-gram probability to the power of `proposal.weight`.
+    """Return trees of the `budget` likeliest prefixes under the drafter and an n-gram model
+    together.
 
-    The counts of the n-gram model are corrected by those of the sequence itself. The first n nodes
-    are the tree of budget n. `log_probs` are the path-dependent ones. With a conditional head, the
-    token's conditional probability replaces its marginal, unless the head is recurrent.
+    The probability of a token after its path is proportional to its marginal probability, times its
+    n-gram probability to the power of `proposal.weight`. With a conditional head that is not
+    recurrent, the token's conditional probability replaces the marginal. The n-gram counts of the
+    corpus are corrected by those of the sequence itself. The first n nodes are the tree for a
+    budget of n nodes. The tree's `log_probs` include the n-gram probabilities.
     """
     conditionals = proposal.conditionals
     if conditionals is None or conditionals.recurrent:
@@ -45,7 +48,7 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
 
     guides = make_ngram_guides(proposal, conditionals, num_nodes)
     for guide, row_nodes, row_scores in zip(guides, nodes.numpy(), scores.numpy(), strict=True):
-        # The search fills one row of both arrays per opened node.
+        # The search fills one row of `log_q` and one row of `tokens` for each node that it opens.
         log_q = np.empty(guide.candidate_columns.shape)
         tokens = np.empty_like(guide.candidate_columns)
         cpu_search.search_tree(log_q, tokens, length, 0, guide, row_nodes, row_scores)
@@ -55,12 +58,13 @@ def build_guided_ddtree(proposal: Proposal) -> DraftTree:
 def make_ngram_guides(
     proposal: Proposal, conditionals: MarginalConditionals | Conditionals, num_nodes: int
 ) -> list[NGramRescorer]:
-    """Return the input of every row's search: the candidates with their log-probabilities, the
-    n-gram model, and scratch arrays for `num_nodes` nodes.
+    """Return the input of the search for each batch row: the candidates with their
+    log-probabilities, the n-gram model, and scratch arrays for `num_nodes` nodes.
 
-    The n-gram model may add tokens that are not candidates. On the CPU an added token has its own
-    marginal. On other devices the marginals are not copied to the host, and an added token has the
-    marginal of the last candidate; so do tokens that the drafter does not propose.
+    The n-gram model may add tokens that are not candidates. On the CPU an added token is scored
+    with its marginal probability. On other devices the marginals are not copied to the host, and an
+    added token is scored with the marginal probability of the position's last candidate. The same
+    applies to tokens that the drafter does not propose.
     """
     ngram = proposal.ngram
     marginals = proposal.marginals
@@ -72,7 +76,7 @@ def make_ngram_guides(
     if marginals.device.type == "cpu":
         unlisted_log_q = vocabulary.expand_to_full(marginals, unlisted_log_q)  # (B, L, V)
 
-    # (B, L, K) each: the candidates in ascending order, and their indices in the table
+    # (B, L, K) each: the candidates in ascending order of id, and their indices in the table
     sorted_tokens, candidate_indices = conditionals.tokens.cpu().sort(-1)
     table = stack_log_prob_tables(conditionals).float().cpu().contiguous()
     unlisted_log_q = unlisted_log_q.float().cpu().contiguous()
@@ -111,5 +115,5 @@ def make_ngram_guides(
 
 
 def get_contexts(proposal: Proposal) -> list[np.ndarray]:
-    """Return the last tokens of every row's sequence as arrays, (C,) int64 each."""
+    """Return the last tokens of each row's sequence as arrays, each (C,) int64."""
     return [np.asarray(context, np.int64) for context in proposal.contexts]

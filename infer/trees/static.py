@@ -1,10 +1,11 @@
-"""The static tree: every node down to a fixed depth has the same number of children, the likeliest
-tokens after it.
+"""The static tree: down to a fixed depth, every node has the same number of children. The children
+are the likeliest tokens after the node.
 
-The shape is that of "Tree-Based Speculative Decoding" for NanoGPT. Any choice of children is
-lossless, since the target verifies all trees by the same walk.
+The shape is that of "Tree-Based Speculative Decoding" for NanoGPT. Decoding is lossless whatever
+the children are, since the target verifies all trees by the same walk.
 
-B batch rows, P prefixes of a depth, M candidates per position, W children per node.
+B batch rows, P prefixes of the same depth, M candidates per position, W children per node, S state
+size of a recurrent head.
 """
 
 import torch
@@ -15,10 +16,11 @@ from infer.trees.tree import DraftNodes, DraftTree, Proposal, with_root
 
 
 def build_static_tree(proposal: Proposal) -> DraftTree:
-    """Return the deepest full tree of width `proposal.width` that fits into the node budget.
+    """Return the deepest tree that fits into the node budget, if each node above the last level has
+    `proposal.width` children.
 
-    The width is smaller if the budget or the number of candidates is smaller. With a conditional
-    head the children of a node depend on its token.
+    Nodes have fewer children if the budget or the number of candidates is smaller than the width.
+    With a conditional head the children of a node depend on the node's token.
     """
     conditionals = proposal.conditionals
     if conditionals is None:
@@ -30,9 +32,9 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
     depth = find_static_depth(width, proposal.budget, length)
 
     scores = torch.zeros(len(proposal.bonus), 1, device=tokens.device)  # (B, P)
-    # (B, P) the candidate that ends each prefix
+    # (B, P) for each prefix the index of its last token among the candidates of that position
     last_candidates = torch.zeros_like(scores, dtype=torch.long)
-    head_state = None  # (B, P, S) of a recurrent head
+    head_state = None  # (B, P, S) the state of a recurrent head
     level_tokens = []
     level_depths = []
     level_scores = []
@@ -61,8 +63,8 @@ def build_static_tree(proposal: Proposal) -> DraftTree:
 
 
 def find_static_depth(width: int, budget: int, max_depth: int) -> int:
-    """Return the depth, 1 to `max_depth`, of the deepest full tree of the given width that has at
-    most `budget` drafted nodes."""
+    """Return the depth of the deepest full tree of the given width that has at most `budget`
+    drafted nodes. The depth is between 1 and `max_depth`."""
     depth = 1
     level_nodes = width
     total_nodes = width

@@ -1,6 +1,8 @@
-"""The draft tree that the target verifies in a round, and the proposal that it is built from.
+"""The draft tree that the target verifies in a round, and the proposal from which the tree is
+built.
 
-B batch rows, M nodes including the root, L drafted positions, R tokens that the drafter proposes.
+B batch rows, M nodes including the root, L drafted positions, R tokens that the drafter can
+propose. log q is a log-probability under the drafter.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,49 +18,58 @@ from infer.trees.vocabulary import FULL_VOCABULARY, DraftVocabulary
 
 
 class Conditionals(Protocol):
-    """Conditional distributions over M candidate tokens per position, from a conditional head
-    (`infer.drafters.heads.draft.ConditionalDraft`) or from marginals."""
+    """Conditional distributions over the candidate tokens of each position, from a conditional head
+    (`infer.drafters.heads.draft.ConditionalDraft`) or from marginals.
 
-    # True: a token depends on all tokens before it, not only on the last one, so there is no table.
+    In this class M is the number of candidates per position, P a number of prefixes, and S the
+    state size of a recurrent head.
+    """
+
+    # Whether a token depends on all tokens before it. If false, it depends on the previous token
+    # only, and `table` exists.
     recurrent: bool
-    # (B, L, M) int64 ids of the candidates, by descending marginal probability
+    # (B, L, M) int64 token ids of the candidates, in descending order of marginal probability
     tokens: torch.Tensor
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log q (B, M) of position 0, and (B, L - 1, M, M) of the others, indexed by
-        [previous candidate, candidate]."""
+        """Return log q (B, M) of position 0, and log q (B, L - 1, M, M) of the other positions. The
+        last two axes are the previous candidate and the candidate."""
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, 1, M) of position 0, and a recurrent head's state (B, 1, S)."""
+        """Return log q (B, 1, M) of position 0, and the initial state (B, 1, S) of a recurrent
+        head, or None."""
 
     def extend(
         self, position: int, candidates: torch.Tensor, state: torch.Tensor | None, /
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a position after prefixes whose last tokens are the candidates
-        numbered `candidates` (B, P) of the position before, and a recurrent head's new state."""
+        """Return log q (B, P, M) of a position after P prefixes, and a recurrent head's new state.
+
+        `candidates` (B, P) are the last tokens of the prefixes, as indices of candidates at the
+        previous position. `state` is the recurrent head's state after the prefixes.
+        """
 
     def chain(self, length: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the greedy chain over the drafter's whole vocabulary: the likeliest token of each
-        position after the ones before it, (B, length), and its log q, (B, length)."""
+        """Return the greedy chain over the drafter's whole vocabulary, as tokens (B, length) and
+        their log q (B, length). Each token is the likeliest one after the previous tokens."""
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The input of a tree method: the drafter's distributions and the options of the tree."""
 
-    bonus: torch.Tensor  # (B,) int64, the bonus tokens, which become the roots
-    # (B, L, R) log space, conditioned on the target's noise; None without a drafter
+    bonus: torch.Tensor  # (B,) int64 the bonus tokens, which become the roots
+    # (B, L, R) log-probabilities, adjusted by the target's sampling noise; None without a drafter
     marginals: torch.Tensor | None
     budget: int = 0  # maximum number of drafted nodes per batch row
     ngram: NGramModel | None = None
-    # With an n-gram model: the last tokens of every row's sequence, including the bonus token.
+    # The last tokens of each row's sequence, including the bonus token. Used with an n-gram model.
     contexts: Sequence[Sequence[int] | np.ndarray] = ()
-    weight: float = 1.0  # exponent of the n-gram probability; the drafter's has exponent 1
+    weight: float = 1.0  # exponent of n-gram probabilities; the drafter's exponent is 1
     width: int = 1  # children per node of a static tree
     eos_token_ids: Collection[int] = ()
-    conditionals: Conditionals | None = None  # of a drafter with a conditional head
-    vocabulary: DraftVocabulary = FULL_VOCABULARY  # of the R columns of `marginals`
+    conditionals: Conditionals | None = None  # None if the drafter has no conditional head
+    vocabulary: DraftVocabulary = FULL_VOCABULARY  # maps columns of `marginals` to token ids
 
 
 @dataclass(frozen=True)
@@ -74,31 +85,32 @@ class DraftTree:
     depths: torch.Tensor  # (B, M) int64, 0 for the root
     # (B, M) log-probability of the whole prefix under the drafter, 0 for the root
     log_probs: torch.Tensor
-    max_depth: int  # upper bound of `depths`: L, or 0 for a tree with only a root
-    # (B, M) bool: which entries are nodes rather than padding. The nodes of a row come first, the
-    # tokens of padding are -1. None: all entries are nodes.
+    max_depth: int  # no depth is larger; usually L, or 0 for a tree with only a root
+    # (B, M) bool: which entries are nodes rather than padding. The nodes of a row come before the
+    # padding, which has token -1. None: all entries are nodes.
     node_mask: torch.Tensor | None = None
 
     @property
     def max_drafted(self) -> int:
-        """Number of drafted nodes of the batch row that has most."""
+        """The largest number of drafted nodes of a batch row."""
         return self.tokens.shape[1] - 1
 
     @property
     def drafted_counts(self) -> list[int]:
-        """Number of drafted nodes of every batch row."""
+        """The number of drafted nodes of each batch row, without the root."""
         if self.node_mask is None:
             return [self.max_drafted] * len(self.tokens)
         return (self.node_mask.sum(1) - 1).tolist()
 
     def positions(self, root_positions: torch.Tensor) -> torch.Tensor:
-        """Return the absolute positions (B, M) of all nodes from those of the roots (B,)."""
+        """Return the absolute positions (B, M) of all nodes, given the positions (B,) of the
+        roots."""
         return root_positions[:, None] + self.depths
 
     def ancestors(self) -> torch.Tensor:
         """Return the attention mask between nodes, (B, M, M) bool.
 
-        [q, k] is true where k is q or an ancestor of q.
+        Entry [b, q, k] is true if, in batch row b, node k is node q or an ancestor of node q.
         """
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
@@ -114,8 +126,8 @@ class DraftTree:
         return mask.contiguous()
 
     def keep_first(self, num_nodes: int) -> "DraftTree":
-        """Return the trees of the first `num_nodes` drafted nodes. If nodes are sorted by
-        probability, this is the best tree of that size."""
+        """Return trees that consist of the root and the first `num_nodes` drafted nodes. If nodes
+        are sorted by probability, these are the best trees of that size."""
         end = num_nodes + 1
         return DraftTree(
             self.tokens[:, :end],
@@ -126,9 +138,10 @@ class DraftTree:
         )
 
     def keep_likeliest(self, nodes_per_row: int) -> "DraftTree":
-        """Return trees of the B * `nodes_per_row` likeliest drafted nodes of all batch rows.
+        """Return trees that keep the B * `nodes_per_row` likeliest drafted nodes of all batch rows
+        together.
 
-        Rows with a confident drafter keep more nodes than others. Nodes must be sorted by
+        Rows where the drafter is confident keep more nodes than other rows. Nodes must be sorted by
         probability within each row.
         """
         rows, nodes = self.log_probs[:, 1:].shape
@@ -142,8 +155,8 @@ class DraftTree:
 
 
 def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTree:
-    """Return trees of drafted nodes (B, M - 1) below roots with bonus tokens (B,), on the device of
-    the bonus tokens."""
+    """Return trees that consist of roots with the bonus tokens (B,), and of the drafted nodes (B, M
+    - 1) below the roots. The trees are on the device of the bonus tokens."""
     zeros = torch.zeros_like(bonus)[:, None]
     log_probs = nodes.log_probs.to(bonus.device)
     return DraftTree(
@@ -156,11 +169,11 @@ def with_root(bonus: torch.Tensor, nodes: DraftNodes, max_depth: int) -> DraftTr
 
 
 def build_undrafted_trees(proposal: Proposal) -> DraftTree:
-    """Return trees with only a root: baseline decoding."""
+    """Return trees with only a root, which make a round of baseline decoding."""
     return make_root_trees(proposal.bonus)
 
 
 def make_root_trees(bonus: torch.Tensor) -> DraftTree:
-    """Return trees with only a root from bonus tokens (B,)."""
+    """Return trees with only a root. The roots have the bonus tokens (B,)."""
     zeros = torch.zeros_like(bonus)[:, None]
     return DraftTree(bonus[:, None], zeros, zeros, zeros.float(), max_depth=0)

@@ -1,7 +1,8 @@
-"""The tokens that a drafter proposes: all V tokens of the target, or R of them.
+"""The tokens that a drafter can propose: all V tokens of the target's vocabulary, or only R of
+them.
 
-A drafter's scores have shape (..., R), one column per token. Sequences, trees and the target use
-token ids. `DraftVocabulary` converts between columns and ids.
+A drafter's scores have shape (..., R), with one column per token that it can propose. Sequences,
+trees and the target use token ids. `DraftVocabulary` converts between columns and token ids.
 """
 
 from typing import NamedTuple
@@ -10,19 +11,20 @@ import torch
 
 
 class DraftVocabulary(NamedTuple):
-    """The token ids of a drafter's score columns. Without `tokens`, column v is token id v."""
+    """The token ids of a drafter's score columns. If `tokens` is None, columns are token ids."""
 
-    tokens: torch.Tensor | None = None  # (R,) int64, each id once
-    size: int = 0  # V
+    tokens: torch.Tensor | None = None  # (R,) int64 the token id of each column
+    size: int = 0  # V, the target's vocabulary size; not used if `tokens` is None
 
     def columns_to_ids(self, columns: torch.Tensor) -> torch.Tensor:
-        """Convert columns (...) int64 to token ids (...)."""
+        """Convert score columns (...) int64 to token ids (...)."""
         if self.tokens is None:
             return columns
         return self.tokens[columns]
 
     def ids_to_columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert token ids (...) int64 to columns (...), -1 for tokens without a column."""
+        """Convert token ids (...) int64 to score columns (...). The result is -1 for tokens that
+        the drafter cannot propose."""
         if self.tokens is None:
             return ids
         column_of_id = torch.full((self.size,), -1, device=ids.device)
@@ -30,7 +32,8 @@ class DraftVocabulary(NamedTuple):
         return column_of_id[ids]
 
     def select_columns(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Select the drafter's tokens: (..., V) -> (..., R). None stays None."""
+        """Select the columns of the tokens that the drafter can propose from `values` (..., V).
+        Return (..., R), or None if `values` is None."""
         if self.tokens is None or values is None:
             return values
         return values[..., self.tokens]
@@ -40,7 +43,8 @@ class DraftVocabulary(NamedTuple):
     ) -> torch.Tensor:
         """Expand scores (..., R) to all V tokens of the target, (..., V).
 
-        Tokens without a column get `other_scores` (..., 1), by default minus infinity.
+        Tokens that the drafter cannot propose get `other_scores` (..., 1), by default minus
+        infinity.
         """
         if self.tokens is None:
             return scores

@@ -67,7 +67,9 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
     drafter.init_weights(torch.Generator().manual_seed(0))
     options = DecodeOptions(4, ngrams=str(counted))
     assert len(decode_prompts(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
-    with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"tiny\.ngrams: these n-grams were counted with another tokenizer"
+    ):
         decode_prompts(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, ngrams=str(ngrams)))
 
 
@@ -83,10 +85,7 @@ def test_every_drafter_is_evaluated_with_every_tree_method(
         loaded.append(target_config)
         return load_configured_target(target_config)
 
-    monkeypatch.setattr(
-        "infer.targets.loading.load_configured_target",
-        record_and_open,
-    )
+    monkeypatch.setattr("infer.targets.loading.load_configured_target", record_and_open)
     for family in ("dflash", "dart"):
         drafter = create_drafter(DrafterConfig(family=family, layers=1, block_size=5), target)
         drafter.initialize(target, torch.Generator().manual_seed(0), warm_start=True)

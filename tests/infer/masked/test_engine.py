@@ -402,7 +402,7 @@ def test_models_with_remote_code_load_and_decode(tmp_path, repo, monkeypatch, mo
             outputs = generate(model, None, prompts, method=method, **settings)
             assert [output.ids for output in outputs] == expected
     with pytest.raises(
-        ValueError, match="cache=dual: .* does not support our cache: use cache=none"
+        ValueError, match="cache=dual: .* does not support our KV cache; use cache=none"
     ):
         generate(model, None, prompts, cache="dual")
 
@@ -509,10 +509,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"mask_token_id": None},
-            "this model has no mask token: its config.json needs mask_token_id",
-        ),
+        ({"mask_token_id": None}, "this model has no mask token; add mask_token_id"),
         ({"masked_diffusion": None}, "no masked diffusion model"),
         ({"model_type": "llama"}, "this llama model is no masked diffusion model"),
     ],
