@@ -1,5 +1,6 @@
-"""Attention of targets and drafters: the key/value cache, and masks for training and decoding.
+"""Attention of targets and drafters: the KV cache, and the attention masks for training and
+decoding.
 
-May import infer.utils. Start with kv_cache.py, which all decoding uses; masks.py has the training
-mask.
+This package may import infer.utils. Start reading with kv_cache.py, which all decoding uses;
+masks.py has the attention masks.
 """

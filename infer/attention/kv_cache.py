@@ -1,8 +1,12 @@
-"""The key/value cache of target and drafter: preallocated buffers, each row with its own length.
+"""The KV cache of target and drafter. Its buffers are allocated once, and every batch row has its
+own length.
 
-B batch rows in use, Q new positions, N = B * Q new positions of all rows, S capacity (positions per
-row), H key/value heads, E head size, T length of packed rows. A slot is an index into the flat
-position axis of a buffer: slot = row * S + index within the row.
+Dimension letters in this module: B batch rows in use, Q new positions of a row, N = B * Q new
+positions of all rows (fewer if some are padding), S capacity (positions per row), H key/value
+heads, E head size, L layers, T length of a packed sequence.
+
+A slot is an index into the flat position axis of a buffer: slot = row * S + index within the row. A
+plane is one entry of a buffer's first axis: the keys, or the values, of one layer.
 """
 
 from collections.abc import Generator
@@ -15,11 +19,11 @@ from typing import Protocol
 
 import torch
 
-HeadShape = tuple[int, int]  # number of heads and head size
+HeadShape = tuple[int, int]  # (number of heads, head size)
 
 
 class RecurrentStateStore(Protocol):
-    """What a cache calls of the states of recurrent layers
+    """The methods that a cache calls on the states of recurrent layers
     (`infer.targets.recurrent.RecurrentStates`)."""
 
     def reset_rows_from(self, first_row: int) -> "RecurrentStateStore": ...
@@ -31,23 +35,24 @@ class RecurrentStateStore(Protocol):
 
 @dataclass
 class LayerCacheView:
-    """One layer of a `CacheView`, as views of the cache's buffer. It is not frozen, because frozen
-    dataclasses take longer to create."""
+    """One layer of a `CacheView`. Its tensors are views of the cache's buffer. The dataclass is not
+    frozen, because creating an instance of a frozen dataclass takes longer."""
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E), keys and values of all layers
     layer_index: int
-    slot_mapping: torch.Tensor  # (N,) int64, the slots that new positions are written to
-    keys: torch.Tensor  # (B, H, visible_end - visible_start, E), which queries may attend to
-    values: torch.Tensor  # likewise
-    batch_size: int  # B
-    query_length: int  # Q
+    slot_mapping: torch.Tensor  # (N,) int64, the slots that the new positions are written to
+    # (B, H, visible_end - visible_start, E), the keys that queries may attend to
+    keys: torch.Tensor
+    values: torch.Tensor  # the values of these keys, same shape
+    batch_size: int  # number of batch rows B
+    query_length: int  # number of new positions Q per batch row
     cu_seqlens: torch.Tensor | None = None  # see `CacheView.cu_seqlens`
 
     def write(self, heads: torch.Tensor) -> None:
-        """Write keys and values of the new positions.
+        """Write the keys and values of the new positions to the cache.
 
-        heads: (N, L, 2 H, E), for L consecutive layers of which this one is the first; key heads
-        come before value heads.
+        heads: (N, L, 2 H, E), the heads of L consecutive layers, of which this layer is the first;
+            key heads come before value heads
         """
         count, layers = heads.shape[:2]
         planes = self.buffer[2 * self.layer_index : 2 * (self.layer_index + layers)]
@@ -57,8 +62,8 @@ class LayerCacheView:
 class RecurrentCacheAdapter:
     """The cache methods that Hugging Face's recurrent layers call.
 
-    They report that there is no state and return new inputs unchanged, because the functions of
-    `infer.targets.recurrent.RecurrentStates` keep the states.
+    These methods report that there is no state, and they return new inputs unchanged. The states
+    are kept by the functions of `infer.targets.recurrent.RecurrentStates` instead.
     """
 
     def get_conv_state(self, *_: object, **__: object) -> None:
@@ -74,54 +79,59 @@ class RecurrentCacheAdapter:
 
 @dataclass
 class CacheView(RecurrentCacheAdapter):
-    """The cache as one forward pass sees it.
+    """The part of a cache that one forward pass reads and writes.
 
     New positions are written to `slot_mapping`. Queries can attend to the positions from
-    `visible_start` to `visible_end` of every row. Hugging Face's attention layers take it for one
-    of their caches and call `update(keys, values, layer)`.
+    `visible_start` to `visible_end` of every batch row. Hugging Face's attention layers use the
+    view as one of their own caches: they call `update(keys, values, layer)`.
 
-    `slot_mapping` may have more rows than are in use: the additional rows are written and never
-    read. If rows have different numbers of new positions, these are concatenated row by row.
+    `slot_mapping` may have more rows than are in use. The additional rows are written and never
+    read. If rows have different numbers of new positions, the new positions without padding are
+    concatenated row by row.
     """
 
     cache: "KVCache"
     slot_mapping: torch.Tensor  # (B, Q) int64
     visible_end: int
     visible_start: int = 0
-    # (B, Q) bool, false on padding; valid positions come first in a row. None: no padding.
+    # (B, Q) bool, false on padding. In every row, padding comes last. None means that there is no
+    # padding.
     valid_mask: torch.Tensor | None = None
 
     @cached_property
     def flat_slot_mapping(self) -> torch.Tensor:
-        """Return the slots of the N positions that are not padding, (N,)."""
+        """Return the slots of the new positions that are not padding, (N,) int64."""
         if self.valid_mask is None:
             return self.slot_mapping.flatten()
         return self.slot_mapping[self.valid_mask]
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """Return the end of each row among the N concatenated positions, (B,) int64, without a
-        leading 0; None where there is no padding."""
+        """Return the index at which each batch row ends among the N concatenated positions, (B,)
+        int64, without a leading 0. Return None if there is no padding."""
         if self.valid_mask is None:
             return None
         return self.valid_mask.sum(1).cumsum(0)
 
     @property
     def capacity(self) -> int:
-        """Return S, the number of positions per row."""
+        """Return the number of positions per batch row."""
         return self.cache.capacity
 
     @property
     def recurrent_states(self) -> RecurrentStateStore | None:
-        """Return the states of recurrent layers; None where the model has no such layers."""
+        """Return the states of recurrent layers; None if the model has no recurrent layers."""
         return self.cache.recurrent_states
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values (B, H, Q, E) of the new positions of one layer.
+        """Write the keys and values of one layer for the new positions.
 
-        Returns all visible keys and values, (B, H, visible_end - visible_start, E) each.
+        keys, values: (B, H, Q, E) each
+
+        Returns the keys and the values of all visible positions, (B, H, visible_end -
+        visible_start, E) each.
         """
         slots = self.slot_mapping.flatten()
         rows = len(self.slot_mapping)
@@ -136,7 +146,8 @@ class CacheView(RecurrentCacheAdapter):
         return visible[0], visible[1]
 
     def layer_views(self) -> list[LayerCacheView]:
-        """Return the view of every layer. All layers must have the same heads."""
+        """Return the view of every layer. All layers must have the same number of heads and the
+        same head size."""
         batch_size, query_length = self.slot_mapping.shape
         buffer = self.cache.buffer
         used_slots = buffer[:, : batch_size * self.capacity]
@@ -157,16 +168,17 @@ class CacheView(RecurrentCacheAdapter):
 
 @dataclass
 class PackedLayerView:
-    """Keys and values of packed rows in one layer, in place of a `LayerCacheView`. Nothing is
-    cached before the rows, and nothing is kept after the pass."""
+    """The keys and values of packed sequences in one layer, used in place of a `LayerCacheView`. No
+    cached positions come before the sequences, and nothing is kept after the forward pass."""
 
-    batch_size: int  # B
-    query_length: int  # T
+    batch_size: int  # number of packed sequences B
+    query_length: int  # length T of the packed sequences
     keys: torch.Tensor | None = None  # (B, H, T, E)
     values: torch.Tensor | None = None
 
     def write(self, heads: torch.Tensor) -> None:
-        """Store keys and values (B T, 1, 2 H, E) of one layer; key heads come first."""
+        """Store the keys and values of one layer. heads: (B * T, 1, 2 H, E); key heads come before
+        value heads."""
         row_heads = heads.squeeze(1).unflatten(0, (self.batch_size, -1)).transpose(1, 2)
         self.keys, self.values = row_heads.chunk(2, dim=1)
 
@@ -176,9 +188,9 @@ def allocate_zeros(
 ) -> torch.Tensor:
     """Return a tensor of zeros.
 
-    On the CPU it is an anonymous memory map, so that physical memory is taken only where it is
-    written to. If the kernel refuses the map, the tensor is allocated by PyTorch: an engine that
-    restarts after memory was exhausted can still start.
+    On the CPU, the tensor's memory is an anonymous memory map, so that physical memory is taken
+    only for pages that are written to. If the operating system refuses the map, PyTorch allocates
+    the tensor. An engine that restarts after memory was exhausted can then still start.
     """
     if device.type == "cpu" and 0 not in shape:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -189,19 +201,21 @@ def allocate_zeros(
 
 
 class KVCache:
-    """Keys and values of all layers, written in place, and the states of recurrent layers. There is
-    one buffer for each size of H * E.
+    """The keys and values of all layers, written in place, and the states of recurrent layers. The
+    cache has one buffer for each distinct value of number of heads * head size.
 
-    A forward pass writes its Q new positions after each row's committed positions (`make_view`).
-    `commit` then keeps some of them by increasing the length on the device; the others are
-    overwritten later. `update_host_lengths` does the same for the lengths on the host. Nothing is
-    concatenated or cropped. `add_rows` takes rows into use and `keep_rows` releases rows; the used
-    rows are always the first ones. Inside `pad_batch` no shape depends on lengths or on the number
-    of used rows, so that a pass can be captured as a CUDA graph.
+    A forward pass writes its new positions after the committed positions of each batch row
+    (`make_view`). `commit` then keeps some of the new positions by increasing the row's length on
+    the device; the other new positions are overwritten later. `update_host_lengths` increases the
+    lengths on the host accordingly. Nothing is concatenated or cropped.
 
-    If all layers have a sliding window, positions beyond the window can be evicted: the remaining
-    ones move to the beginning of the row. The position of a token is then its index in the row plus
-    the row's `evicted_counts`.
+    `add_rows` takes batch rows into use and `keep_rows` releases batch rows. The used rows are
+    always the first ones. Inside `pad_batch`, no tensor shape depends on the lengths or on the
+    number of used rows, so that a forward pass can be recorded as a CUDA graph.
+
+    If all layers have a sliding window, positions before the window can be evicted: the remaining
+    positions move to the beginning of the row. The absolute position of a token is then its index
+    in the row plus the row's entry of `evicted_counts`.
     """
 
     def __init__(
@@ -215,13 +229,16 @@ class KVCache:
         sliding_window: int | None = None,
         max_query_length: int | None = None,
     ) -> None:
-        """Allocate a cache for `num_rows` rows of `capacity` positions.
+        """Allocate a cache for `num_rows` batch rows of `capacity` positions each.
 
-        layer_heads: head shapes of keys and of values, by the index of each layer that has any.
-        recurrent_states: the states of recurrent layers; None if there are none.
-        sliding_window: number of positions that a query can see, itself included; None: all.
-        max_query_length: evict old positions of a row as soon as a pass over this many positions
-            would no longer fit; no pass may be longer. None: never evict.
+        layer_heads: head shapes of keys and of values, by layer index; a layer without an entry
+            stores neither
+        recurrent_states: the states of recurrent layers; None if there are no such layers
+        sliding_window: number of positions that a query can attend to, its own included; None means
+            all positions
+        max_query_length: largest number of positions of one forward pass. Old positions of a row
+            are evicted as soon as this many new positions would no longer fit. None means that
+            positions are never evicted.
         """
         self.num_rows = num_rows
         self.capacity = capacity
@@ -229,7 +246,7 @@ class KVCache:
         self.sliding_window = sliding_window
         self.max_query_length = max_query_length
 
-        # by layer: (buffer index, plane index) of its keys and of its values
+        # by layer: the (buffer index, plane index) of the keys and that of the values
         self.layer_planes: dict[int, list[tuple[int, int]]] = {}
         plane_widths: list[int] = []
         all_widths = [count * size for pair in layer_heads.values() for count, size in pair]
@@ -241,39 +258,45 @@ class KVCache:
                 plane = (buffer_widths.index(width), plane_widths.count(width))
                 self.layer_planes[layer].append(plane)
                 plane_widths.append(width)
-        # meaningful only if all layers have the same heads
+        # The value is used only if all layers have the same number of heads.
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
-        # (planes, rows * S, width) each. They start as zeros, since masked keys must be finite.
+        # Each buffer has shape (planes, rows * S, number of heads * head size). It starts as zeros,
+        # since masked keys must be finite.
         self.buffers = [
             allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
             for width in buffer_widths
         ]
 
-        self.lengths: list[int] = []  # committed positions of the used rows, on the host
-        # the same on the device, 0 for unused rows
+        self.lengths: list[int] = []  # number of committed positions of each used row, on the host
+        # the same numbers on the device, with 0 for unused rows
         self.device_lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.evicted_counts = torch.zeros_like(self.device_lengths)
-        self.used_row_mask = torch.zeros_like(self.device_lengths)  # 1 for used rows, else 0
-        self.first_slots = torch.arange(num_rows, device=device) * capacity  # of every row
+        # 1 for used rows, 0 for unused rows
+        self.used_row_mask = torch.zeros_like(self.device_lengths)
+        # first slot of every row
+        self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
-        self.padded_batch_size = 0  # number of rows of a pass inside `pad_batch`, 0 outside
+        # number of rows of every forward pass inside `pad_batch`, 0 outside
+        self.padded_batch_size = 0
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Return the only buffer of a cache whose layers have the same heads, (2 * layers, rows *
-        S, H * E): keys of layer i at index 2 i, values at 2 i + 1."""
+        """Return the only buffer of a cache whose layers all have the same heads. Its shape is
+        (2 * L, rows * S, H * E). The keys of layer i are at index 2 * i, its values at index 2
+        * i + 1."""
         return self.buffers[0]
 
     @property
     def has_uniform_lengths(self) -> bool:
-        """Return whether all rows are known, on the host, to have the same length. Then every
-        visible position of a view has been written."""
+        """Return whether the host knows that all used rows have the same length. If so, every
+        visible position of a cache view has been written."""
         return not self.padded_batch_size and len(set(self.lengths)) == 1
 
     @contextmanager
     def pad_batch(self, batch_size: int) -> Generator[None]:
-        """Run passes over the first `batch_size` rows, whether they are in use or not. Unused rows
-        are written after their end and never read."""
+        """Within the block, every forward pass has tensor shapes for exactly `batch_size` batch
+        rows, however many are in use. A pass writes to unused rows, but what it writes there is
+        never read."""
         self.padded_batch_size = batch_size
         try:
             yield
@@ -282,17 +305,18 @@ class KVCache:
 
     @contextmanager
     def add_rows(self, count: int) -> Generator["KVCache"]:
-        """Yield the last `count` rows as an empty cache over the same memory, to be filled.
+        """Yield the last `count` batch rows as an empty cache over the same memory, to be filled
+        within the block.
 
-        On exit they become the next used rows, and each is moved there. Until then, used rows can
-        be read, written and released, but no other rows can be added. Raises ValueError if there
-        are fewer unused rows.
+        At the end of the block, the new rows are moved behind the used rows and become used rows
+        themselves. Within the block, the used rows of this cache can be read, written and released,
+        but no further rows can be added. Raises ValueError if fewer than `count` rows are unused.
         """
         first_row = self.num_rows - count
         used = len(self.lengths)
         if used > first_row:
             raise ValueError(
-                f"the cache has {self.num_rows} rows and {used} are in use: {count} more do not fit"
+                f"the cache has {self.num_rows} rows and {used} are in use, so {count} more do not fit"
             )
         new_rows = copy(self)
         new_rows.num_rows = count
@@ -311,8 +335,8 @@ class KVCache:
         self.used_row_mask[: len(self.lengths)] = 1
 
     def keep_rows(self, order: list[int]) -> None:
-        """Move row order[i] to row i, and release the rows that are not listed. order[i] must be at
-        least i."""
+        """Move batch row order[i] to row i for every i, and release the rows that `order` does not
+        list. Each order[i] must be at least i."""
         for destination, source in enumerate(order):
             self._move_row(source, destination, self.lengths[source])
         self.device_lengths[len(order) : len(self.lengths)] = 0
@@ -320,7 +344,8 @@ class KVCache:
         self.lengths = [self.lengths[source] for source in order]
 
     def _move_row(self, source: int, destination: int, length: int) -> None:
-        """Move the `length` positions of row `source` to row `destination`, and empty `source`."""
+        """Move the first `length` positions of row `source` to row `destination`, and set the
+        length of row `source` to 0."""
         if source == destination:
             return
         source_start = source * self.capacity
@@ -335,9 +360,12 @@ class KVCache:
             column[source] = 0
 
     def make_view(self, query_length: int, valid_mask: torch.Tensor | None = None) -> CacheView:
-        """Return the view of a pass over the next `query_length` positions of every row.
+        """Return the view of the cache for a forward pass over the next `query_length` positions of
+        every batch row.
 
-        valid_mask: (B, Q) bool, false on padding. Raises ValueError if the positions do not fit.
+        valid_mask: (B, Q) bool, false on padding; None means that there is no padding
+
+        Raises ValueError if the positions do not fit into the cache.
         """
         if self.padded_batch_size:
             batch_size = self.padded_batch_size
@@ -359,35 +387,36 @@ class KVCache:
         return CacheView(self, slot_mapping, visible_end, visible_start, valid_mask)
 
     def get_device_lengths(self, num_rows: int) -> torch.Tensor:
-        """Return the lengths of the first `num_rows` rows on the device, (num_rows,), 0 for unused
-        rows."""
+        """Return the lengths of the first `num_rows` batch rows on the device, (num_rows,) int64,
+        with 0 for unused rows."""
         lengths = self.device_lengths[:num_rows]
         if self.padded_batch_size:
             return lengths * self.used_row_mask[:num_rows]
         return lengths
 
     def next_indices(self, num_rows: int, query_length: int) -> torch.Tensor:
-        """Return the indices, within its row, of the next `query_length` tokens of each of the
-        first rows, (num_rows, query_length)."""
+        """Return the indices, within their row, of the next `query_length` tokens of each of the
+        first `num_rows` batch rows, (num_rows, query_length) int64."""
         return self.device_lengths[:num_rows, None] + self.position_offsets[:query_length]
 
     def next_positions(self, num_rows: int, query_length: int) -> torch.Tensor:
-        """Return the absolute positions of the next `query_length` tokens of each of the first
-        rows, (num_rows, query_length), evicted positions included."""
+        """Return the absolute positions, evicted ones counted, of the next `query_length` tokens of
+        each of the first `num_rows` batch rows, (num_rows, query_length) int64."""
         indices = self.next_indices(num_rows, query_length)
         if self.max_query_length is None:
             return indices
         return indices + self.evicted_counts[:num_rows, None]
 
     def read_positions(self, row: int, start: int, count: int) -> list[torch.Tensor]:
-        """Return copies of `count` positions of a used row, for every buffer (planes, count,
-        width)."""
+        """Return copies of the keys and values at `count` positions of a used row, beginning at
+        index `start`. The list has one tensor (planes, count, number of heads * head size) for each
+        buffer."""
         first_slot = row * self.capacity + start
         return [buffer[:, first_slot : first_slot + count].clone() for buffer in self.buffers]
 
     def restore_positions(self, row: int, segments: list[list[torch.Tensor]]) -> None:
         """Write consecutive results of `read_positions` to the beginning of an empty row, and
-        commit them."""
+        commit these positions."""
         first_slot = row * self.capacity
         length = 0
         for segment in segments:
@@ -402,10 +431,12 @@ class KVCache:
     def advance_lengths(
         self, counts: list[int] | None, device_counts: torch.Tensor | None = None
     ) -> None:
-        """Commit counts[b] more positions of row b.
+        """Commit counts[b] more positions of every batch row b.
 
-        device_counts: (B,) int64, the same on the device, if it exists there. If counts is None,
-        the host does not know it yet, and the caller must call `update_host_lengths` later.
+        counts: numbers of positions on the host. None means that the host does not know them yet;
+            the caller must then call `update_host_lengths` later.
+        device_counts: (B,) int64, the same numbers on the device; None means that they are copied
+            from `counts`
         """
         if device_counts is None:
             device_counts = torch.tensor(counts, device=self.device_lengths.device)
@@ -416,14 +447,15 @@ class KVCache:
             self.update_host_lengths(counts)
 
     def update_host_lengths(self, counts: list[int]) -> None:
-        """Increase the lengths on the host by counts[b], which were committed on the device."""
+        """Increase the length of every batch row b on the host by counts[b], the number of
+        positions that were committed on the device."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if self.max_query_length is not None:
             self._evict_old_positions(self.max_query_length)
 
     def _evict_old_positions(self, max_query_length: int) -> None:
-        """Move the last `sliding_window` positions to the beginning of every row in which
-        `max_query_length` more positions would not fit."""
+        """In every row in which `max_query_length` more positions would not fit, move the last
+        `sliding_window` positions to the beginning of the row."""
         window = self.sliding_window
         assert window is not None
         for row, length in enumerate(self.lengths):
@@ -432,7 +464,7 @@ class KVCache:
             start = row * self.capacity
             evicted = length - window
             for buffer in self.buffers:
-                # a copy, because source and destination may overlap
+                # This is a copy, because source and destination may overlap.
                 recent_states = buffer[:, start + evicted : start + length].clone()
                 buffer[:, start : start + window] = recent_states
             self.lengths[row] = window
@@ -440,19 +472,23 @@ class KVCache:
             self.evicted_counts[row] += evicted
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Keep the accepted positions of a verified tree.
+        """Keep the accepted positions of a verified draft tree, and move them to the end of the
+        row's committed positions.
 
-        path: (B, W) int64, offsets of the accepted positions from each row's length, then padding.
-        They are moved, in this order, to the end of the row. counts: (B,) int64, how many of them
-        are accepted. The caller must call `update_host_lengths` when the host knows the counts.
+        path: (B, nodes) int64, offsets of the accepted positions from each row's length, in the
+            order of the path, then padding
+        counts: (B,) int64, number of accepted positions of each row
+
+        The caller must call `update_host_lengths` when the host knows the counts.
         """
         if self.recurrent_states is not None:
             self.recurrent_states.commit(path, counts)
         rows, width = path.shape
         destination = self.first_slots[:rows, None] + self.next_indices(rows, width)
         source = destination[:, :1] + path
-        # A root is always in its final slot. Testing the other nodes pays off only on the CPU: on
-        # another device the test costs more than the copy, and a CUDA graph cannot branch.
+        # A root is always in its final slot. It pays to test whether the other nodes are in their
+        # final slots only on the CPU. On a GPU the test costs more than the copy, and a CUDA graph
+        # cannot branch.
         in_place = width == 1
         if not in_place and path.device.type == "cpu" and not self.padded_batch_size:
             in_place = torch.equal(source, destination)

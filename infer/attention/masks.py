@@ -1,22 +1,25 @@
-"""Attention masks of training, of packed rows and of decoding with a cache, in one representation.
+"""Attention masks of training, of packed documents and of decoding with a cache, all in one
+representation.
 
-B batch rows, N anchors, W queries per block, T packed context length, Q queries, S keys, H query
-heads, H' key heads, G = H / H', E head size.
+Dimension letters in this module: B batch rows, N training blocks of a packed sequence, W queries
+per block, T length of a packed sequence, Q queries, S keys, H query heads, H' key heads, G = H / H'
+query heads per key head, E head size.
 
-A query can attend to the keys in some ranges (`AttentionMask.key_ranges`) and, in decoding, to
-those new positions that `AttentionMask.new_key_mask` allows.
+A query can attend to the keys in one or two ranges (`AttentionMask.key_ranges`). In decoding it can
+also attend to those new positions that `AttentionMask.new_key_mask` allows.
 
-- Training (`build_training_mask`): the queries of a packed row are N blocks of W positions, and the
-  keys are [T context positions | N * W block positions]. A query attends to one range of the
-  context and to one range of its own block. This is the prefix-shared mask of DART, section 3.2 and
-  figure 4, applied to DFlash blocks: the context features strictly before the anchor, and the
+- Training (`build_training_mask`): the queries are N blocks of W positions, and the keys are the T
+  context positions followed by the N * W block positions. A query attends to one range of the
+  context and to one range of its own block. This is the prefix-shared mask of DART (section 3.2 and
+  figure 4) applied to DFlash blocks: a query sees the block, and the context features strictly
+  before the block's anchor. The anchor is the token that the block continues.
+- Packed documents (`build_packed_mask`): a query attends to one range, which lies in its document.
+- Decoding (`build_tree_mask`, `build_draft_mask`): a query attends to one range of the cache. In
+  addition it attends to its ancestors in the draft tree, or to other positions of the drafter's
   block.
-- Packed documents (`build_packed_mask`): a position attends to one range.
-- Decoding (`build_tree_mask`, `build_draft_mask`): a position attends to one range of the cache and
-  to its ancestors in the tree, or to other positions of its block.
 
-`attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, densely, by
-FlexAttention or in Triton.
+`attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, as a dense
+mask, by FlexAttention or in Triton.
 """
 
 from collections.abc import Sequence
@@ -31,33 +34,42 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-QUERIES_PER_MASK_CHUNK = 64  # queries of a `MaskChunk`
-FLEX_TILE_SIZE = 128  # queries, and keys, of a tile of FlexAttention's block masks
-# The keys from `start` up to, but not including, `end` of every query: (B, Q) int64 each.
+QUERIES_PER_MASK_CHUNK = 64  # number of queries of a `MaskChunk`
+# number of queries, and number of keys, of a tile of FlexAttention's block masks
+FLEX_TILE_SIZE = 128
+# (starts, ends), (B, Q) int64 each: a query attends to the keys from its start up to, but not
+# including, its end.
 KeyRange = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class MaskChunk:
-    """Consecutive queries of one row, and the mask of the keys that at least one of them attends
-    to."""
+    """Some consecutive queries of one batch row, and the mask of the keys that at least one of
+    these queries attends to."""
 
     batch_row: int
     query_slice: slice
-    key_slices: list[slice]  # together they contain all keys that the queries attend to
+    key_slices: list[slice]  # together they contain all keys that the chunk's queries attend to
     additive_mask: torch.Tensor  # (queries, keys in key_slices) float32, see `to_additive_mask`
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """Select the chunk's keys, or values, from those of all rows: (B, H', S, E) -> (H', keys in
-        key_slices, E)."""
+        """Select the chunk's keys from the keys of all batch rows, or its values from all values.
+
+        states: (B, H', S, E)
+
+        Returns (H', number of keys in key_slices, E).
+        """
         slices = [states[self.batch_row, :, key_slice] for key_slice in self.key_slices]
         if len(slices) == 1:
             return slices[0]
         return torch.cat(slices, dim=1)
 
     def scatter_add(self, states: torch.Tensor, update: torch.Tensor) -> None:
-        """Add update (H', keys in key_slices, E) in place to the chunk's keys of states (B, H', S,
-        E)."""
+        """Add `update` in place to the chunk's keys in `states`.
+
+        states: (B, H', S, E)
+        update: (H', number of keys in key_slices, E)
+        """
         sizes = [key_slice.stop - key_slice.start for key_slice in self.key_slices]
         updates = update.split(sizes, dim=1)
         for key_slice, slice_update in zip(self.key_slices, updates, strict=True):
@@ -66,23 +78,24 @@ class MaskChunk:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which of `num_keys` keys Q queries of every row attend to: those in one of their ranges, and
-    those new positions that `new_key_mask` allows. In decoding the queries are the new positions,
-    and their keys follow the first `cached_lengths` keys of the row. Each form of the mask is
-    computed once, on first use."""
+    """Which of `num_keys` keys each of Q queries of every batch row attends to. A query attends to
+    the keys in its ranges, and to the new positions that `new_key_mask` allows. In decoding, the
+    queries are the new positions, and the keys of the new positions follow the first
+    `cached_lengths` keys of the row. Each form of the mask is computed once, on first use."""
 
-    num_keys: int  # S
-    key_ranges: Sequence[KeyRange]  # one or two
+    num_keys: int  # number of keys S per batch row
+    key_ranges: Sequence[KeyRange]  # one or two ranges
     cached_lengths: torch.Tensor | None = None  # (B,) int64
     new_key_mask: torch.Tensor | None = None  # (B or 1, Q, Q) bool
-    sees_all_keys: bool = False  # known on the host: every query attends to every key
+    sees_all_keys: bool = False  # true if the host knows that every query attends to every key
     grouped_masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(
         default_factory=dict
-    )  # cache of `for_grouped_heads`
+    )  # masks that `for_grouped_heads` has computed
 
     @cached_property
     def dense(self) -> torch.Tensor:
-        """Return the mask as (B, 1, Q, S) bool. All other forms are tested against it."""
+        """Return the mask as (B, 1, Q, S) bool. Tests compare all other forms of the mask with this
+        one."""
         range_start = self.key_ranges[0][0]
         allowed = keys_in_ranges(
             self.key_ranges, torch.arange(self.num_keys, device=range_start.device)
@@ -99,8 +112,9 @@ class AttentionMask:
         return allowed[:, None]
 
     def for_grouped_heads(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the additive mask for queries packed by key head: the queries of G = `groups`
-        heads are concatenated, (B, 1, G Q, S). None if every query attends to every key."""
+        """Return the additive mask (B, 1, G * Q, S) for queries that are packed by key head: the
+        queries of the G = `groups` query heads that share a key head are concatenated. None means
+        that every query attends to every key."""
         if self.sees_all_keys:
             return None
         key = (groups, dtype)
@@ -111,8 +125,8 @@ class AttentionMask:
 
     @cached_property
     def chunks(self) -> list[MaskChunk]:
-        """Return the mask by chunks of queries, without the keys that no query of a chunk attends
-        to, which are most keys."""
+        """Return the mask as chunks of queries. A chunk leaves out the keys that none of its
+        queries attends to, which are most keys."""
         chunks = []
         rows, queries = self.key_ranges[0][0].shape
         for row, first in product(range(rows), range(0, queries, QUERIES_PER_MASK_CHUNK)):
@@ -136,11 +150,11 @@ class AttentionMask:
 
     @cached_property
     def flex_block_mask(self) -> "BlockMask":
-        """Return the ranges as FlexAttention's block mask: which tiles of queries and keys it
-        computes, and in which of them every query attends to every key.
+        """Return the mask's ranges as FlexAttention's block mask. It says which tiles of queries
+        and keys are computed, and in which of these tiles every query attends to every key.
 
-        It is derived from the ends of the ranges. No (Q, S) mask is evaluated, and no program is
-        compiled for it.
+        The block mask is computed from the ends of the ranges. No (Q, S) mask is evaluated, and no
+        program is compiled for it.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -180,7 +194,8 @@ class AttentionMask:
 
 
 def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tensor:
-    """Return whether each key (S,) lies in one of the ranges of every query, (B, Q, S) bool."""
+    """Return whether each of `keys` (S,) lies in one of the ranges of every query, (B, Q, S)
+    bool."""
     allowed = [(starts[..., None] <= keys) & (keys < ends[..., None]) for starts, ends in ranges]
     return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
 
@@ -188,10 +203,13 @@ def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tens
 def _find_partial_and_full_tiles(
     starts: torch.Tensor, ends: torch.Tensor, num_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles contain a key in the range of one of their queries, and which tiles lie
-    completely in the ranges of all their queries, (B, query tiles, key tiles) bool each.
+    """Find the tiles of queries and keys that attention must compute.
 
-    starts, ends: (B, Q), the range of every query.
+    starts, ends: (B, Q) int64, the range of keys of every query
+
+    Returns two tensors (B, query tiles, key tiles) bool: which tiles contain a key in the range of
+    at least one of their queries, and which tiles lie completely in the ranges of all their
+    queries.
     """
     num_queries = starts.shape[1]
     tile_starts = torch.arange(0, num_keys, FLEX_TILE_SIZE, device=starts.device)
@@ -209,17 +227,21 @@ def _find_partial_and_full_tiles(
 
 
 def _build_tile_table(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FlexAttention's table for tiles (B, 1, rows, columns) bool: how many columns are true
-    in each row, (B, 1, rows) int32, and the column numbers, true ones first, (B, 1, rows, columns)
-    int32."""
+    """Return FlexAttention's table of the tiles that are true in `tiles` (B, 1, tile rows, tile
+    columns) bool.
+
+    The table has two tensors: the number of true tiles in each tile row, (B, 1, tile rows) int32,
+    and the column numbers of the row's tiles, true ones first, (B, 1, tile rows, tile columns)
+    int32.
+    """
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.int()
 
 
 def find_document_starts(documents: torch.Tensor) -> torch.Tensor:
-    """Return the index at which the document of every position begins, (B, T) int64.
+    """Return for every position the index at which its document begins, (B, T) int64.
 
-    documents: (B, T) int64 document numbers; the positions of a document are contiguous.
+    documents: (B, T) int64, document numbers; the positions of a document are contiguous
     """
     is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     indices = torch.arange(documents.shape[1], device=documents.device)
@@ -233,24 +255,25 @@ def build_training_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> AttentionMask:
-    """Return the mask of the training queries, N blocks of `width` positions per row, over T + N *
-    width keys: one range of the context and one range of the query's own block.
+    """Return the attention mask of training blocks. The queries are N blocks of `width` positions,
+    and the keys are T context positions followed by the N * width block positions.
 
-    starts: (B, N) int64, the positions at which the blocks begin. These are the bonus tokens, for
-        DART the positions before them. An unused block may have any position: it attends to
-        something and carries no loss.
-    documents: (B, T) int64, document number of every context position, -1 on padding.
-    causal: a position of a block attends to itself and those before it (DART), otherwise to the
-        whole block (DFlash).
-    window: attend only to positions, of context and block, that are less than this many positions
-        away (sliding window attention).
+    starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
+        bonus token, for DART at the position before the bonus token. An unused block may have any
+        start: its queries attend to some keys, and it carries no loss.
+    documents: (B, T) int64, document number of every context position, -1 on padding
+    causal: whether a position of a block attends only to itself and the block's positions before it
+        (DART); otherwise it attends to the whole block (DFlash)
+    window: size of the sliding window. A query attends only to positions, of context and block,
+        that are less than this many positions away. None means that there is no window.
     """
     context_length = documents.shape[1]
     offsets = torch.arange(width, device=starts.device)
     context_ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
     context_starts = find_document_starts(documents).gather(1, starts)[..., None]
     block_numbers = torch.arange(starts.shape[1], device=starts.device)
-    first_keys = context_length + width * block_numbers[:, None]  # (N, 1), of every block
+    # (N, 1), the first key of every block
+    first_keys = context_length + width * block_numbers[:, None]
     block_starts = first_keys
     block_ends = first_keys + (offsets + 1 if causal else width)
     if window is not None:
@@ -271,10 +294,12 @@ def build_training_mask(
 def first_visible_position(
     positions: torch.Tensor, window: int | None, chunked: bool = False
 ) -> torch.Tensor:
-    """Return the first position that queries at `positions` (B, Q) may attend to, (B, Q).
+    """Return the first position that each query may attend to, (B, Q) int64.
 
-    window: number of positions of the sliding window, the query's own included; with `chunked` the
-        size of an attention chunk, outside of which a query sees nothing (Llama 4). None: no limit.
+    positions: (B, Q) int64, positions of the queries
+    window: number of positions in the sliding window, the query's own included; with `chunked`, the
+        number of positions in an attention chunk; None means that there is no limit
+    chunked: whether a query attends only to positions of its own attention chunk (Llama 4)
     """
     if window is None:
         return torch.zeros_like(positions)
@@ -289,10 +314,12 @@ def build_packed_mask(
     window: int | None = None,
     chunked: bool = False,
 ) -> AttentionMask:
-    """Return the causal mask of packed documents, one range of keys per query.
+    """Return the causal attention mask of packed documents. Every query attends to one range of
+    keys.
 
-    positions: (B, T) int64, within the document. documents: (B, T) int64 document numbers. window,
-        chunked: see `first_visible_position`.
+    positions: (B, T) int64, positions within the document
+    documents: (B, T) int64, document numbers
+    window, chunked: see `first_visible_position`
     """
     starts = find_document_starts(documents)
     indices = torch.arange(documents.shape[1], device=documents.device)
@@ -311,15 +338,20 @@ def build_tree_mask(
     chunked: bool = False,
     sees_all_keys: bool = False,
 ) -> AttentionMask:
-    """Return the mask of new positions over a cache (tree attention, DDTree section 4.4).
+    """Return the attention mask of new positions after a cache (tree attention, DDTree section
+    4.4).
 
-    cached_lengths: (B,) int64, cached positions of every row, all of which are visible.
-    positions: (B, Q) int64, absolute positions of the new tokens.
-    new_key_mask: (B or 1, Q, Q) bool, which new positions [b, :, k] the new position q attends to.
-    num_keys: keys per row that attention reads.
-    window, chunked: see `first_visible_position`. Distances are between positions, not between
-        cache indices, because siblings in a tree have the same position.
-    sees_all_keys: known on the host: without a window, every query attends to every key.
+    cached_lengths: (B,) int64, number of cached positions of every batch row, which all queries may
+        attend to unless `window` excludes them
+    positions: (B, Q) int64, absolute positions of the new tokens
+    new_key_mask: (B or 1, Q, Q) bool; entry [b, q, k] is true if the new position q attends to the
+        new position k
+    num_keys: number of keys per batch row that attention reads
+    window, chunked: see `first_visible_position`. The distance between two tokens is that of their
+        positions, not that of their cache indices, because siblings in a tree have the same
+        position.
+    sees_all_keys: whether the host knows that every query attends to every key if there is no
+        window
     """
     first_positions = first_visible_position(positions, window, chunked)  # (B, Q)
     if window is not None:
@@ -338,12 +370,15 @@ def build_draft_mask(
     window: int | None,
     sees_all_keys: bool = False,
 ) -> AttentionMask:
-    """Return the mask of a drafter's block of `width` queries after `cached_lengths` (B,) cached
-    positions: each query attends to the cache and to the block, or with `causal` to the block's
-    positions up to its own.
+    """Return the attention mask of a drafter's block of `width` queries after cached positions.
+    Each query attends to all cached positions and to the whole block, unless `causal` or `window`
+    excludes some of these positions.
 
-    num_keys: keys per row that attention reads. window: see `build_training_mask`. sees_all_keys:
-    known on the host: all rows have the same length.
+    cached_lengths: (B,) int64, number of cached positions of every batch row
+    num_keys: number of keys per batch row that attention reads
+    causal: whether a query attends only to the block's positions up to its own
+    window: size of the sliding window, see `build_training_mask`
+    sees_all_keys: whether the host knows that all batch rows have the same length
     """
     offsets = torch.arange(width, device=cached_lengths.device)
     block_mask = (offsets <= offsets[:, None]) | (not causal)
@@ -360,8 +395,8 @@ def build_draft_mask(
 
 
 def to_additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask that is added to attention scores: 0 where `allowed` is true, else the lowest
-    finite value of the dtype. Hugging Face's eager attention adds its mask, so a boolean mask would
-    be silently wrong there."""
+    """Return a mask that is added to attention scores: 0 where `allowed` is true, otherwise the
+    lowest finite value of the dtype. Hugging Face's eager attention adds its mask to the scores, so
+    that a boolean mask would give wrong results without an error."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

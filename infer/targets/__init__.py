@@ -1,6 +1,6 @@
-"""The target: a frozen causal language model behind one wrapper, how it is loaded, and which models
-are supported.
+"""The target: a frozen causal language model behind one wrapper. This package also loads targets
+and decides which models are supported.
 
-May import infer.trees, attention, ngrams and utils. Start with target.py; support.py has
-what config.json decides.
+This package may import infer.trees, infer.attention, infer.ngrams and infer.utils. Start reading
+with target.py; support.py has the properties of a target that config.json decides.
 """

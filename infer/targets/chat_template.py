@@ -1,4 +1,5 @@
-"""A tokenizer's chat template: a check for syntax errors, and default values of its options."""
+"""The chat template of a tokenizer: a check for syntax errors, and default values of the template's
+options."""
 
 import json
 import re
@@ -12,8 +13,8 @@ from infer.targets.checks import DOWNLOAD_AGAIN_HINT
 
 
 def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a chat template with a syntax error. Other exceptions are ignored, since
-    a template may refuse some messages."""
+    """Raise ValueError if the tokenizer's chat template has a syntax error. Any other exception is
+    ignored, since a template may refuse the test message."""
     if getattr(tokenizer, "chat_template", None) is None:
         return
     try:
@@ -21,17 +22,17 @@ def check_chat_template(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}, {error.message}"
         raise ValueError(
-            f"target.path={path}: the chat template is damaged ({reason}): {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: the chat template is damaged ({reason}); {DOWNLOAD_AGAIN_HINT}"
         ) from error
-    except Exception:  # a template may raise anything
+    except Exception:  # a template is a program, which may raise any exception
         return
 
 
 def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
     """Set default values of chat template options, such as {"enable_thinking": False}.
 
-    They are written into the tokenizer's template in place, so that every later use has them.
-    Raises ValueError for a name that the template does not contain.
+    The defaults are written into the tokenizer's template in place, so that every later use of the
+    tokenizer has them. Raises ValueError if an option's name does not occur in the template.
     """
     if not options:
         return
@@ -40,7 +41,7 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
     for name in options:
         if name not in words:
             raise ValueError(
-                f"target.chat_template_kwargs.{name}: this model's chat template has no such option"
+                f"target.chat_template_kwargs.{name}: this model's chat template has no option of this name"
             )
     statements = []
     for name, value in options.items():
@@ -49,7 +50,7 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
             f"{{%- if {name} is not defined %}}{{% set {name} = {literal} %}}{{% endif -%}}"
         )
     defaults = "".join(statements)
-    if type(template) is dict:  # several named templates
+    if type(template) is dict:  # a dictionary of several named templates
         tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
     else:
         tokenizer.chat_template = defaults + template

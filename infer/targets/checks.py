@@ -1,8 +1,8 @@
 """Checks of a model's folder: its files can be read, its config.json is plausible, and its weights
-are complete, of the model's shapes, and finite.
+are complete, finite and of the shapes that the model needs.
 
-transformers checks little of this: it fills missing tensors with random numbers, and raises
-exceptions of any kind for damaged files.
+transformers checks little of this. It fills missing tensors with random numbers, and it raises
+exceptions of any class for damaged files.
 """
 
 import json
@@ -27,28 +27,30 @@ MODEL_JSON_FILES = (
     *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
 )
 DOWNLOAD_AGAIN_HINT = "copy or download the model again"
-MAX_DECODER_LAYERS = 10_000  # in config.json, because transformers builds a list of them
-MAX_LISTED_TENSORS = 3  # that an error message names, of each kind
+# largest num_hidden_layers in config.json, since transformers builds a list with an entry per layer
+MAX_DECODER_LAYERS = 10_000
+MAX_LISTED_TENSORS = 3  # largest number of tensor names in an error message, for each kind of error
 CONFIG_SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# Names of tensors that a causal language model does not need: layers for multi-token prediction,
-# image and audio encoders, and buffers of old files that are computed today.
+# Matches the names of tensors that a causal language model does not need. These are layers for
+# multi-token prediction, image and audio encoders, and buffers that old files store and that
+# transformers now computes.
 IGNORED_TENSOR_NAMES = re.compile(
     r"(^|\.)(mtp|mtp_\w+|vision_\w+|visual|audio_\w+|multi_modal_\w+|mm_\w+|embed_vision|embed_audio|image_\w+)\.|"
     r"rotary_emb\.inv_freq$"
 )
 
 Shape = tuple[int, ...]
-# name, shape in the file, shape in the model
+# (tensor name, shape in the file, shape in the model)
 ShapeMismatch = tuple[str, Shape, Shape]
 
 
 @contextmanager
 def delay_warnings() -> Generator[None]:
-    """Collect what transformers logs within the block. It is logged at the end if the block
-    succeeds, and dropped if it raises."""
+    """Hold back what transformers logs within the block. The messages are logged at the end if the
+    block succeeds, and dropped if the block raises an exception."""
     logger = get_logger("transformers")
     handlers = logger.handlers[:]
     collector = MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
@@ -62,7 +64,8 @@ def delay_warnings() -> Generator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an exception's type, and its message in one line of at most 300 characters."""
+    """Return the name of an exception's class, followed by the exception's message in one line of
+    at most 300 characters."""
     message = " ".join(str(error).split())[:300]
     if message:
         return f"{type(error).__name__}: {message}"
@@ -70,8 +73,9 @@ def format_error(error: BaseException) -> str:
 
 
 def find_damaged_json(folder: Path) -> str | None:
-    """Return which JSON file of a model's folder contains no JSON object, and why; None if all
-    existing files do."""
+    """Return a description of the first damaged JSON file in a model's folder: the file's name and
+    the reason. A file that contains no JSON object is damaged too. Return None if all files that
+    exist are in order."""
     for name in MODEL_JSON_FILES:
         try:
             content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -85,43 +89,43 @@ def find_damaged_json(folder: Path) -> str | None:
 
 
 def read_json_object(path: str, file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, {} if it does not exist. Raises ValueError, naming the
-    target's `path`, if it is damaged."""
+    """Return the JSON object in `file`; {} if the file does not exist. Raises ValueError if the
+    file is damaged; the message begins with the target's `path`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"target.path={path}: {file.name} is damaged ({format_error(error)}): "
-            f"{DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: {file.name} is damaged ({format_error(error)}); {DOWNLOAD_AGAIN_HINT}"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
-            f"target.path={path}: {file.name} contains no JSON object: {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: {file.name} contains no JSON object; {DOWNLOAD_AGAIN_HINT}"
         )
     return content
 
 
 def check_layer_count(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the content of a config.json has more than MAX_DECODER_LAYERS layers."""
+    """Raise ValueError if `config`, the content of a config.json, has more than MAX_DECODER_LAYERS
+    layers."""
     for section in (config, config.get("text_config")):
         count = section.get("num_hidden_layers") if isinstance(section, dict) else None
         if isinstance(count, int) and count > MAX_DECODER_LAYERS:
             raise ValueError(
-                f"target.path={path}: config.json has num_hidden_layers={count}, "
-                f"at most {MAX_DECODER_LAYERS} are allowed"
+                f"target.path={path}: config.json has num_hidden_layers={count}, but at most {MAX_DECODER_LAYERS} are allowed"
             )
 
 
 def check_config(path: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for sizes, epsilons and rotary bases in config.json that no model can
-    have."""
-    # a dictionary, because attributes raise if layers have different sizes
+    """Raise ValueError if a size, an epsilon or a rotary base in config.json has a value that no
+    model can have."""
+    # This reads a dictionary, because reading an attribute raises an exception if layers have
+    # different sizes.
     values = config.get_text_config().to_dict()
 
     def refuse(name: str, value: object, allowed: str) -> NoReturn:
-        raise ValueError(f"target.path={path}: its configuration has {name}={value!r}: {allowed}")
+        raise ValueError(f"target.path={path}: config.json has {name}={value!r}, but {allowed}")
 
     for name in CONFIG_SIZE_KEYS:
         size = values.get(name)
@@ -154,7 +158,7 @@ def check_config(path: str, config: PretrainedConfig) -> None:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dictionaries with their dotted names."""
+    """Yield the values in nested dictionaries, each with its dotted name."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flatten_values(value, f"{prefix}{key}.")
@@ -163,23 +167,22 @@ def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def check_generation_config(path: str, folder: Path) -> None:
-    """Raise ValueError if generation_config.json is damaged, which transformers would ignore
-    without a message, or if its eos_token_id contains anything but integers."""
+    """Raise ValueError if generation_config.json is damaged, or if its eos_token_id contains a
+    value that is not an integer. transformers would ignore a damaged file without a message."""
     value = read_json_object(path, folder / "generation_config.json").get("eos_token_id")
     if value is None:
         return
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
         raise ValueError(
-            f"target.path={path}: generation_config.json has eos_token_id={value!r}: "
-            "token ids are needed"
+            f"target.path={path}: generation_config.json has eos_token_id={value!r}, but a token id or a list of token ids is needed"
         )
 
 
 def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
-    """Return the safetensors files that contain the weights of a model's folder; none if the
-    weights have another format. Raises ValueError for a damaged index, and FileNotFoundError for
-    missing files."""
+    """Return the safetensors files that contain the weights in a model's folder. The list is empty
+    if the weights have another format. Raises ValueError for a damaged index, and FileNotFoundError
+    if a file that the index names is missing."""
     if (folder / SINGLE_WEIGHTS_FILE).is_file():
         return [folder / SINGLE_WEIGHTS_FILE]
     if not (folder / WEIGHTS_INDEX_FILE).exists():
@@ -187,22 +190,21 @@ def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
     weight_map = read_json_object(path, folder / WEIGHTS_INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
-            f"target.path={path}: {WEIGHTS_INDEX_FILE} has no weight_map: {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: {WEIGHTS_INDEX_FILE} has no weight_map; {DOWNLOAD_AGAIN_HINT}"
         )
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not re.fullmatch(r"[\w-][\w.-]*", name) or not (folder / name).is_file():
             raise FileNotFoundError(
-                f"target.path={path}: {WEIGHTS_INDEX_FILE} names {name}, which is not in that "
-                f"folder: {DOWNLOAD_AGAIN_HINT}"
+                f"target.path={path}: {WEIGHTS_INDEX_FILE} names the file {name}, which is not in the folder; {DOWNLOAD_AGAIN_HINT}"
             )
     return [folder / name for name in names]
 
 
 def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
-    """Return the shapes of the tensors in safetensors files, reading only the files' headers.
-    Raises ValueError for a damaged header, and for a file that does not have the length that its
-    header gives."""
+    """Return the shape of every tensor in safetensors files, by tensor name. Only the headers of
+    the files are read. Raises ValueError if a header is damaged, or if a file is shorter or longer
+    than its header says."""
     shapes = {}
     for file in files:
         try:
@@ -211,8 +213,7 @@ def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"target.path={path}: {file.name} is damaged ({format_error(error)}): "
-                f"{DOWNLOAD_AGAIN_HINT}"
+                f"target.path={path}: {file.name} is damaged ({format_error(error)}); {DOWNLOAD_AGAIN_HINT}"
             ) from error
     return shapes
 
@@ -221,23 +222,23 @@ def check_model_size(
     path: str, model: PreTrainedModel, shapes: Mapping[str, Shape], factor: int = 1
 ) -> None:
     """Raise ValueError if a model on the meta device has more than `factor` times as many values as
-    the tensors `shapes` of its files, so that a wrong config.json is refused before memory is
-    allocated."""
+    its weight files. In this way a wrong config.json is refused before memory is allocated.
+
+    shapes: the shape of every tensor in the weight files, by tensor name
+    """
     stored = sum(map(math.prod, shapes.values()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     largest_buffer = max((buffer.numel() for buffer in model.buffers()), default=0)
     needed = max(parameters, largest_buffer)
     if needed > factor * stored:
         raise ValueError(
-            f"target.path={path}: a model of the sizes in config.json has {needed:,} values, "
-            f"but the weight files contain {stored:,}{describe_name_differences(model, shapes)}: "
-            f"{DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: a model of the sizes in config.json has {needed:,} values, but the weight files contain {stored:,}{describe_name_differences(model, shapes)}; {DOWNLOAD_AGAIN_HINT}"
         )
 
 
 def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> str:
-    """Return which tensors the files lack or have in another shape, in parentheses; an empty string
-    if the files do not use the model's names."""
+    """Describe, in parentheses, which tensors the weight files lack or contain with another shape.
+    Return an empty string if the files contain none of the model's tensor names."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if not expected.keys() & shapes.keys():
         return ""
@@ -253,7 +254,8 @@ def describe_name_differences(model: PreTrainedModel, shapes: Mapping[str, Shape
 def describe_tensor_errors(
     missing: Iterable[str], mismatched: Iterable[ShapeMismatch], unexpected: Iterable[str]
 ) -> str:
-    """Return which tensors are wrong, with a count and the first names of each kind of error."""
+    """Describe which tensors are wrong. For each kind of error, the text has the number of tensors
+    and the first names."""
     mismatches = [
         f"{name} ({tuple(stored)}, not {tuple(expected)})"
         for name, stored, expected in sorted(mismatched)
@@ -276,8 +278,8 @@ def describe_tensor_errors(
 
 
 def is_ignored_tensor(name: str, model: PreTrainedModel) -> bool:
-    """Return whether a tensor of the files is for something that a causal language model does not
-    have, or that the model's class ignores."""
+    """Return whether a tensor of the weight files may be ignored: it belongs to a component that a
+    causal language model does not have, or the model's class ignores it."""
     ignored_patterns = model._keys_to_ignore_on_load_unexpected or ()
     if IGNORED_TENSOR_NAMES.search(name):
         return True
@@ -299,14 +301,18 @@ def check_tensors(
     unexpected: Iterable[str],
     remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Raise ValueError, naming them and ending with `remedy`, for tensors that the weight files
-    lack, have in another shape, or have although the model does not use them."""
+    """Raise ValueError if tensors of the weight files do not match the model. The message names the
+    tensors and ends with `remedy`.
+
+    missing: names of tensors that the model needs and the files lack
+    mismatched: tensors whose shape in the files differs from the model's
+    unexpected: names of tensors in the files that the model does not use
+    """
     unexpected = [name for name in unexpected if not is_ignored_tensor(name, model)]
     errors = describe_tensor_errors(missing, mismatched, unexpected)
     if errors:
         raise ValueError(
-            f"target.path={path}: the weight files do not match config.json: of their tensors "
-            f"{errors}; {remedy}"
+            f"target.path={path}: the weight files do not match config.json. Of the tensors, {errors}; {remedy}"
         )
 
 
@@ -316,8 +322,8 @@ def check_loading_info(
     info: Mapping[str, Iterable[Any]],
     remedy: str = DOWNLOAD_AGAIN_HINT,
 ) -> None:
-    """Check what `from_pretrained(..., output_loading_info=True)` returns. Raises ValueError as
-    `check_tensors`."""
+    """Check the loading information that `from_pretrained(..., output_loading_info=True)` returns
+    with a model. Raises ValueError like `check_tensors`."""
     check_tensors(
         path, model, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"], remedy
     )
@@ -327,19 +333,19 @@ def check_loading_info(
 def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise ValueError for the first tensor with a value that is NaN or infinite.
 
-    source: where the tensors are from; begins the message. tensors: (name, tensor) pairs; integer
-    tensors and tensors on the meta device are skipped.
+    source: where the tensors come from; the message begins with it
+    tensors: (name, tensor) pairs; integer tensors and tensors on the meta device are skipped
     """
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:
             continue
         if tensor.element_size() == 1:  # PyTorch cannot sum float8
             tensor = tensor.float()
-        if torch.isfinite(tensor.sum()):  # a NaN or infinite value would make the sum so
+        if torch.isfinite(tensor.sum()):  # the sum would be NaN or infinite if any value were
             continue
-        count = int(tensor.isfinite().logical_not().sum())  # 0 if only the sum overflows
+        # The count is 0 if all values are finite and only their sum overflows.
+        count = int(tensor.isfinite().logical_not().sum())
         if count:
             raise ValueError(
-                f"{source}: {count} of the {tensor.numel():,} numbers of {name} are NaN or "
-                f"infinite: {DOWNLOAD_AGAIN_HINT}"
+                f"{source}: {count} of the {tensor.numel():,} values of {name} are NaN or infinite; {DOWNLOAD_AGAIN_HINT}"
             )

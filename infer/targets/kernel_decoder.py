@@ -1,18 +1,19 @@
-"""Our own decoder, which runs a target's layers, or a drafter's layers in decoding, on the
-operations of `infer.kernels`. It computes what Hugging Face's layers compute.
+"""Our own decoder, which runs the layers of a target, or of a drafter in decoding, on the
+operations of `infer.kernels`. It computes the same as Hugging Face's layers.
 
-Queries, keys and values come from one matmul, gate and up projection from another; rotary angles
-are looked up in a table and applied to queries and keys together; the query heads that share a key
-head are packed into the query axis, so that keys and values are never repeated; the cache is
-written in place.
+Queries, keys and values come from one matmul; the gate and up projections come from another. Rotary
+angles are looked up in a table and applied to queries and keys together. The query heads that share
+a key head are packed into the query axis, so that keys and values are never repeated. The KV cache
+is written in place.
 
-It supports decoders of the Llama kind: RMS norms, rotary positions with any scaling, grouped heads,
-norms of queries and keys, biases, sliding windows and gated MLPs. Any other MLP (a mixture of
-experts) is called as a module. Before it is used, `Target.kernel_decoder` compares every layer with
-Hugging Face's layer.
+The decoder supports layers of the Llama kind: RMS norms, rotary positions with any scaling, grouped
+query heads, norms of queries and keys, biases, sliding windows and gated MLPs. Any other MLP, such
+as a mixture of experts, is called as a module. `Target.kernel_decoder` compares every layer with
+Hugging Face's layer before the decoder is used.
 
-N positions of B batch rows, Q each, S cached positions, D hidden size, I inner size, H query heads,
-K key heads, E head size, R rotated features of a head.
+Dimension letters in this module: B batch rows, Q positions of a row, N positions of all rows
+together, S cached positions, D hidden size, I inner size of the MLP, H query heads, K key heads, E
+head size, R features of a head that are rotated.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,12 +40,12 @@ class GatedMLP:
     `Kernels.linear`."""
 
     kernels: Kernels
-    gate_up: object  # D to 2 I, gate first
+    gate_up: object  # maps (N, D) to (N, 2 I); the gate's features come first
     activation: Activation
-    down: object  # I to D
+    down: object  # maps (N, I) to (N, D)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output (N, D) for normed states (N, D)."""
+        """Return the MLP's output (N, D) for normalised hidden states (N, D)."""
         gate_up = self.kernels.linear(states, self.gate_up)
         inner = self.kernels.gated_activation(gate_up, self.activation)
         return self.kernels.linear(inner, self.down)
@@ -52,29 +53,33 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights and settings of one decoder layer. `qkv` and `attention_output` are operands of
-    `Kernels.linear`."""
+    """The weights and settings of one decoder layer. `qkv`, the joint projection to queries, keys
+    and values, and `attention_output`, the output projection, are operands of `Kernels.linear`."""
 
     kernels: Kernels
     layer_type: str  # selects the attention mask and the rotary angles
-    num_heads: int  # H
-    num_key_heads: int  # K
-    attention_norm: RMSNormWeights  # before attention
-    mlp_norm: RMSNormWeights  # before the MLP
+    num_heads: int  # number of query heads, H in shapes
+    num_key_heads: int  # number of key heads, K in shapes
+    attention_norm: RMSNormWeights  # the norm before attention
+    mlp_norm: RMSNormWeights  # the norm before the MLP
     output_norms: (
         tuple[RMSNormWeights, RMSNormWeights] | None
-    )  # after attention and after the MLP (Gemma 2 and 3)
-    qkv: object  # D to (H + 2 K) E
-    qk_norm: RMSNormWeights | None  # of the heads of queries and keys
-    attention_output: object  # H E to D
-    mlp: Callable[[torch.Tensor], torch.Tensor]  # a GatedMLP, or a function of normed states (N, D)
-    attention_scale: float  # factor of attention scores
-    residual_scale: float  # factor of what attention and MLP add to the residual stream (Granite)
+    )  # norm after attention and norm after the MLP (Gemma 2 and 3)
+    qkv: object  # maps (N, D) to (N, (H + 2 K) E)
+    qk_norm: RMSNormWeights | None  # norm of the query heads and key heads
+    attention_output: object  # maps (N, H E) to (N, D)
+    # a GatedMLP, or a function of normalised hidden states (N, D)
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    attention_scale: float  # factor that attention scores are multiplied by
+    # The outputs of attention and MLP are multiplied by this factor before they are added to the
+    # residual stream (Granite).
+    residual_scale: float
     uses_rope: bool
 
     @property
     def is_recordable(self) -> bool:
-        """Return whether every operation of the layer can be recorded (`infer.kernels.launch`)."""
+        """Return whether every operation of the layer can be recorded for replay
+        (`infer.kernels.launch`)."""
         if type(self.mlp) is not GatedMLP or self.mlp.activation.coefficients is None:
             return False
         operands = (self.qkv, self.attention_output, self.mlp.gate_up, self.mlp.down)
@@ -89,12 +94,14 @@ class DecoderLayer:
         mask: AttentionMask,
         layer_view: LayerCacheView | PackedLayerView,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer, and write keys and values to `layer_view`.
+        """Run the layer, and write the keys and values of the positions to `layer_view`.
 
-        states: (N, D), the residual stream. normed: (N, D), the same after `attention_norm`.
-        next_norm: the norm after this layer. rotation: cosines and sines (N, 1, R) of the
-        positions. Returns the residual stream after the layer and the same after `next_norm`, (N,
-        D) each.
+        states: (N, D), the residual stream before the layer
+        normed: (N, D), `states` after `attention_norm`
+        next_norm: the norm that follows this layer
+        rotation: cosines and sines of the positions' rotary angles, (N, 1, R) each
+
+        Returns the residual stream after the layer, (N, D), and the same after `next_norm`, (N, D).
         """
         kernels = self.kernels
         projected = kernels.linear(normed, self.qkv)
@@ -122,15 +129,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class KernelDecoder:
-    """The layers and the last norm of a target or a drafter; of a target also its embedding and
-    rotary embedding."""
+    """The decoder layers and the final norm of a target or a drafter. A target's decoder also has
+    the embedding and the rotary embedding."""
 
     kernels: Kernels
     layers: list[DecoderLayer]
     final_norm: RMSNormWeights
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     rotary_embedding: nn.Module | None = None
-    # by layer type, for the largest cache so far
+    # Rotary tables by layer type. A table covers the largest cache that it was computed for.
     rope_tables: RotationsByLayerType = field(default_factory=dict)
 
     def __call__(
@@ -141,12 +148,13 @@ class KernelDecoder:
         cache_view: CacheView | PackedCacheView,
         feature_layer_ids: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run token ids (B, Q), or those (N,) that are not padding, at absolute positions of the
-        same shape.
+        """Run all layers on token ids at absolute positions.
 
-        Returns the outputs of the layers in `feature_layer_ids`, concatenated, (B, Q, len * D), and
-        the last hidden states after the final norm, (B, Q, D). The layer id after the last layer's
-        selects the latter.
+        ids, positions: (B, Q) int64 each, or (N,) each for the N positions that are not padding
+
+        Returns the outputs of the layers `feature_layer_ids`, concatenated along the last axis, and
+        the last hidden states (B, Q, D) after the final norm. The layer id that follows the last
+        layer's id selects these last hidden states.
         """
         assert self.embed is not None
         states = self.embed(ids.flatten())
@@ -168,12 +176,15 @@ class KernelDecoder:
         output_layer_ids: tuple[int, ...],
         keep_output: Callable[[torch.Tensor], torch.Tensor] = lambda states: states,
     ) -> dict[int, torch.Tensor]:
-        """Run all layers on states (N, D).
+        """Run all layers on the hidden states `states` (N, D).
 
-        rotations: by layer type, cosines and sines (N, 1, R) each. keep_output: protects a layer's
-        output from being overwritten by later layers. Returns the outputs (N, D) of the layers in
-        `output_layer_ids` by layer id, and under the id after the last layer's the last states
-        after the final norm.
+        rotations: by layer type, cosines and sines of the positions' rotary angles, (N, 1, R) each
+        output_layer_ids: ids of the layers whose outputs are returned
+        keep_output: applied to each returned layer output, to protect it from being overwritten by
+            later layers
+
+        Returns the outputs (N, D) by layer id. The id that follows the last layer's id has the last
+        hidden states after the final norm.
         """
         outputs = {}
         norms = [layer.attention_norm for layer in self.layers]
@@ -193,8 +204,13 @@ class KernelDecoder:
     def look_up_rotations(
         self, states: torch.Tensor, positions: torch.Tensor, capacity: int
     ) -> RotationsByLayerType:
-        """Return by layer type the cosines and sines (N, 1, R) of `positions`, which has N entries,
-        in a cache of `capacity` positions. states: any tensor with the layers' dtype and device."""
+        """Return by layer type the cosines and sines of the rotary angles at `positions`, (N, 1, R)
+        each.
+
+        states: any tensor with the dtype and device of the layers
+        positions: absolute positions, N in total
+        capacity: number of positions per row of the cache
+        """
         layer_types = dict.fromkeys(layer.layer_type for layer in self.layers)
         tables = {
             layer_type: self.get_rope_table(states, capacity, layer_type)
@@ -212,11 +228,12 @@ class KernelDecoder:
     def get_rope_table(
         self, states: torch.Tensor, capacity: int, layer_type: str
     ) -> CosinesAndSines:
-        """Return cosines and sines (S, R), S >= capacity, of all positions of a cache. The sines of
-        the first half of the features are negated, as the rotation needs them.
+        """Return the cosines and sines of the rotary angles at all positions of a cache, (S, R)
+        each, where S is at least `capacity`. The sines of the first half of the features are
+        negated, because the rotation uses them with that sign.
 
-        A table computed for a longer cache serves shorter ones, since `Target.allocate_cache`
-        refuses capacities at which angles would change.
+        A table that was computed for a longer cache is also right for a shorter one:
+        `Target.allocate_cache` refuses every capacity at which rotary angles would change.
         """
         table = self.rope_tables.get(layer_type)
         if table is None or len(table[0]) < capacity:

@@ -1,5 +1,5 @@
-"""Loading of some decoder layers of a target, which training from stored features and initialising
-a drafter need. The other layers take no memory."""
+"""Loading of some of a target's decoder layers. Training from stored features and initialising a
+drafter need only these layers; the other layers take no memory."""
 
 import os
 import re
@@ -29,17 +29,22 @@ def load_layer_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Load embedding, head, last norm and the decoder layers `layers` of a model on the meta device
-    from the safetensors `files` of the target at `path`.
+    """Load the embedding, the head, the final norm and the decoder layers `layers` of a model on
+    the meta device.
 
-    Layers that are not stored under their own parameter names (experts one by one) are skipped.
-    Raises ValueError if embedding, head or norm are not, and for tensors that are missing, of
-    another shape or not finite.
+    path: the target's path, for error messages
+    files: the target's safetensors files
+    layers: indices of the decoder layers to load
+
+    A decoder layer that the files do not store under the model's parameter names is skipped. An
+    example is a mixture of experts that is stored expert by expert. Raises ValueError if the
+    embedding, head or norm is stored under another name, or if a tensor is missing, has another
+    shape or is not finite.
     """
     decoder_layers = get_decoder_layers(find_decoder(model))
     shapes = read_tensor_shapes(path, files)
     check_layer_indices(path, model, shapes)
-    state_dict_names = model.state_dict().keys()  # these include buffers, which are not loaded
+    state_dict_names = model.state_dict().keys()  # includes buffers, which are not loaded
     needed = get_required_shapes(path, model, shapes)
     for i in layers:
         layer_shapes = parameter_shapes(model, decoder_layers[i])
@@ -48,7 +53,7 @@ def load_layer_weights(
         unexpected = [
             name for name in shapes if name.startswith(prefix) and name not in state_dict_names
         ]
-        if missing and unexpected:  # stored under other names
+        if missing and unexpected:  # the layer is stored under other names
             continue
         check_tensors(path, model, missing, (), unexpected)
         needed |= layer_shapes
@@ -59,13 +64,13 @@ def load_layer_weights(
 
     stored: dict[str, torch.Tensor] = {}
     for file in files:
-        stored |= load_file(file)  # mapped into memory, not read
+        stored |= load_file(file)  # maps the file into memory without reading it
     weights = {name: stored[name].to(device, dtype, copy=True) for name in needed}
     check_finite(f"target.path={path}", weights.items())
     model.load_state_dict(weights, strict=False, assign=True)
     embedding = model.get_input_embeddings()
     scale = vars(embedding).get("scalar_embed_scale")
-    if scale:  # Gemma's scale is in a buffer, which no file contains
+    if scale:  # Gemma's scale is a buffer that no weight file contains
         embedding.embed_scale = torch.tensor(scale, device=device)
     model.tie_weights()
 
@@ -73,12 +78,17 @@ def load_layer_weights(
 def get_required_shapes(
     path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]
 ) -> dict[str, Shape]:
-    """Return the parameter shapes of a model's embedding, head and last norm, by name. Raises
-    ValueError if one is not among the stored tensors `shapes` under its own name."""
+    """Return the shapes of the parameters in a model's embedding, head and final norm, by parameter
+    name.
+
+    shapes: the shape of every stored tensor, by tensor name
+
+    Raises ValueError if one of these parameters is not stored under its own name.
+    """
     children = dict(find_decoder(model).named_children())
     if "norm" not in children:
         raise ValueError(
-            f"target.path={path}: the target's last norm has another name: train without features="
+            f"target.path={path}: the target's last norm is not named `norm`; set features=null"
         )
     modules = {"embedding": model.get_input_embeddings(), "last norm": children["norm"]}
     head = model.get_output_embeddings()
@@ -90,15 +100,14 @@ def get_required_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the target's {title} ({missing[0]}) is not stored under its "
-                f"own name: {DOWNLOAD_AGAIN_HINT}, or train without features="
+                f"target.path={path}: the target's {title} ({missing[0]}) is not stored under its own name; {DOWNLOAD_AGAIN_HINT}, or set features=null"
             )
         required |= module_shapes
     return required
 
 
 def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> None:
-    """Raise ValueError if the files contain decoder layers that the model does not have."""
+    """Raise ValueError if the weight files contain decoder layers that the model does not have."""
     layers = get_decoder_layers(find_decoder(model))
     prefix = next(name for name, module in model.named_modules() if module is layers)
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
@@ -111,6 +120,7 @@ def check_layer_indices(path: str, model: PreTrainedModel, shapes: Mapping[str, 
 
 
 def parameter_shapes(model: nn.Module, module: nn.Module) -> dict[str, Shape]:
-    """Return the shapes of the parameters of a model's submodule, by their names in the model."""
+    """Return the shapes of the parameters of `module`, a submodule of `model`. The keys are the
+    parameters' names in `model`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(parameter)]: tuple(parameter.shape) for parameter in module.parameters()}

@@ -1,7 +1,9 @@
-"""Conversion of a target's Hugging Face layers to those of our own decoder
-(`infer.targets.kernel_decoder`): which layers it supports, and how their weights are read.
+"""Conversion of a target's Hugging Face layers to layers of our own decoder
+(`infer.targets.kernel_decoder`). This module decides which layers our decoder supports, and reads
+their weights.
 
-N positions, D hidden size, H query heads, K key heads, E head size.
+Dimension letters in this module: N positions, D hidden size, H query heads, K key heads, E head
+size, R selected or joined outputs of a linear layer.
 """
 
 from collections.abc import Callable
@@ -25,13 +27,13 @@ from infer.kernels.table import Kernels
 from infer.targets.kernel_decoder import DecoderLayer, GatedMLP, KernelDecoder
 from infer.targets.support import get_decoder_layers
 
-# names of a layer's norms in models of the Llama kind
+# Names of the norms of a decoder layer in models of the Llama kind.
 LLAMA_NORM_NAMES = {"input_layernorm", "post_attention_layernorm"}
-# the same in Gemma 2 and 3, which also normalise the outputs of attention and MLP
+# Names of the norms in Gemma 2 and 3, which also normalise the outputs of attention and MLP.
 GEMMA2_NORM_NAMES = LLAMA_NORM_NAMES | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-# largest relative difference between two results that differ by rounding only
+# Largest relative difference between two results that differ only by rounding.
 ROUNDING_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
-LOW_PRECISION_RTOL = 0.05  # the same in 16 bits, and for int8 weights
+LOW_PRECISION_RTOL = 0.05  # the same for 16-bit dtypes and for int8 weights
 COEFFICIENTS_BY_ACTIVATION = {
     nn.SiLU: SILU_COEFFICIENTS,
     type(ACT2FN["silu"]): SILU_COEFFICIENTS,
@@ -40,16 +42,18 @@ COEFFICIENTS_BY_ACTIVATION = {
 
 
 class UnsupportedLayer(Exception):
-    """Our own decoder does not support a layer; the message names the component that differs."""
+    """Our own decoder does not support a layer. The message names the component that is not
+    supported."""
 
 
 def equals_up_to_rounding(
     actual: torch.Tensor, expected: torch.Tensor, int8: bool = False, residual_norm: float = 0.0
 ) -> bool:
-    """Return whether two tensors of the same shape differ by rounding only.
+    """Return whether two tensors of the same shape differ only by rounding.
 
-    int8: they were computed with int8 weights. residual_norm: norm of the residual stream that both
-    were part of, and with which they were rounded.
+    int8: whether the tensors were computed with int8 weights
+    residual_norm: norm of the residual stream that both tensors were added to; this addition has
+        rounded them
     """
     rtol = LOW_PRECISION_RTOL
     if not int8:
@@ -59,34 +63,39 @@ def equals_up_to_rounding(
 
 
 def select_outputs(linear: nn.Module, output_ids: torch.Tensor) -> nn.Module:
-    """Return a linear layer, of floats or of int8 codes, with only the outputs `output_ids` (R,)
-    int64 of another, whose weights are copied."""
+    """Return a linear layer that computes only some of the outputs of `linear`, whose weights may
+    be floats or int8 codes. The weights are copied.
+
+    output_ids: (R,) int64, the outputs to compute
+    """
     selected = copy(linear)
     selected._parameters = linear._parameters.copy()
     for name, weight in linear.named_parameters():
-        if name != "smooth":  # it has an entry for each input, not for each output
+        if name != "smooth":  # has an entry per input, not per output
             selected_weight = nn.Parameter(weight.data[output_ids], requires_grad=False)
             selected._parameters[name] = selected_weight
     return selected
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether `join_linears` supports a module: a linear layer of floats, or one of int8
-    codes, whose class has the methods `can_join` and `join` (`infer.int8_cpu.modules`)."""
+    """Return whether `join_linears` supports a module. It supports nn.Linear, and linear layers
+    with int8 codes, whose class has the methods `can_join` and `join`
+    (`infer.int8_cpu.modules`)."""
     return type(module) is nn.Linear or hasattr(module, "can_join")
 
 
 def join_linears(modules: list[nn.Module]) -> object:
-    """Return one operand of `Kernels.linear` for several linear layers with the same input.
+    """Return one operand of `Kernels.linear` that computes several linear layers with the same
+    input.
 
-    The modules' weights become views of the joined weight, so that no additional memory is used.
-    Raises UnsupportedLayer for modules that cannot be joined.
+    The weights of the modules become views of the joined weight, so that no additional memory is
+    used. Raises UnsupportedLayer if the modules cannot be joined.
     """
     first: Any = modules[0]
     if hasattr(first, "can_join"):
         if not first.can_join(modules):
             raise UnsupportedLayer(
-                "int8 layers with the same input whose activations have other factors or digits"
+                "int8 layers that quantise their common input with different scales or bit widths"
             )
         return first.join(modules, join_in_place)
     if any(type(module) is not nn.Linear for module in modules):
@@ -101,8 +110,8 @@ def join_linears(modules: list[nn.Module]) -> object:
 
 
 def join_linear_copies(modules: list[nn.Module]) -> object:
-    """Return one operand of `Kernels.linear` for several linear layers without bias and with the
-    same input. Their weights are copied."""
+    """Return one operand of `Kernels.linear` that computes several linear layers with the same
+    input and without bias. The weights of the layers are copied."""
     first: Any = modules[0]
     if hasattr(first, "can_join"):
         return first.join(modules, torch.cat)
@@ -111,10 +120,11 @@ def join_linear_copies(modules: list[nn.Module]) -> object:
 
 
 def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return parameters (R_i, ...) as one tensor (sum of R_i, ...) and make them views of it.
+    """Return several parameters (R_i, ...) joined into one tensor (sum of R_i, ...), and make the
+    parameters views of that tensor.
 
-    So the tensor takes no memory of its own, and later writes to the parameters are visible in it.
-    Parameters that are already adjacent in memory are not moved.
+    The joined tensor therefore takes no additional memory, and later writes to the parameters are
+    visible in it. Parameters that are already adjacent in memory are not moved.
     """
     first = parameters[0].data
     first_storage = first.untyped_storage().data_ptr()
@@ -128,7 +138,8 @@ def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
     sizes = [len(parameter) for parameter in parameters]
     if adjacent:
         return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
-    # The caller may be in inference mode, but nobody could write to inference tensors later.
+    # The caller may be in inference mode. A tensor that is created in inference mode could not be
+    # written to later.
     with torch.inference_mode(False):
         joined = torch.cat([parameter.data for parameter in parameters])
         for parameter, view in zip(parameters, joined.split(sizes), strict=True):
@@ -137,10 +148,11 @@ def join_in_place(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def convert_norm(module: nn.Module) -> RMSNormWeights:
-    """Convert a norm module to an RMS norm. Raises UnsupportedLayer if it computes anything else.
+    """Convert a norm module to an RMS norm. Raises UnsupportedLayer if the module computes anything
+    else.
 
-    A module of unknown class is compared on random states with an RMS norm that multiplies by the
-    weight, and with one that multiplies by the weight plus 1 (Gemma).
+    A module of an unknown class is compared on random hidden states with two RMS norms: one
+    multiplies by the weight, the other by the weight plus 1 (Gemma).
     """
     weight = dict(module.named_parameters()).get("weight")
     attributes = vars(module)
@@ -157,8 +169,8 @@ def convert_norm(module: nn.Module) -> RMSNormWeights:
 
 
 def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that computes an MLP of normed states (N, D): a `GatedMLP` if possible,
-    else the module itself."""
+    """Return a function that computes an MLP of normalised hidden states (N, D): a `GatedMLP` if
+    possible, otherwise a call of the module itself."""
     children = dict(module.named_children())
     activation = children.get("act_fn", children.get("activation_fn"))
     names = ["gate_up_proj"] if "gate_up_proj" in children else ["gate_proj", "up_proj"]
@@ -176,7 +188,7 @@ def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor],
 
     def run_module(states: torch.Tensor) -> torch.Tensor:
         output = module(states[None])
-        if isinstance(output, tuple):  # some also return the scores of their router
+        if isinstance(output, tuple):  # some mixtures of experts also return the router's scores
             output = output[0]
         return output[0]
 
@@ -186,8 +198,8 @@ def convert_mlp(module: nn.Module, kernels: Kernels) -> Callable[[torch.Tensor],
 def convert_layer(
     module: nn.Module, layer_type: str, num_heads: int, num_key_heads: int, kernels: Kernels
 ) -> DecoderLayer:
-    """Convert a Hugging Face decoder layer. Raises UnsupportedLayer, naming the component that
-    differs, if our own decoder does not support it."""
+    """Convert a Hugging Face decoder layer to a layer of our own decoder. Raises UnsupportedLayer,
+    naming the component, if our decoder does not support the layer."""
     children = {
         name: child for name, child in module.named_children() if type(child) is not nn.Dropout
     }
@@ -212,8 +224,8 @@ def convert_layer(
         names = ["qkv_proj"]
     projections = [attention_children[name] for name in names if name in attention_children]
     if len(projections) < len(names):
-        raise UnsupportedLayer(f"projections of other names ({type(attention).__name__})")
-    # before `join_linears`, which moves weights
+        raise UnsupportedLayer(f"projections of unknown names ({type(attention).__name__})")
+    # This is done before `join_linears`, which moves weights.
     qk_norm = convert_qk_norm(attention, num_heads, num_key_heads)
     return DecoderLayer(
         kernels=kernels,
@@ -234,16 +246,16 @@ def convert_layer(
 
 
 def convert_qk_norm(attention: Any, num_heads: int, num_key_heads: int) -> RMSNormWeights | None:
-    """Return the norms of query and key heads of a Hugging Face attention module as one norm, with
-    a weight (1, H + K, E); None if it has none. Raises UnsupportedLayer for norms over several
-    heads."""
+    """Return one norm, with a weight (1, H + K, E), that normalises the query heads and key heads
+    of a Hugging Face attention module. Return None if the module does not normalise queries and
+    keys. Raises UnsupportedLayer for a norm over several heads together."""
     children = dict(attention.named_children())
     if "q_norm" not in children:
         return None
     query_norm = convert_norm(children["q_norm"])
     key_norm = convert_norm(children["k_norm"])
     if any(len(norm.weight) != attention.head_dim for norm in (query_norm, key_norm)):
-        raise UnsupportedLayer("norms over all heads together")
+        raise UnsupportedLayer("query or key norms over several heads together")
     query_weight = query_norm.weight.expand(num_heads, -1)
     key_weight = key_norm.weight.expand(num_key_heads, -1)
     return RMSNormWeights(torch.cat([query_weight, key_weight])[None], query_norm.eps)
@@ -257,9 +269,13 @@ def build_kernel_decoder(
     embed: Callable[[torch.Tensor], torch.Tensor],
     kernels: Kernels,
 ) -> KernelDecoder:
-    """Convert a Hugging Face decoder whose layers have the attention types `layer_types`. `embed`
-    maps token ids to the first layer's input. Raises UnsupportedLayer, naming the component that
-    differs."""
+    """Convert a Hugging Face decoder to our own decoder.
+
+    layer_types: the attention type of every layer
+    embed: maps token ids to the input of the first layer
+
+    Raises UnsupportedLayer, naming the component, if our decoder does not support a layer.
+    """
     children = dict(decoder.named_children())
     layers = [
         convert_layer(module, layer_type, num_heads, num_key_heads, kernels)
@@ -272,8 +288,8 @@ def build_kernel_decoder(
 
 
 def select_decoder_class(layers: list[DecoderLayer], kernels: Kernels) -> type[KernelDecoder]:
-    """Return the class that runs layers: the kernels' recording decoder, if they have one and all
-    layers can be recorded, else `KernelDecoder`."""
+    """Return the class of decoder that runs `layers`: the kernels' recording decoder if the kernels
+    have one and all layers can be recorded, otherwise `KernelDecoder`."""
     if kernels.recording_decoder is not None and all(layer.is_recordable for layer in layers):
         return resolve_name(kernels.recording_decoder)
     return KernelDecoder

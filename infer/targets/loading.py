@@ -1,5 +1,5 @@
-"""Loading of targets, by hub id, folder, GGUF file or name: a whole model, or only its tokenizer,
-config.json or some of its layers."""
+"""Loading of targets from a hub id, a folder, a GGUF file or a short name: the whole model, only
+some of its layers, only its tokenizer or only its config.json."""
 
 import os
 from collections.abc import Generator, Iterable, Mapping
@@ -55,7 +55,8 @@ from infer.utils.progress import report_activity
 
 MODEL_LOAD_FAILURE_MESSAGE = "this model cannot be loaded"
 INT8_LOADING_MODULE = "infer.int8_cpu.loading"
-# `quant_method` in the config.json of targets that `infer.int8_cpu` wrote
+# value of `quant_method` in the config.json of targets that `infer.int8_cpu` has quantised and
+# saved
 INT8_QUANT_METHOD = "blockdraft-int8"
 EMBEDDED_TARGET_FOLDER = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 TARGET_DTYPES = {
@@ -65,57 +66,56 @@ TARGET_DTYPES = {
     "float64": torch.float64,
 }
 NVIDIA_DEVICE_FILE = Path("/dev/nvidia0")
-UNUSABLE_GPU_TORCH_HINT = (
-    f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use: "
-    "install a torch built for the driver's CUDA"
-)
+UNUSABLE_GPU_TORCH_HINT = f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use; install a torch that is built for the driver's CUDA version"
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of the option target.device; "auto" is CUDA if available, else the CPU.
-    Raises ValueError for a device that cannot be used, and for "auto" if there is a GPU that torch
-    cannot use."""
+    """Return the device for the value of the option target.device. The value "auto" means CUDA if
+    it is available, otherwise the CPU. Raises ValueError if the device cannot be used, and for
+    "auto" if the machine has a GPU that torch cannot use."""
     has_cuda = torch.cuda.is_available()
     if name == "auto":
         hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if NVIDIA_DEVICE_FILE.exists() and not has_cuda and not hides_gpus:
             raise ValueError(
-                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {UNUSABLE_GPU_TORCH_HINT}; "
-                "or choose the CPU with target.device=cpu"
+                f"{NVIDIA_DEVICE_FILE} exists, but this machine has no GPU that {UNUSABLE_GPU_TORCH_HINT}, or choose the CPU with target.device=cpu"
             )
         return torch.device("cuda" if has_cuda else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"target.device={name}: torch has no such device") from error
+        raise ValueError(
+            f"target.device={name}: not a torch device; use cpu, cuda or auto"
+        ) from error
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(
-            f"target.device={name}: torch {torch.__version__} finds no Metal here; use cpu"
+            f"target.device={name}: torch {torch.__version__} finds no Metal GPU; use cpu"
         )
     if device.type == "cuda" and not has_cuda:
         raise ValueError(f"target.device={name}: there is no GPU that {UNUSABLE_GPU_TORCH_HINT}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"target.device={name}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
+            f"target.device={name}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0"
         )
     return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the option target.dtype; "auto" is bfloat16 on CUDA and float32
-    elsewhere. Raises ValueError for unknown names."""
+    """Return the dtype for the value of the option target.dtype. The value "auto" means bfloat16 on
+    CUDA and float32 elsewhere. Raises ValueError for an unknown name."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in TARGET_DTYPES:
-        raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
+        raise ValueError(f"target.dtype={name}: use float32, bfloat16, float16, float64 or auto")
     return TARGET_DTYPES[name]
 
 
 def resolve_path(path: str) -> str:
-    """Return the hub id or folder of the option target.path.
+    """Return the hub id or local folder for the value of the option target.path.
 
-    "embedded" is the target in this repository. A GGUF file, and the file that "smollm2" stands
-    for, is converted if necessary. Raises ValueError and FileNotFoundError if that is not possible.
+    "embedded" means the target in this repository. "smollm2" means a GGUF file in a Python package.
+    A GGUF file is converted to a folder, unless an earlier call has converted it. Raises ValueError
+    or FileNotFoundError if the file is missing or cannot be converted.
     """
     if path == "embedded":
         return str(EMBEDDED_TARGET_FOLDER)
@@ -132,8 +132,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a target's tokenizer.
 
-    chat_template_kwargs: see `set_template_options`. Raises FileNotFoundError, naming what is
-    missing, and ValueError for damaged files.
+    chat_template_kwargs: default values of chat template options, see `set_template_options`
+
+    Raises FileNotFoundError, naming what is missing, and ValueError for damaged files.
     """
     with explain_load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -147,7 +148,7 @@ def load_tokenizer(
 
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a target's config.json. Raises FileNotFoundError, naming what is missing, and ValueError
-    for a damaged file and for sizes that no model can have."""
+    if the file is damaged or has sizes that no model can have."""
     source = resolve_path(path)
     if Path(source).is_dir():
         check_layer_count(path, read_json_object(path, Path(source) / "config.json"))
@@ -158,7 +159,7 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 
 
 def load_generation_config(path: str) -> GenerationConfig | None:
-    """Load a target's generation_config.json; return None if it has none."""
+    """Load a target's generation_config.json. Return None if the target has no such file."""
     try:
         return GenerationConfig.from_pretrained(resolve_path(path))
     except OSError:
@@ -167,15 +168,16 @@ def load_generation_config(path: str) -> GenerationConfig | None:
 
 @contextmanager
 def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) -> Generator[None]:
-    """Convert any exception that transformers raises while it reads a model to one sentence with a
-    remedy.
+    """Convert any exception that transformers raises within the block, while it reads a model, to
+    an exception whose message is one sentence with a remedy.
 
-    Raises FileNotFoundError for missing files, else ValueError with `failure` before the reason.
-    Out-of-memory errors are not converted, nor are errors whose message already names the target.
+    The new exception is FileNotFoundError for missing files, otherwise ValueError with the sentence
+    `failure` before the reason. Out-of-memory errors are not converted, and neither are exceptions
+    whose message already names the target.
     """
     folder = Path(resolve_path(path))
     if folder.is_file():
-        raise ValueError(f"target.path={path} is a file: give the model's folder, or a GGUF file")
+        raise ValueError(f"target.path={path} is a file; give the model's folder or a GGUF file")
     try:
         with delay_warnings():
             yield
@@ -186,24 +188,22 @@ def explain_load_errors(path: str, failure: str = MODEL_LOAD_FAILURE_MESSAGE) ->
             raise
         if not folder.is_dir() and isinstance(error, (OSError, ValueError)):
             raise FileNotFoundError(
-                f"target.path={path}: found neither as a local folder nor on the model hub. "
-                "Download the model once on a machine with network access, then give its folder: "
-                "target.path=/path/to/folder"
+                f"target.path={path}: found neither as a local folder nor on the model hub. Download the model once on a machine with network access, then set target.path=/path/to/folder"
             ) from error
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(
-                f"target.path={path}: there is no config.json in that folder"
+                f"target.path={path}: this folder contains no config.json; give a model's folder"
             ) from error
         damage = find_damaged_json(folder) if folder.is_dir() else None
         if damage is not None:
-            raise ValueError(f"target.path={path}: {damage}: {DOWNLOAD_AGAIN_HINT}") from error
+            raise ValueError(f"target.path={path}: {damage}; {DOWNLOAD_AGAIN_HINT}") from error
         error_class = FileNotFoundError if isinstance(error, OSError) else ValueError
-        raise error_class(f"target.path={path}: {failure}: {format_error(error)}") from error
+        raise error_class(f"target.path={path}: {failure} ({format_error(error)})") from error
 
 
 def download_model_folder(path: str) -> str:
-    """Return a model's local folder. The safetensors files of a model on the hub are downloaded if
-    they are missing."""
+    """Return a model's local folder. If the model is on the hub, its safetensors files are
+    downloaded unless they are already in the hub's cache."""
     source = resolve_path(path)
     if Path(source).is_dir():
         return source
@@ -212,7 +212,8 @@ def download_model_folder(path: str) -> str:
 
 
 def list_weight_files(path: str) -> list[Path]:
-    """Return a model's local safetensors files, after downloading them if they are missing."""
+    """Return a model's local safetensors files. Files on the hub are downloaded first unless they
+    are already in the hub's cache."""
     return sorted(Path(download_model_folder(path)).glob("*.safetensors"))
 
 
@@ -225,26 +226,27 @@ def load_target(
     chat_template_kwargs: Mapping[str, object] | None = None,
     quantization: str = "none",
 ) -> Target:
-    """Load a target from a local folder or the hub; "embedded" is the target in this repository.
+    """Load a target from a local folder or the hub; "embedded" means the target in this repository.
 
-    dtype, device: see `resolve_dtype` and `resolve_device`.
-    trust_remote_code: run code that comes with the model.
-    only_layers: load only these decoder layers, embedding, last norm and head. The model cannot be
-        run then, and its weights are not quantised.
-    chat_template_kwargs: see `set_template_options`.
-    quantization: none, or int8 (`infer.int8_cpu`).
+    dtype, device: see `resolve_dtype` and `resolve_device`
+    trust_remote_code: whether to run code that comes with the model
+    only_layers: load only these decoder layers, the embedding, the final norm and the head; None
+        means the whole model. A partly loaded model cannot be run, and its weights are not
+        quantised.
+    chat_template_kwargs: default values of chat template options, see `set_template_options`
+    quantization: "none", or "int8" for 8-bit weights and matmuls on a CPU (`infer.int8_cpu`)
 
-    Raises FileNotFoundError, naming what is missing and how to give a local path; ValueError for
-    damaged files, for weights that do not match config.json or are not finite, and for quantised
-    weights that this machine cannot run; OSError if a folder of the cache cannot be written.
+    Raises FileNotFoundError, naming what is missing and how to give a local path. Raises ValueError
+    for damaged files, for weights that do not match config.json or are not finite, and for
+    quantised weights that this machine cannot run. Raises OSError if a folder of the hub's cache
+    cannot be written.
     """
     logging.disable_progress_bar()
     torch_device = resolve_device(device)
     if quantization == "int8" and only_layers is None:
         if torch_device.type != "cpu":
             raise ValueError(
-                f"target.quantization=int8 is for the CPU, not for {torch_device}: "
-                "use target.device=cpu"
+                f"target.quantization=int8 runs only on a CPU, not on {torch_device}; set target.device=cpu"
             )
         package = load_int8_package()
         return package.load_int8_target(path, trust_remote_code, chat_template_kwargs)
@@ -259,7 +261,7 @@ def load_target(
         model = build_meta_model(config, **options)
     refuse_unsupported_modules(model)
     if only_layers is not None:
-        # quantised layers are not stored as the values that they stand for
+        # The files of a quantised model contain codes, not the weights' values.
         layers = () if is_quantized else only_layers
         files = find_checkpoint_files(path, Path(download_model_folder(path)))
         load_layer_weights(path, files, model, layers, torch_dtype, torch_device)
@@ -271,36 +273,36 @@ def load_target(
         model = load_model(path, torch_device, config, options)
     target = Target(model, tokenizer, path)
     if is_quantized and not target.is_int8:
-        # one forward pass, so that kernels that cannot run here are reported now
+        # This runs one forward pass, so that kernels that this machine cannot run are reported now.
         target.cache_shapes  # noqa: B018
     return target
 
 
 def load_int8_package() -> Any:
-    """Return the module `infer.int8_cpu.loading`. Raises ValueError if this optional package is not
-    installed."""
+    """Return the module `infer.int8_cpu.loading`. Raises ValueError if the optional package that
+    contains this module is not installed."""
     require_installed(INT8_LOADING_MODULE, "quantization=int8")
     return import_module(INT8_LOADING_MODULE)
 
 
 def read_weight_shapes(path: str, folder: Path) -> dict[str, Shape]:
-    """Return the shapes of the tensors in a model's folder; {} if they are not in safetensors
-    files. Raises ValueError for damaged files, also of generation_config.json, and
-    FileNotFoundError for missing files."""
+    """Return the shape of every tensor in a model's folder, by tensor name; {} if the weights are
+    not in safetensors files. Raises ValueError if a weight file or generation_config.json is
+    damaged, and FileNotFoundError if a weight file is missing."""
     check_generation_config(path, folder)
     return read_tensor_shapes(path, find_checkpoint_files(path, folder))
 
 
 def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
-    """Return `read_weight_shapes` of a model in a local folder; {} for a model on the hub. Raises
-    ValueError also if config.json has more layers than the weight files have tensors."""
+    """Return the shape of every weight tensor of a model in a local folder, by tensor name; {} for
+    a model on the hub. Raises the exceptions of `read_weight_shapes`, and ValueError if config.json
+    has more layers than the weight files have tensors."""
     folder = Path(resolve_path(path))
     shapes = read_weight_shapes(path, folder) if folder.is_dir() else {}
     num_layers = config.get_text_config().num_hidden_layers
     if shapes and num_layers > len(shapes):
         raise ValueError(
-            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the "
-            f"{len(shapes)} tensors of the weight files allow: {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: config.json has num_hidden_layers={num_layers}, more than the {len(shapes)} tensors of the weight files allow; {DOWNLOAD_AGAIN_HINT}"
         )
     return shapes
 
@@ -308,7 +310,8 @@ def read_local_shapes(path: str, config: PretrainedConfig) -> dict[str, Shape]:
 def load_configured_target(
     config: TargetConfig, only_layers: Iterable[int] | None = None
 ) -> Target:
-    """Load the target that options describe, as `load_target` does."""
+    """Load the target that the section `target` of a command's options describes. The exceptions
+    are those of `load_target`."""
     return load_target(
         config.path,
         config.dtype,
@@ -321,10 +324,12 @@ def load_configured_target(
 
 
 def shard_target(target: Target, device: torch.device) -> None:
-    """Shard the decoder layers over the processes of the default group, each on its `device`.
+    """Distribute a target's decoder layers over the processes of the default process group, each of
+    which uses its own `device`.
 
-    A pass gathers one layer after the other and needs all processes (FSDP without gradients, like
-    ZeRO stage 3). Embedding, norm and head are replicated.
+    A forward pass gathers one layer after the other, so that all processes must take part in it.
+    This is FSDP without gradients, like ZeRO stage 3. Every process keeps a copy of embedding,
+    final norm and head.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -349,13 +354,13 @@ def shard_target(target: Target, device: torch.device) -> None:
 def load_model(
     path: str, device: torch.device, config: PretrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Load a whole model onto a device. Quantised weights are placed by their own method, since
-    they cannot be moved. Raises ValueError as `load_and_check_model`."""
+    """Load a whole model onto a device. Quantised weights cannot be moved later, so the
+    quantisation method places them while loading. Raises ValueError like `load_and_check_model`."""
     quantization = get_setting(config, "quantization_config")
     if quantization is None:
         return load_and_check_model(path, options).to(cast(Any, device))
     if quantization["quant_method"] == INT8_QUANT_METHOD:
-        load_int8_package()  # which registers the method with transformers
+        load_int8_package()  # importing the package registers the method with transformers
         return load_and_check_model(path, options)
     options = options | {"device_map": {"": device}}
     return load_and_check_model(path, options, "quantised weights do not run on this machine")
@@ -364,13 +369,13 @@ def load_model(
 def load_and_check_model(
     path: str, options: dict[str, Any], failure: str = MODEL_LOAD_FAILURE_MESSAGE
 ) -> PreTrainedModel:
-    """Load a causal language model with transformers.
+    """Load a causal language model with transformers, and check its tensors.
 
-    Raises ValueError, beginning with `failure`, for what transformers cannot load, and ValueError
-    for tensors that are missing, of another shape, unexpected or not finite, which transformers
-    accepts or replaces by random numbers.
+    Raises ValueError, beginning with `failure`, if transformers cannot load the model. Also raises
+    ValueError if a tensor is missing, has another shape, is unexpected or is not finite;
+    transformers would accept such tensors or replace them by random numbers.
     """
-    # mismatched sizes are reported by name below
+    # `check_loading_info` reports mismatched sizes with the names of the tensors.
     report: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with explain_load_errors(path, failure):
         source = resolve_path(path)
@@ -382,10 +387,11 @@ def load_and_check_model(
 
 
 def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build a model on the meta device, whose weights have shapes only.
+    """Build a model on the meta device, where weights have shapes and no values.
 
-    Its attention implementation is SDPA, or "eager" if the model does not support SDPA: soft-capped
-    scores (Gemma 2), attention sinks (gpt-oss).
+    The model's attention implementation is SDPA, or "eager" if the model's class does not support
+    SDPA. The latter applies to soft-capped attention scores (Gemma 2) and attention sinks
+    (gpt-oss).
     """
     with torch.device("meta"):
         try:

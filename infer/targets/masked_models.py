@@ -1,6 +1,7 @@
-"""The table entry of masked diffusion models, targets that are not causal language models.
+"""The entry points for masked diffusion models, which are targets but not causal language models.
 
-This module does not import torch: commands read their options from here before they load anything.
+This module does not import torch, because commands read their options from here before they load
+anything.
 """
 
 from dataclasses import dataclass
@@ -11,20 +12,23 @@ from infer.utils.optional import is_installed, require_installed
 
 @dataclass(frozen=True)
 class OptionalTargetKind:
-    """A kind of target besides causal language models, which an optional package decodes: how its
-    config.json is recognised, and the package's entry points, as "module:name"."""
+    """A kind of target, other than causal language models, that an optional package decodes. The
+    fields tell how the model's config.json is recognised and where the package's entry points are,
+    as "module:name"."""
 
-    title: str  # for messages
-    model_types: tuple[str, ...]  # `model_type` in config.json of models that bring their own code
-    config_key: str  # a config.json key with an object that only this kind has
-    options_class: str  # dataclass of its decoding options, the section `masked` of a command
-    merge_options: str  # (TextOptions, decoding options) -> options of `infer.generate`
-    load: str  # (path, dtype, device, trust_remote_code) -> model
-    # (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation
+    title: str  # what messages call a model of this kind
+    # values of `model_type` in config.json, for models that come with their own code
+    model_types: tuple[str, ...]
+    config_key: str  # a key of config.json that only models of this kind have
+    # dataclass of the decoding options, which are the section `masked` of a command's options
+    options_class: str
+    merge_options: str  # function (TextOptions, decoding options) -> options of `infer.generate`
+    load: str  # function (path, dtype, device, trust_remote_code) -> model
+    # function (model, prompts, EvaluationConfig, decoding options, progress) -> Evaluation
     evaluate: str
 
     def matches(self, config: dict) -> bool:
-        """Return whether the content of a config.json belongs to a model of this kind."""
+        """Return whether `config`, the content of a config.json, describes a model of this kind."""
         has_model_type = config["model_type"].lower() in self.model_types
         return has_model_type or config.get(self.config_key) is not None
 
@@ -42,23 +46,24 @@ MASKED_DIFFUSION_TARGET_KIND = OptionalTargetKind(
 
 @dataclass
 class NoOptions:
-    """The options of an optional package that is not installed: none."""
+    """The options of an optional package that is not installed. There are none."""
 
     def check(self) -> None:
-        """Accept the options."""
+        """Do nothing, since there are no options to check."""
 
 
 def masked_diffusion_options_class() -> type:
-    """Return the options class of masked diffusion models; `NoOptions` if their package is not
-    installed."""
+    """Return the dataclass of the options of masked diffusion models. Return `NoOptions` if the
+    package that decodes these models is not installed."""
     if is_installed(MASKED_DIFFUSION_TARGET_KIND.options_class):
         return resolve_name(MASKED_DIFFUSION_TARGET_KIND.options_class)
     return NoOptions
 
 
 def read_config_dict(path: str) -> dict:
-    """Read the content of a model's config.json, without the defaults of a config class. Raises
-    FileNotFoundError if there is none."""
+    """Read a model's config.json as a dictionary, without the default values of a config class.
+    Raises FileNotFoundError if the model has no config.json, or if config.json has no
+    model_type."""
     from transformers import PretrainedConfig
 
     from infer.targets.loading import explain_load_errors, resolve_path
@@ -66,15 +71,15 @@ def read_config_dict(path: str) -> dict:
     with explain_load_errors(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
-            raise OSError(f"{path} has no config.json, or one without model_type")
+            raise OSError(f"{path} has no config.json, or its config.json has no model_type")
     return config
 
 
 def is_masked_diffusion(path: str) -> bool:
-    """Return whether a model is a masked diffusion model, by its config.json.
+    """Return whether a model is a masked diffusion model, as its config.json tells.
 
-    Raises FileNotFoundError if there is none, and ValueError for a masked diffusion model if the
-    package that decodes it is not installed.
+    Raises FileNotFoundError if there is no config.json. Raises ValueError if the model is a masked
+    diffusion model and the package that decodes such models is not installed.
     """
     if not MASKED_DIFFUSION_TARGET_KIND.matches(read_config_dict(path)):
         return False

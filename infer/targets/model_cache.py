@@ -1,5 +1,5 @@
-"""Model folders in the hub's cache, such as converted GGUF files: created once from a source,
-checked at every use, and created again if they are damaged."""
+"""Model folders inside the Hugging Face hub's cache, such as converted GGUF files. A folder is
+created once from a source file and checked at every use. A damaged folder is created again."""
 
 import fcntl
 import hashlib
@@ -21,19 +21,22 @@ from infer.utils.progress import report_activity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# file with the size and checksum of every other file of a folder
+# name of the file that contains the size and checksum of every other file in the folder
 CACHE_MANIFEST_FILE = "blockdraft-cache.json"
 CHECKSUM_BLOCK_BYTES = 1 << 20
-MAX_CHECKSUM_BLOCKS = 256  # per file: of a larger file, this many evenly spaced blocks are read
+# Number of blocks of a file that enter its checksum. For a larger file, the blocks are evenly
+# spaced.
+MAX_CHECKSUM_BLOCKS = 256
 
 Source = TypeVar("Source")
 
 
 def cache_folder(name: str, source: str) -> Path:
-    """Return the folder in the hub's cache for what is created from a source.
+    """Return the folder, inside the Hugging Face hub's cache, that stores files derived from
+    `source`.
 
-    name: begins the folder's name. source: identifies the source, by file names, sizes and times,
-    for example.
+    name: the beginning of the folder's name
+    source: a text that identifies the source, for example by file name, size and time
     """
     digest = hashlib.sha256(source.encode()).hexdigest()
     return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
@@ -45,31 +48,34 @@ def create_cached_folder(
     open_source: Callable[[], Source],
     write_folder: Callable[[Source, Path], None],
 ) -> Path:
-    """Return a folder of the cache, after creating it if it is missing.
+    """Return a folder of the cache, after creating it if it is missing or damaged.
 
-    The first process that needs it creates it, and others wait. A folder that is damaged, or was
-    created by an early version without a manifest, is deleted and created again.
+    The first process that needs the folder creates it, and other processes wait. A folder that is
+    damaged, or that an early version created without a manifest, is deleted and created again.
 
-    message: printed, and shown as progress, while `write_folder(open_source(), folder)` runs. The
-        source is opened before, so that an exception of a damaged source is the only output.
+    folder: the folder, from `cache_folder`
+    message: printed, and shown as progress, while the folder is created
+    open_source: opens the source file. It is called before `message` is printed, so that an
+        exception for a damaged source is the only output.
+    write_folder: called with the opened source and the path of the folder to write
 
-    Raises OSError with a one-sentence message if the folder cannot be written; nothing is left of
-    it then.
+    Raises OSError with a one-sentence message if the folder cannot be written; a partly written
+    folder is deleted.
     """
     if find_cache_problem(folder) is None:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it whenever the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The kernel releases the lock however the process ends.
         problem = find_cache_problem(folder)
-        if problem is None:  # another process has created it
+        if problem is None:  # another process has created the folder in the meantime
             return folder
         source = open_source()
         if folder.exists():
             message += f", again: {problem}"
         print(message, file=sys.stderr, flush=True)
         partial_folder = folder.with_name(f".{folder.name}")
-        for stale_folder in (folder, partial_folder):  # a killed process leaves the latter
+        for stale_folder in (folder, partial_folder):  # A killed process leaves its partial folder.
             shutil.rmtree(stale_folder, ignore_errors=True)
         try:
             with report_activity(message):
@@ -79,8 +85,7 @@ def create_cached_folder(
             partial_folder.replace(folder)
         except OSError as error:
             raise OSError(
-                f"{folder} could not be written: {error.strerror or error}; "
-                "free some space, or set HF_HOME to a folder on another disk"
+                f"{folder} could not be written: {error.strerror or error}; free some space, or set HF_HOME to a folder on another disk"
             ) from error
         finally:
             shutil.rmtree(partial_folder, ignore_errors=True)
@@ -91,7 +96,8 @@ def save_model(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path
 ) -> None:
     """Save a model and its tokenizer as a Hugging Face folder. Raises OSError if the disk is full
-    or read-only, for which safetensors and tokenizers raise their own exceptions."""
+    or read-only; safetensors and tokenizers raise other exceptions in this case, which are
+    converted."""
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -102,7 +108,8 @@ def save_model(
 
 
 def find_cache_problem(folder: Path) -> str | None:
-    """Return what is wrong with a folder of the cache; None if nothing is."""
+    """Return a description of what is wrong with a folder of the cache; None if nothing is
+    wrong."""
     if not folder.is_dir():
         return "the folder does not exist"
     files = sorted(file for file in folder.iterdir() if file.is_file())
@@ -113,13 +120,14 @@ def find_cache_problem(folder: Path) -> str | None:
 
 @lru_cache(maxsize=64)
 def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str | None:
-    """Return which file of a folder differs from its manifest; None if no file does.
+    """Return a description of the first file in a folder that differs from the folder's manifest;
+    None if no file differs.
 
-    stamps: name, size and modification time of every file. They are the cache's key: files are not
-    read again while they stay the same.
+    stamps: name, size and modification time of every file. They are part of the key of this
+        function's cache, so that files are read again only after they have changed.
     """
     if CACHE_MANIFEST_FILE not in {name for name, *_ in stamps}:
-        return "the existing folder is of an earlier version"
+        return "the existing folder was written by an earlier version"
     damaged_files = []
     try:
         manifest = json.loads((folder / CACHE_MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -131,12 +139,12 @@ def compare_with_manifest(folder: Path, stamps: tuple[tuple[str, int, int], ...]
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         damaged_files = [CACHE_MANIFEST_FILE]
     if damaged_files:
-        return f"{damaged_files[0]} of the existing folder is damaged"
+        return f"{damaged_files[0]} in the existing folder is damaged"
     return None
 
 
 def compute_file_checksums(folder: Path) -> dict[str, list[int]]:
-    """Return size and checksum of every file of a folder except its manifest."""
+    """Return the size and checksum of every file in a folder except the manifest, by file name."""
     files = sorted(
         file for file in folder.iterdir() if file.is_file() and file.name != CACHE_MANIFEST_FILE
     )
@@ -144,7 +152,8 @@ def compute_file_checksums(folder: Path) -> dict[str, list[int]]:
 
 
 def file_checksum(file: Path) -> int:
-    """Return the Adler-32 checksum of a file, or of evenly spaced blocks of a large file."""
+    """Return the Adler-32 checksum of a file. Of a large file only evenly spaced blocks are
+    read."""
     size = file.stat().st_size
     step = max(CHECKSUM_BLOCK_BYTES, size // MAX_CHECKSUM_BLOCKS)
     value = 1

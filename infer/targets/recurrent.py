@@ -1,16 +1,18 @@
-"""Recurrent layers under draft trees: Gated DeltaNet, KDA, Mamba-2 and short convolutions.
+"""Recurrent layers over draft trees: Gated DeltaNet, KDA, Mamba-2 and short convolutions.
 
-Every node of a tree continues the state of its parent, and no state is stored per node: over a tree
-the delta rule is one triangular system under the ancestor mask (Bole, 2608.01651; TreeWY,
-2608.20961), and Mamba-2 is a masked matrix product (STree, 2505.14969). A chain is a tree without
-branches, so that prompts, packed documents and baseline decoding use the same formulas, one segment
-after the other. The model's own modules keep their weights, projections, gates and norms:
-`infer.targets.recurrent_modules` only replaces the functions that they call for convolution and
-recurrence by methods of `RecurrentStates`.
+Every node of a tree continues the state of its parent, but no state is stored per node. Over a
+tree, the delta rule is one triangular system under the ancestor mask (Bole, 2608.01651; TreeWY,
+2608.20961), and Mamba-2 is a masked matmul (STree, 2505.14969). A chain of consecutive tokens is a
+tree without branches. Prompts, packed documents and baseline decoding therefore use the same
+formulas, one segment of positions after the other.
 
-B batch rows, Q new positions, n of them in a segment, H heads, K key size, E value size, C decays
-of a head (1, or K if every entry of a key has its own decay), D channels of a convolution, W kernel
-size of a convolution.
+The model's own modules keep their weights, projections, gates and norms.
+`infer.targets.recurrent_modules` replaces only the functions that the modules call for convolution
+and recurrence by methods of `RecurrentStates`.
+
+Dimension letters in this module: B batch rows, Q new positions, n new positions of one segment, T
+length of a packed sequence, H heads, K key size, E value size, C decays per head (1, or K if every
+entry of a key has its own decay), D channels of a convolution, W kernel size of a convolution.
 """
 
 from collections.abc import Iterator
@@ -26,19 +28,24 @@ from infer.targets.predecessors import Predecessors, RecurrenceSegment
 
 @dataclass(frozen=True)
 class RecurrenceSegmentResult:
-    """The outputs of one segment of one layer, and what its positions write to the state. All
-    tensors are float32."""
+    """The outputs of one layer for one segment, and what the segment's positions write to the
+    layer's state. All tensors are float32."""
 
     outputs: torch.Tensor  # (B, H, n, E)
     keys: torch.Tensor  # (B, H, n, K)
-    values: torch.Tensor  # (B, H, n, E), as written to the state
-    decay: torch.Tensor  # (B, H, n, C), log decay since the state before the segment
+    values: torch.Tensor  # (B, H, n, E), the values that are written to the state
+    # (B, H, n, C), sum of the log decays from the state before the segment to the position
+    decay: torch.Tensor
 
     def state_after(
         self, state: torch.Tensor, last: torch.Tensor, segment: RecurrenceSegment
     ) -> torch.Tensor:
-        """Return the state (B, H, K, E) after position `last` (B,), given the state before the
-        segment."""
+        """Return the state (B, H, K, E) after the position `last` of every batch row.
+
+        state: (B, H, K, E), the state before the segment
+        last: (B,) int64, indices of positions within the segment
+        segment: the segment that this result belongs to
+        """
         rows = torch.arange(len(last), device=last.device)
         on_path = segment.ancestors[rows, :, last][..., None]  # (B, 1, n, 1)
         total_decay = self.decay[rows, :, last][:, :, None]  # (B, H, 1, C)
@@ -59,15 +66,19 @@ def compute_recurrence_segment(
     state: torch.Tensor,
     segment: RecurrenceSegment,
 ) -> RecurrenceSegmentResult:
-    """Compute the recurrence over one segment.
+    """Compute the outputs of a recurrence over one segment.
 
-    queries, keys: (B, H, n, K). values: (B, H, n, E). decay: (B, H, n, C), log decay of every
-    position, at most 0. state: (B, H, K, E) before the segment. beta: (B, H, n, 1), write strength
-    of the delta rule, which first subtracts from a value what the state returns for its key; None:
-    values are added as they are (Mamba-2).
+    queries, keys: (B, H, n, K)
+    values: (B, H, n, E)
+    decay: (B, H, n, C), log decay of every position, at most 0
+    beta: (B, H, n, 1), write strength of the delta rule, which subtracts from a value what the
+        state returns for the value's key. None means that values are added without this subtraction
+        (Mamba-2).
+    state: (B, H, K, E), the state before the segment
     """
     ancestors = segment.ancestors
-    total_decay = ancestors.to(decay.dtype) @ decay  # (B, H, n, C), since the state
+    # (B, H, n, C), sum of the log decays from the state before the segment to the position
+    total_decay = ancestors.to(decay.dtype) @ decay
     state_weight = total_decay.exp()
     if segment.continues_state is not None:
         state_weight = state_weight * segment.continues_state
@@ -96,8 +107,8 @@ def compute_recurrence_segment(
 
 
 def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return states (B, Q, heads or a divisor of it, ...) as (B, heads, Q, ...) float32. Each head
-    is repeated if there are fewer."""
+    """Return `states` (B, Q, number of heads, ...) as (B, `heads`, Q, ...) float32. If `states` has
+    fewer heads, whose number must divide `heads`, each head is repeated."""
     states = states.transpose(1, 2).float()
     if states.shape[1] == heads:
         return states
@@ -106,17 +117,18 @@ def transpose_to_heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """Shapes of what the layers of a target keep per sequence, by layer index. Layers that share
-    the keys and values of another layer keep none."""
+    """Shapes of what the layers of a target store for one sequence, by layer index. A layer that
+    uses the keys and values of another layer stores none."""
 
-    # head shapes of keys and of values
+    # (number of heads, head size) of the keys, and the same of the values
     attention: dict[int, tuple[HeadShape, HeadShape]] = field(default_factory=dict)
-    convolution: dict[int, tuple[int, int]] = field(default_factory=dict)  # D, W - 1
-    recurrence: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # H, K, E
+    convolution: dict[int, tuple[int, int]] = field(default_factory=dict)  # (D, W - 1)
+    recurrence: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # (H, K, E)
 
     @property
     def is_uniform_attention(self) -> bool:
-        """Return whether all layers keep keys and values of the same heads, and no states."""
+        """Return whether all layers store keys and values with the same number of heads and the
+        same head size, and no layer stores a recurrent or convolution state."""
         head_shapes = {shape for pair in self.attention.values() for shape in pair}
         has_states = bool(self.convolution or self.recurrence)
         all_layers = list(range(len(self.attention)))
@@ -125,29 +137,31 @@ class CacheShapes:
 
 @dataclass
 class RecurrentStates:
-    """The committed states of all recurrent layers, one row per sequence, and what the current pass
-    needs of them.
+    """The committed states of all recurrent layers, which are the states after the cached tokens of
+    each sequence, and the data that a forward pass needs to use and update them. Each sequence has
+    one batch row.
 
-    Set `predecessors` before a pass. A pass over chains updates the states to its end. A pass over
-    trees leaves them unchanged and stores what the nodes write, until `commit` selects a path. If
-    no states are allocated (packed rows), every row begins without a state, and a pass only records
-    the shapes of states in `observed_shapes`.
+    Set `predecessors` before a forward pass. A pass over chains updates the states to the end of
+    the chains. A pass over draft trees leaves the states unchanged. It stores what the tree nodes
+    would write to the states, until `commit` selects a path. If no states are allocated, as for
+    packed sequences, every batch row begins without a state, and the pass only records the shapes
+    of the states in `observed_shapes`.
     """
 
-    # by layer: the last W - 1 inputs of its convolution, (rows, D, W - 1)
+    # by layer: the last W - 1 inputs of the layer's convolution, (rows, D, W - 1)
     conv_states: dict[int, torch.Tensor] = field(default_factory=dict)
-    # by layer: (rows, H, K, E) float32
+    # by layer: the state of the layer's recurrence, (rows, H, K, E) float32
     recurrent_states: dict[int, torch.Tensor] = field(default_factory=dict)
     predecessors: Predecessors | None = None
-    tree_conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, (B, D, Q)
-    tree_results: dict[int, RecurrenceSegmentResult] = field(default_factory=dict)  # by layer
+    tree_conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer: (B, D, Q)
+    tree_results: dict[int, RecurrenceSegmentResult] = field(default_factory=dict)  # by layer index
     observed_shapes: CacheShapes = field(default_factory=CacheShapes)
 
     @classmethod
     def allocate(
         cls, shapes: CacheShapes, rows: int, dtype: torch.dtype, device: torch.device
     ) -> "RecurrentStates":
-        """Allocate states of `rows` sequences, filled with zeros."""
+        """Allocate states for `rows` sequences, filled with zeros."""
         conv_states = {
             layer: torch.zeros(rows, *shape, dtype=dtype, device=device)
             for layer, shape in shapes.convolution.items()
@@ -159,7 +173,8 @@ class RecurrentStates:
         return cls(conv_states, recurrent_states)
 
     def reset_rows_from(self, first_row: int) -> "RecurrentStates":
-        """Return the rows from `first_row` on over the same memory, set to zero."""
+        """Set the batch rows from `first_row` on to zero, and return them as states over the same
+        memory."""
 
         def clear_rows(states_by_layer: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
             return {layer: states[first_row:].zero_() for layer, states in states_by_layer.items()}
@@ -167,14 +182,18 @@ class RecurrentStates:
         return RecurrentStates(clear_rows(self.conv_states), clear_rows(self.recurrent_states))
 
     def move_row(self, source: int, destination: int) -> None:
-        """Copy the states of row `source` to row `destination`."""
+        """Copy the states of batch row `source` to batch row `destination`."""
         for states_by_layer in (self.conv_states, self.recurrent_states):
             for states in states_by_layer.values():
                 states[destination] = states[source]
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Update the states of every row by the first counts[b] nodes of `path` (B, W) int64 in the
-        tree that was verified last."""
+        """Update the states of every batch row by a path through the draft tree that was verified
+        last.
+
+        path: (B, nodes) int64, indices of the path's nodes, then padding
+        counts: (B,) int64, number of nodes of each path
+        """
         rows = len(path)
         last = path.gather(1, counts[:, None] - 1)[:, 0]
         for layer, new_inputs in self.tree_conv_inputs.items():
@@ -192,8 +211,11 @@ class RecurrentStates:
         return self.predecessors
 
     def _store_conv_inputs(self, layer: int, line: torch.Tensor, counts: torch.Tensor) -> None:
-        """Store the last W - 1 inputs of a line (B, D, W - 1 + Q), of whose Q new inputs the first
-        counts[b] are not padding."""
+        """Store the last W - 1 inputs of every batch row as the convolution state of a layer.
+
+        line: (B, D, W - 1 + Q), the previous convolution state and then Q new inputs
+        counts: (B,) int64, number of new inputs of every row without padding
+        """
         state = self.conv_states[layer]
         offsets = torch.arange(state.shape[2], device=counts.device)
         indices = counts[:, None] + offsets  # (B, W - 1)
@@ -208,8 +230,16 @@ class RecurrentStates:
         activation: str | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Convolve hidden_states (B, D, Q) with weight (D, W) along the path of every position. In
-        place of `causal_conv1d_fn`; returns (B, D, Q)."""
+        """Convolve hidden states along the path of every position, in place of `causal_conv1d_fn`.
+
+        layer: index of the layer
+        hidden_states: (B, D, Q)
+        weight: (D, W)
+        bias: (D,)
+        activation: name of an activation in transformers' ACT2FN
+
+        Returns the outputs (B, D, Q).
+        """
         predecessors = self._current_predecessors()
         rows = hidden_states.shape[0]
         channels = hidden_states.shape[1]
@@ -250,11 +280,15 @@ class RecurrentStates:
         use_qk_l2norm_in_kernel: bool = False,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Gated DeltaNet or KDA.
+        """Compute the recurrence of Gated DeltaNet or KDA.
 
-        query, key: (B, Q, H or fewer, K). value: (B, Q, H, E). beta: (B, Q, H). g: log decay, (B,
-        Q, H), or (B, Q, H, K) for KDA. Returns outputs (B, Q, H, E) and the last state (B, H, K,
-        E).
+        layer: index of the layer
+        query, key: (B, Q, number of heads, K), where the number of heads is H or a divisor of H
+        value: (B, Q, H, E)
+        g: log decay, (B, Q, H) for Gated DeltaNet, (B, Q, H, K) for KDA
+        beta: (B, Q, H), write strength
+
+        Returns the outputs (B, Q, H, E) and the last state (B, H, K, E).
         """
         heads = value.shape[2]
         queries = transpose_to_heads_first(query, heads)
@@ -283,10 +317,16 @@ class RecurrentStates:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Mamba-2.
+        """Compute the recurrence of Mamba-2. The argument names are those of `mamba2_chunk_scan`;
+        the arguments B, C and D are not the dimensions of the same letters.
 
-        hidden_states: (B, Q, H, E). dt: step sizes, (B, Q, H). A, D: (H,). B, C: (B, Q, H or fewer,
-        K). Returns outputs (B, Q, H, E) float32 and the last state (B, H, K, E).
+        layer: index of the layer
+        hidden_states: (batch rows, Q, H, E)
+        dt: step sizes, (batch rows, Q, H)
+        A, D: (H,) each B, C: (batch rows, Q, number of heads, K) each, where the number of heads is
+        H or a divisor of H
+
+        Returns the outputs (batch rows, Q, H, E) float32 and the last state (batch rows, H, K, E).
         """
         heads = hidden_states.shape[2]
         if dt_bias is not None:
@@ -312,9 +352,11 @@ class RecurrentStates:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a layer's recurrence segment by segment, with tensors (B, H, Q, ...) as in
-        `compute_recurrence_segment`. Returns outputs (B, Q, H, E) and the last state (B, H, K,
-        E)."""
+        """Compute the recurrence of a layer, segment by segment.
+
+        The arguments are those of `compute_recurrence_segment` for all Q positions, such as
+        `queries` (B, H, Q, K). Returns the outputs (B, Q, H, E) and the last state (B, H, K, E).
+        """
         predecessors = self._current_predecessors()
         shape = (queries.shape[1], queries.shape[-1], values.shape[-1])
         if predecessors.valid_mask is not None:  # padding must neither decay nor change the state
@@ -355,13 +397,14 @@ class RecurrentStates:
 
 
 class PackedCacheView(RecurrentCacheAdapter):
-    """A pass over packed rows, in place of a `CacheView`. It keeps nothing, and records the shapes
-    of what a cache would have to keep."""
+    """The cache of a forward pass over packed sequences, used in place of a `CacheView`. It stores
+    nothing, and records the shapes of what a real cache would store."""
 
     def __init__(self, documents: torch.Tensor, num_layers: int = 0) -> None:
-        """Prepare a pass over rows with document numbers (B, T) int64.
+        """Prepare a forward pass over packed sequences.
 
-        num_layers: how many layers `layer_views` is called for.
+        documents: (B, T) int64, document numbers
+        num_layers: number of layers that `layer_views` returns a view for
         """
         self.recurrent_states = RecurrentStates(predecessors=Predecessors.of_packed_rows(documents))
         self.num_layers = num_layers
@@ -369,20 +412,20 @@ class PackedCacheView(RecurrentCacheAdapter):
 
     @property
     def shapes(self) -> CacheShapes:
-        """Return what the layers of the pass would have kept."""
+        """Return the shapes of what the layers that have run would have stored in a cache."""
         observed = self.recurrent_states.observed_shapes
         attention = dict(sorted(observed.attention.items()))
         return CacheShapes(attention, observed.convolution, observed.recurrence)
 
     def layer_views(self) -> Iterator[PackedLayerView]:
-        """Yield a new view for each layer in turn, so that the keys and values of the layers before
-        it can be freed."""
+        """Yield a new view for each layer in turn. The keys and values of earlier layers can then
+        be freed."""
         return (PackedLayerView(self.batch_size, self.capacity) for _ in range(self.num_layers))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record the head shapes of keys and values (B, H, Q, E) and return them unchanged."""
+        """Record the head shapes of keys and values (B, H, Q, E), and return both unchanged."""
         key_shape = (keys.shape[1], keys.shape[3])
         value_shape = (values.shape[1], values.shape[3])
         self.recurrent_states.observed_shapes.attention[layer] = (key_shape, value_shape)

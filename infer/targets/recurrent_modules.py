@@ -1,5 +1,5 @@
-"""Replacement of the functions that Hugging Face's recurrent layers call by methods of
-`infer.targets.recurrent.RecurrentStates`."""
+"""Replacement of the functions that Hugging Face's recurrent layers call. The layers call methods
+of `infer.targets.recurrent.RecurrentStates` instead."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch import nn
 from infer.attention.kv_cache import CacheView
 from infer.targets.recurrent import PackedCacheView, RecurrentStates
 
-# function that transformers' layers call -> method of `RecurrentStates` that replaces it
+# Key: name of a function that transformers' layers call. Value: the method of `RecurrentStates`
+# that replaces the function.
 REPLACEMENTS_OF_RECURRENT_FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": RecurrentStates.convolve,
     "torch_chunk_gated_delta_rule": RecurrentStates.gated_delta_rule,
@@ -23,7 +24,7 @@ REPLACEMENTS_OF_RECURRENT_FUNCTIONS: dict[str, Callable] = {
 
 
 def find_recurrent_modules(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules of a decoder that read a state from a cache."""
+    """Return the modules of a decoder that read a recurrent or convolution state from a cache."""
     return [
         module
         for module in decoder.modules()
@@ -33,14 +34,14 @@ def find_recurrent_modules(decoder: nn.Module) -> list[nn.Module]:
 
 @cache
 def get_names_in_forward(module_class: type[nn.Module]) -> frozenset[str]:
-    """Return the global and attribute names that a module's forward method uses."""
+    """Return the names of globals and attributes that the forward method of a module class uses."""
     code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     return frozenset(code.co_names if code else ())
 
 
 def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
-    """Return the class name of the first module with a state whose computation cannot be replaced
-    here; None if there is none."""
+    """Return the class name of the first recurrent module of a decoder whose functions
+    `make_patched_class` cannot replace; None if there is no such module."""
     for module in find_recurrent_modules(decoder):
         names = get_names_in_forward(type(module))
         has_state = "update_recurrent_state" in names
@@ -51,9 +52,9 @@ def find_unsupported_recurrence(decoder: nn.Module) -> str | None:
 
 
 def patch_recurrent_modules(decoder: nn.Module) -> bool:
-    """Make the recurrent layers of a decoder compute through `RecurrentStates` when they are called
-    with one of our caches; with any other cache they are unchanged. Returns whether there are such
-    layers."""
+    """Make the recurrent layers of a decoder compute through `RecurrentStates` whenever one of
+    their arguments is one of our caches. With any other cache the layers compute what they did
+    before. Returns whether the decoder has recurrent layers."""
     modules = find_recurrent_modules(decoder)
     for module in modules:
         module.__class__ = make_patched_class(type(module))
@@ -61,19 +62,20 @@ def patch_recurrent_modules(decoder: nn.Module) -> bool:
 
 
 class PatchedModule:
-    """Marks the classes that `make_patched_class` returns."""
+    """A base class that marks the classes that `make_patched_class` creates."""
 
 
 @cache
 def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward method calls `RecurrentStates` in place of the functions in
-    REPLACEMENTS_OF_RECURRENT_FUNCTIONS, if one of its arguments is one of our caches."""
+    """Return a subclass of `module_class` with a changed forward method. If one of the arguments is
+    one of our caches, the method calls `RecurrentStates` in place of the functions in
+    REPLACEMENTS_OF_RECURRENT_FUNCTIONS. A class that is already patched is returned unchanged."""
     if issubclass(module_class, PatchedModule):
         return module_class
     original = cast(FunctionType, inspect.unwrap(module_class.forward))
     names = REPLACEMENTS_OF_RECURRENT_FUNCTIONS.keys() & get_names_in_forward(module_class)
 
-    @wraps(module_class.forward)  # so that `get_names_in_forward` finds the original code
+    @wraps(module_class.forward)  # lets `get_names_in_forward` find the original code
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         views = [
             value
@@ -87,7 +89,8 @@ def make_patched_class(module_class: type[nn.Module]) -> type[nn.Module]:
             name: partial(REPLACEMENTS_OF_RECURRENT_FUNCTIONS[name], states, self.layer_idx)
             for name in names
         }
-        # the same code, which finds the replacements among its global variables
+        # This function has the code of the original one, but its global variables contain the
+        # replacements.
         function = FunctionType(
             original.__code__,
             original.__globals__ | replacements,

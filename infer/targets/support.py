@@ -1,7 +1,7 @@
-"""Properties of a target that its config.json decides: attention windows of its layers, scale of
-its logits, and whether draft trees can be verified through it.
+"""Properties of a target that its config.json decides: the attention windows of its layers, the
+scale of its logits, and whether draft trees can be verified with it.
 
-All of this is known before weights are loaded. docs/targets.md lists the model families.
+All of these are known before weights are loaded. docs/targets.md lists the model families.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,26 @@ from infer.targets.recurrent_modules import find_unsupported_recurrence
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# A query attends only to the positions of its own chunk (Llama 4).
+# Value of `layer_types` for layers in which a query attends only to positions of its own chunk
+# (Llama 4).
 CHUNKED_ATTENTION = "chunked_attention"
-# values of `layer_types` for layers whose attention is a mask over all cached positions
+# values of `layer_types` for layers whose attention can be expressed by a mask over all cached
+# positions
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", CHUNKED_ATTENTION}
-# values of `layer_types` for layers that keep a state
+# values of `layer_types` for layers that keep a recurrent or convolution state
 RECURRENT_LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")
 # prefixes of config.json keys that only models with recurrent layers have
 RECURRENT_CONFIG_PREFIXES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")
-# models whose recurrent layers can be run over draft trees (infer/targets/recurrent.py)
+# values of `model_type` for models whose recurrent layers can be run over draft trees
+# (infer/targets/recurrent.py)
 SUPPORTED_RECURRENT_MODELS = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
     *("kimi_linear", "bailing_hybrid"),  # KDA
     *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # Mamba-2
     *("lfm2", "lfm2_moe", "lfm3"),  # short convolutions
 }
-# config.json keys of features that our cache, masks or head do not support -> what they mean
+# Features that our cache, masks or head do not support. Key: key in config.json. Value: description
+# of the feature for error messages.
 UNSUPPORTED_CONFIG_KEYS = {
     "cross_attention_layers": "layers that attend to images",
     "use_bidirectional_attention": "layers that attend to later positions",
@@ -41,14 +45,16 @@ UNSUPPORTED_CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale that is applied to the head's outputs (..., V): division (Cohere, Granite,
-    Falcon-H1), then a soft cap (Gemma)."""
+    """The scale of a target's logits. The outputs of the language model head, whose last axis is
+    the vocabulary, are divided by `divisor` (Cohere, Granite, Falcon-H1), and then limited by a
+    soft cap (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
 
     def __call__(self, raw_logits: torch.Tensor) -> torch.Tensor:
-        """Return the scaled logits; the input itself if there is no scale."""
+        """Return the scaled logits for outputs of the head. Without a scale, return the outputs
+        themselves."""
         if self.divisor != 1:
             raw_logits = raw_logits / self.divisor
         if self.cap is None:
@@ -56,8 +62,8 @@ class LogitScale:
         return torch.tanh(raw_logits / self.cap) * self.cap
 
     def derivative(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the scaled logits with respect to the head's outputs, given the
-        scaled logits; None if it is 1."""
+        """Return the derivative of the scaled logits with respect to the head's outputs, computed
+        from the scaled logits `logits`. None means that the derivative is 1."""
         if self.cap is not None:
             return (1 - (logits / self.cap).square()) / self.divisor
         if self.divisor == 1:
@@ -69,8 +75,8 @@ IDENTITY_LOGIT_SCALE = LogitScale()
 
 
 def get_setting(config: "PretrainedConfig", *names: str) -> Any:
-    """Return the value of the first of the attributes `names` that a config has and that is true in
-    a condition; None if there is none. 0, false and empty values count as missing."""
+    """Return the first truthy value among the attributes `names` of a config; None if there is
+    none. The values 0, false and empty values therefore count as missing."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -86,11 +92,13 @@ def get_logit_scale(config: "PretrainedConfig") -> LogitScale:
 
 
 def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
-    """Return the sliding window, or attention chunk, of each layer type of a target, in positions
-    with the query's own included; None: all earlier positions.
+    """Return the size of the sliding window or attention chunk of each layer type of a target. The
+    size is a number of positions that includes the query's own. None means that a query attends to
+    all earlier positions.
 
-    A model with `layer_types` takes one mask per type. A model whose class has no layer types
-    (Mistral, Phi-3) takes a single mask, here under the key "all".
+    A model whose config has `layer_types` takes one attention mask per layer type. A model whose
+    config class has no layer types (Mistral, Phi-3) takes a single mask; its window is returned
+    under the key "all".
     """
     window = get_setting(config, "sliding_window")
     layer_types = get_setting(config, "layer_types") or []
@@ -112,7 +120,8 @@ def get_attention_windows(config: "PretrainedConfig") -> dict[str, int | None]:
 
 
 def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
-    """Return the indices of the attention layers: all layers that keep no recurrent state."""
+    """Return the indices of a target's attention layers, which are all layers without a recurrent
+    state."""
     default_types = ["full_attention"] * config.num_hidden_layers
     layer_types = get_setting(config, "layer_types") or default_types
     return [
@@ -123,24 +132,25 @@ def attention_layer_ids(config: "PretrainedConfig") -> list[int]:
 
 
 def get_norm_eps(config: "PretrainedConfig") -> float:
-    """Return the epsilon of the target's norms, under any of the names that model families use."""
+    """Return the epsilon of a target's norms, under any of the names that model families use for
+    it. The default is 1e-6."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
     return get_setting(config, *names) or 1e-6
 
 
 def get_rope_parameters(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return the rotary parameters; those of the full-attention layers, if layer types have their
-    own (Gemma 3)."""
+    """Return a target's rotary parameters. If layer types have different rotary parameters (Gemma
+    3), return those of the full-attention layers."""
     parameters = get_setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
 def get_max_supported_length(config: "PretrainedConfig") -> int | None:
-    """Return the largest sequence length up to which rotary angles and query scales are the same
-    for every length; None if they never depend on it.
+    """Return the largest sequence length up to which rotary angles and query scales do not depend
+    on the sequence length. None means that they never depend on it.
 
-    Angles depend on the length under the rope types longrope and dynamic. Llama 4 scales queries by
-    position, for which transformers takes the index in the cache.
+    Rotary angles depend on the sequence length under the rope types longrope and dynamic. Llama 4
+    scales queries by position, and transformers takes the index in the cache as that position.
     """
     if get_setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
@@ -151,58 +161,57 @@ def get_max_supported_length(config: "PretrainedConfig") -> int | None:
 
 
 def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str) -> None:
-    """Raise ValueError, ending with `remedy`, if sequences of `length` positions change a target's
-    rotary angles or query scales."""
+    """Raise ValueError if a target's rotary angles or query scales would change for sequences of
+    `length` positions. The message ends with `remedy`."""
     max_length = get_max_supported_length(config)
     if max_length is not None and length > max_length:
         raise ValueError(
-            f"{length} positions are needed, but this target's rotary angles or query scales "
-            f"change beyond {max_length} positions: {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or query scales change beyond {max_length} positions; {remedy}"
         )
 
 
 def get_mlp_size(config: "PretrainedConfig") -> int:
-    """Return the inner size for a drafter's MLP: that of the target's MLP, if all its layers have
-    the same (a mixture of experts may not), else three times the hidden size."""
+    """Return the inner size for a drafter's MLP. This is the inner size of the target's MLP if all
+    layers of the target have the same one, as a mixture of experts may not. Otherwise it is three
+    times the hidden size."""
     size = get_setting(config, "intermediate_size")
     return size if type(size) is int else 3 * config.hidden_size
 
 
 def get_first_layer_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the configuration of the first layer, if layers have different sizes (Gemma 4), else
-    the configuration itself."""
+    """Return the configuration of the first layer if layers have different sizes (Gemma 4).
+    Otherwise return `config` itself."""
     if get_setting(config, "is_heterogeneous"):
         return config.per_layer_config[0]
     return config
 
 
 def get_head_size(config: "PretrainedConfig") -> int:
-    """Return the head size of the first layer."""
+    """Return the number of features of an attention head in the first layer."""
     layer_config = get_first_layer_config(config)
     head_size = get_setting(layer_config, "head_dim")
     return head_size or layer_config.hidden_size // layer_config.num_attention_heads
 
 
 def get_num_key_heads(config: "PretrainedConfig") -> int:
-    """Return the number of key/value heads of the first layer."""
+    """Return the number of key/value heads in the first layer."""
     layer_config = get_first_layer_config(config)
     return get_setting(layer_config, "num_key_value_heads") or layer_config.num_attention_heads
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
-    """Raise ValueError, from config.json alone, if draft trees cannot be verified through a
-    target."""
+    """Raise ValueError if draft trees cannot be verified with a target. Only the target's
+    config.json is checked."""
 
     def refuse(feature: str) -> NoReturn:
         raise ValueError(
-            f"this target ({config.model_type}) has {feature}: "
-            "draft trees cannot be verified through it"
+            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be verified with it; use another target"
         )
 
     if get_setting(config, "is_encoder_decoder"):
         refuse("an encoder besides its decoder")
     if get_setting(config, "masked_diffusion"):
-        refuse("no left-to-right order (masked_diffusion): such models draft for themselves")
+        refuse("no left-to-right order, since it is a masked diffusion model (masked_diffusion)")
     text_config = config.get_text_config()
     values = text_config.to_dict()
     names = {name for name, value in values.items() if value not in (None, False, 0, [])}
@@ -215,9 +224,9 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
         if unknown_types:
             refuse(f"layers of unsupported types ({', '.join(sorted(unknown_types))})")
         if not names & {"rope_parameters", "rope_theta"}:
-            refuse("no rotary positions (but ALiBi, learned positions or no attention)")
+            refuse("ALiBi, learned positions or no attention in place of rotary positions")
     if get_setting(text_config, "alibi"):
-        refuse("no rotary positions (but ALiBi)")
+        refuse("ALiBi in place of rotary positions")
     try:
         get_head_size(text_config)
         get_num_key_heads(text_config)
@@ -228,42 +237,41 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
 
 def find_decoder(model: "PreTrainedModel") -> nn.Module:
-    """Return the decoder of a causal language model, from embedding to last norm."""
+    """Return the decoder of a causal language model: the module that contains everything from the
+    embedding to the final norm."""
     decoder = model.get_decoder()
-    if decoder is model:  # Llama 4's `get_decoder` does not find its decoder
+    if decoder is model:  # Llama 4's `get_decoder` returns the model itself
         decoder = getattr(model, "model", model)
     return cast(nn.Module, decoder)
 
 
 def get_decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers of a decoder."""
+    """Return the list of layers of a decoder."""
     return cast(nn.ModuleList, decoder.layers)
 
 
 def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
-    """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
+    """Raise ValueError if a model has modules that our code does not support. The model may be on
+    the meta device."""
     config = model.config.get_text_config()
     decoder = find_decoder(model)
     layers = dict(decoder.named_children()).get("layers")
     num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
     if num_layers != config.num_hidden_layers:
         raise ValueError(
-            f"this target ({config.model_type}) has no list of decoder layers to take features from"
+            f"this target ({config.model_type}) has no list of decoder layers, which features are taken from; use another target"
         )
     class_name = find_unsupported_recurrence(decoder)
     if class_name is not None:
         raise ValueError(
-            f"this target ({config.model_type}) has recurrent layers of an unsupported form "
-            f"({class_name}): draft trees cannot be verified through it"
+            f"this target ({config.model_type}) has recurrent layers of an unsupported form ({class_name}), so that draft trees cannot be verified with it; use another target"
         )
     head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no language model head without bias, "
-            "which is the only supported head"
+            f"this target ({config.model_type}) has no language model head without bias, which is the only supported head; use another target"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention {config._attn_implementation} does not support the masks of draft trees: "
-            "load the target with attn_implementation='eager' or 'sdpa'"
+            f"attention implementation {config._attn_implementation} does not support the masks of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
         )

@@ -1,8 +1,8 @@
 """The target: any Hugging Face causal language model, frozen, behind one wrapper that extracts
 features and verifies draft trees.
 
-B batch rows, Q new positions, T packed length, M tree nodes, F feature layers, D hidden size, V
-vocabulary size.
+Dimension letters in this module: B batch rows, Q new positions, T length of a packed sequence, M
+tree nodes, F feature layers, D hidden size, V vocabulary size.
 """
 
 import hashlib
@@ -26,11 +26,7 @@ from infer.attention.masks import AttentionMask, build_packed_mask, to_additive_
 from infer.kernels.table import Kernels, select_kernels
 from infer.targets.end_tokens import find_eos_token_ids
 from infer.targets.kernel_decoder import KernelDecoder
-from infer.targets.layer_masks import (
-    build_causal_mask,
-    build_masks_by_layer_type,
-    build_tree_masks,
-)
+from infer.targets.layer_masks import build_causal_mask, build_masks_by_layer_type, build_tree_masks
 from infer.targets.layers import UnsupportedLayer, build_kernel_decoder, equals_up_to_rounding
 from infer.targets.predecessors import Predecessors
 from infer.targets.recurrent import CacheShapes, PackedCacheView, RecurrentStates
@@ -54,38 +50,41 @@ from infer.trees.tree import DraftTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# cuDNN's attention spends 40 ms on planning at every new length
+# cuDNN's attention is left out, because it spends 40 ms on planning for every new sequence length.
 SDPA_BACKENDS_WITHOUT_CUDNN = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# One lock for each model: its hooks serve one pass at a time, even if several targets wrap it.
+# One lock for each model. A model's hooks serve only one forward pass at a time, even if several
+# targets wrap the same model.
 MODEL_LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 
 
 def get_model_lock(model: nn.Module) -> threading.RLock:
-    """Return the lock for passes of a model with hooks."""
+    """Return the lock of a model. A forward pass that uses hooks of the model must hold this
+    lock."""
     return MODEL_LOCKS.setdefault(model, threading.RLock())
 
 
 @dataclass(frozen=True)
 class Features:
-    """The outputs of one target pass, which the drafter and the language model head read."""
+    """The outputs of one forward pass of the target, which the drafter and the language model head
+    read."""
 
-    context: torch.Tensor  # (B, Q, F * D), outputs of the feature layers, concatenated
-    last_hidden_states: torch.Tensor  # (B, Q, D), after the target's last norm
+    context: torch.Tensor  # (B, Q, F * D), concatenated outputs of the feature layers
+    last_hidden_states: torch.Tensor  # (B, Q, D), after the target's final norm
 
 
 @contextmanager
 def capture_layer_outputs(
     layers: nn.ModuleList, layer_ids: tuple[int, ...], residual_stream: int | None
 ) -> Generator[dict[int, torch.Tensor]]:
-    """Yield a dictionary to which passes within the block add the outputs of the layers
-    `layer_ids`, by layer id. Ids beyond the last layer are ignored.
+    """Yield a dictionary to which every forward pass within the block adds the outputs of the
+    layers `layer_ids`, by layer id. Ids beyond the last layer are ignored.
 
-    residual_stream: index of the model's main residual stream, if a layer returns several (Gemma
-        3n); None: it returns one.
+    residual_stream: index of the main residual stream, for a model whose layers return several
+        residual streams (Gemma 3n); None for a model whose layers return a single one
     """
     outputs: dict[int, torch.Tensor] = {}
 
@@ -108,13 +107,15 @@ def capture_layer_outputs(
 @dataclass
 class Target:
     """A frozen causal language model. Layer id k stands for the output of decoder layer k, counted
-    from 0; the id after the last layer's stands for its output after the last norm."""
+    from 0. The id that follows the last layer's id stands for the last layer's output after the
+    final norm."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None" = None
     name: str = "target"
-    # Layers are sharded over processes (`infer.targets.loading.shard_target`). A pass needs all
-    # processes, so that no process may decide by its own clock whether to run one.
+    # Whether the layers are sharded over processes (`infer.targets.loading.shard_target`). All
+    # processes must then take part in a forward pass, so no process may decide by its own clock
+    # whether to run one.
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -126,13 +127,13 @@ class Target:
         self.attention_windows = get_attention_windows(self.config)
         self.decoder = find_decoder(self.model)
         self.embedding = self.model.get_input_embeddings()
-        self.vocab_size = len(first_float_parameter(self.head_module))  # V
-        # whether linear layers have int8 codes (`infer.int8_cpu.modules`)
+        self.vocab_size = len(first_float_parameter(self.head_module))  # the vocabulary size V
+        # whether the weights of linear layers are int8 codes (`infer.int8_cpu.modules`)
         self.is_int8 = hasattr(self.head_module, "can_join")
         self.has_recurrent_layers = patch_recurrent_modules(self.decoder)
         self.weight_watcher = WeightWatcher(self.model)
-        self.weight_version = 0  # how many changes of the weights have been detected
-        # drafter -> measured costs of passes (`infer.engine.budget`)
+        self.weight_version = 0  # number of detected changes of the weights
+        # Key: drafter. Value: measured costs of forward passes (`infer.engine.budget`).
         self.cost_calibrations = weakref.WeakKeyDictionary()
         self._reference_parameter = first_float_parameter(self.embedding)
         self._residual_stream = self.config.to_dict().get("altup_active_idx")
@@ -147,7 +148,8 @@ class Target:
 
     @property
     def kernels(self) -> Kernels:
-        """Return the operations for the device and dtype of its weights."""
+        """Return the operations that `infer.kernels` has for the device and dtype of the target's
+        weights."""
         return select_kernels(self.device, torch.int8 if self.is_int8 else self.dtype)
 
     @property
@@ -157,54 +159,57 @@ class Target:
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Return the weight of the language model head, (V, D), frozen and shared with the drafter.
-        For int8 weights it is dequantised at every access."""
+        """Return the weight (V, D) of the language model head. It is frozen and shared with the
+        drafter. An int8 weight is dequantised at every access."""
         return cast(torch.Tensor, self.head_module.weight)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Return the tokens that end an output (`infer.targets.end_tokens`)."""
+        """Return the ids of the tokens that end an output (`infer.targets.end_tokens`)."""
         configs = (self.model.generation_config, self.model.config, self.config)
         return find_eos_token_ids(configs, self.tokenizer, self.vocab_size)
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """Return the `tokenizer_digest` of the tokenizer; None if there is no tokenizer."""
+        """Return the digest of the target's tokenizer, from the function `tokenizer_digest`. Return
+        None if the target has no tokenizer."""
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     def refresh_weights(self) -> int:
-        """Drop all copies of weights if the model's weights have changed; return `weight_version`,
-        which counts such changes."""
+        """Drop all copies of the model's weights if the weights have changed. Return
+        `weight_version`, which counts these changes."""
         if self.weight_watcher.detect_changes():
             self.__dict__.pop("kernel_decoder", None)
             self.weight_version += 1
         return self.weight_version
 
     def graph_references(self) -> list[object]:
-        """Return what a pass reads besides its arguments: memory of weights and buffers, our own
-        decoder and its rotary tables. A CUDA graph must hold references to them, since all of these
-        may be replaced while it exists."""
+        """Return the objects that a forward pass reads besides its arguments: the memory of weights
+        and buffers, our own decoder and the decoder's rotary tables. A CUDA graph must hold
+        references to these objects, since all of them may be replaced while the graph exists."""
         references: list[object] = [*parameter_aliases(self.model)]
         if self.kernel_decoder is not None:
             references += [self.kernel_decoder, *self.kernel_decoder.rope_tables.values()]
         return references
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the input of the first layer, (..., D), for token ids (...,)."""
-        embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
+        """Return the input (..., D) of the first layer for token ids (...) of any shape."""
+        # Gemma's embedding module scales its output, Granite's does not.
+        embedded = self.embedding(ids)
         multiplier = get_setting(self.config, "embedding_multiplier")
         return embedded * multiplier if multiplier else embedded
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits (..., V) of final hidden states (..., D)."""
-        # contiguous, so that it is one matmul instead of one for each row
+        """Return the logits (..., V) of hidden states (..., D) after the final norm."""
+        # Contiguous hidden states need one matmul, others one matmul per batch row.
         return self.logit_scale(self.head_module(hidden.contiguous()))
 
     def allocate_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """Allocate a cache for up to `num_rows` sequences of up to `capacity` positions.
+        """Allocate a KV cache for up to `num_rows` sequences of up to `capacity` positions each.
 
-        Layers with a sliding window keep all positions too, so that a row has one length, and only
-        the masks know of windows. Raises ValueError if rotary angles change within the capacity.
+        Layers with a sliding window store all positions too, so that all layers of a batch row have
+        the same length; only the attention masks implement the window. Raises ValueError if the
+        target's rotary angles would change within `capacity` positions.
         """
         refuse_longer_sequences(self.config, capacity, "shorten prompts or outputs")
         states = None
@@ -216,8 +221,9 @@ class Target:
     @cached_property
     @torch.no_grad()
     def cache_shapes(self) -> CacheShapes:
-        """Return what the layers keep of a sequence, from a pass over one token. Raises ValueError
-        if the pass fails, for example because kernels of quantised weights need other sizes."""
+        """Return the shapes of what the layers store for a sequence, measured by a forward pass
+        over one token. Raises ValueError if the pass fails, for example because the kernels of
+        quantised weights do not support the model's sizes."""
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         masks = build_masks_by_layer_type(
             self.attention_windows, partial(build_packed_mask, zero, zero)
@@ -236,7 +242,7 @@ class Target:
         except failures as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"this target ({self.config.model_type}) does not run on this machine: {reason}"
+                f"this target ({self.config.model_type}) does not run on this machine ({reason})"
             ) from error
         return cache_view.shapes
 
@@ -250,8 +256,12 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run token ids (B, Q) at absolute positions (B, Q) through Hugging Face's layers.
 
-        masks: by layer type. Returns the outputs of the feature layers, concatenated, (B, Q, F *
-        D), and the last hidden states (B, Q, D).
+        masks: attention mask of every layer type
+        cache_view: where keys and values are stored; None means that nothing is cached
+        feature_layer_ids: ids of the F layers whose outputs are returned
+
+        Returns the outputs of the feature layers, concatenated, (B, Q, F * D), and the last hidden
+        states after the final norm, (B, Q, D).
         """
         additive_masks: dict[str, torch.Tensor | None] = {
             layer_type: to_additive_mask(mask.dense, self.dtype)
@@ -292,16 +302,20 @@ class Target:
         feature_layer_ids: tuple[int, ...],
         use_transformers: bool = False,
     ) -> Features:
-        """Compute the features of packed documents for training.
+        """Compute the features of packed sequences for training.
 
-        ids, positions, documents: (B, T) int64; document numbers are -1 on padding.
-        use_transformers: run Hugging Face's layers even if our own decoder supports the target.
+        ids: (B, T) int64, token ids
+        positions: (B, T) int64, the position of every token within its document
+        documents: (B, T) int64, document numbers, -1 on padding
+        feature_layer_ids: ids of the feature layers
+        use_transformers: run Hugging Face's layers even if our own decoder supports the target
         """
         length = ids.shape[1]
         make_mask = partial(build_packed_mask, positions, documents)
         masks = build_masks_by_layer_type(self.attention_windows, make_mask)
-        if get_setting(self.config, "floor_scale"):  # queries are scaled by their index in the row
-            refuse_longer_sequences(self.config, length, "pack shorter rows (data.length)")
+        # Queries are scaled by their index in the packed sequence.
+        if get_setting(self.config, "floor_scale"):
+            refuse_longer_sequences(self.config, length, "set a smaller data.length")
         max_length = get_max_supported_length(self.config) or length
         if not use_transformers and self.kernel_decoder is not None and length <= max_length:
             cache_view = PackedCacheView(documents, len(self.kernel_decoder.layers))
@@ -313,31 +327,33 @@ class Target:
 
     @cached_property
     def attention_break_even_length(self) -> float:
-        """Return the context length at which attention takes as many multiplications per position
-        as the layers' weights do, head excluded. Of a mixture of experts, only the experts that a
-        position uses count."""
+        """Return the context length at which the attention of one position takes as many
+        multiplications as the layers' weights do for this position. The language model head is not
+        counted. In a mixture of experts, only the experts that one position uses are counted."""
         experts_per_token = get_setting(self.config, "num_experts_per_tok") or 1
         weight_macs = 0
         for weight in get_decoder_layers(self.decoder).parameters():
             if weight.ndim == 2:
                 weight_macs += weight.numel()
-            elif weight.ndim == 3:  # experts, outputs, inputs
+            elif weight.ndim == 3:  # shape (experts, outputs, inputs)
                 weight_macs += experts_per_token * weight.numel() // len(weight)
         head_sizes = [size for pair in self.cache_shapes.attention.values() for _, size in pair]
-        attention_macs = self.config.num_attention_heads * sum(head_sizes)  # per context position
+        # number of multiplications per context position
+        attention_macs = self.config.num_attention_heads * sum(head_sizes)
         return weight_macs / attention_macs if attention_macs else math.inf
 
     @property
     def run_decoder(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Return the function that runs the decoder over cached sequences: our own decoder if it
-        computes the same as Hugging Face's layers, else `run_transformers_layers`."""
+        """Return the function that runs the target's decoder over cached sequences. It is our own
+        decoder if that computes the same as Hugging Face's layers, otherwise
+        `run_transformers_layers`."""
         return self.kernel_decoder or self.run_transformers_layers
 
     @cached_property
     def kernel_decoder(self) -> KernelDecoder | None:
         """Return our own decoder (`infer.targets.kernel_decoder`) if it computes the same as
-        Hugging Face's layers. Else None, after a warning; also None, without a warning, for sharded
-        targets and for targets with recurrent layers."""
+        Hugging Face's layers. Otherwise return None and print a warning. Sharded targets and
+        targets with recurrent layers also have None, without a warning."""
         if self.is_sharded or self.has_recurrent_layers:
             return None
         if len(self.attention_windows) == 1:
@@ -346,7 +362,7 @@ class Target:
             layer_types = self.config.layer_types
         try:
             with get_model_lock(self.model):
-                # first of all, because it moves weights
+                # The decoder is built first, because this moves weights.
                 decoder = build_kernel_decoder(
                     self.decoder,
                     layer_types,
@@ -356,7 +372,7 @@ class Target:
                     self.kernels,
                 )
                 if not self.cache_shapes.is_uniform_attention:
-                    raise UnsupportedLayer("keys and values of several sizes")
+                    raise UnsupportedLayer("layers whose keys and values have different sizes")
                 compare_with_transformers(self, decoder)
         except UnsupportedLayer as error:
             warnings.warn(
@@ -364,7 +380,7 @@ class Target:
                 stacklevel=2,
             )
             return None
-        self.weight_watcher.take_snapshot()  # joining weights has moved them
+        self.weight_watcher.take_snapshot()  # building the decoder has moved weights
         return decoder
 
     def extend_cache(
@@ -374,10 +390,13 @@ class Target:
         feature_layer_ids: tuple[int, ...],
         run_decoder: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> Features:
-        """Run the next tokens `ids` of every row, and commit them to the cache.
+        """Run the next tokens of every sequence through the target, and commit them to the cache.
 
-        run_decoder: used in place of `Target.run_decoder`. Returns features (B, Q, ...), where Q is
-        the largest number of tokens of a row; shorter rows are padded on the right.
+        ids: next token ids of every batch row
+        run_decoder: function to use in place of `Target.run_decoder`
+
+        Returns features (B, Q, ...), where Q is the largest number of tokens in a batch row. Rows
+        with fewer tokens are padded on the right.
         """
         rows = len(ids)
         width = max(map(len, ids))
@@ -405,11 +424,15 @@ class Target:
         cache: KVCache,
         feature_layer_ids: tuple[int, ...] = (),
     ) -> Features:
-        """Run the nodes of the draft trees in one pass (DDTree section 4.4).
+        """Run all nodes of the draft trees through the target in one forward pass (DDTree section
+        4.4).
 
-        A node's position follows from its depth. It attends to the cache of its row, to its
-        ancestors and to itself. ancestors: (B, M, M) bool, see `DraftTree.ancestors`. The cache
-        holds the nodes until `KVCache.commit` keeps a path.
+        The position of a node follows from its depth. A node attends to the cached positions of its
+        batch row, to its ancestors and to itself.
+
+        ancestors: (B, M, M) bool, see `DraftTree.ancestors`
+
+        The cache stores all nodes until `KVCache.commit` keeps the nodes of one path.
         """
         rows, width = tree.tokens.shape
         cache_view = cache.make_view(width, tree.node_mask)
@@ -426,7 +449,7 @@ class Target:
         if valid_mask is None:
             outputs = self.run_decoder(tokens, positions, masks, cache_view, feature_layer_ids)
             return Features(*outputs)
-        assert self.kernel_decoder is not None, "rows of different sizes need our own decoder"
+        assert self.kernel_decoder is not None, "trees of different sizes need our own decoder"
         outputs = self.kernel_decoder(
             tokens[valid_mask], positions[valid_mask], masks, cache_view, feature_layer_ids
         )
@@ -438,14 +461,14 @@ class Target:
 
 
 def supports_ragged(target: Target) -> bool:
-    """Return whether the rows of a pass may have different numbers of nodes
+    """Return whether the draft trees of one forward pass may have different numbers of nodes
     (`DraftTree.node_mask`)."""
     return target.kernel_decoder is not None and target.kernels.supports_ragged
 
 
 def first_float_parameter(module: nn.Module) -> nn.Parameter:
-    """Return the first parameter of a layer that is not of integers: its weight, or the scales of
-    its int8 codes. It has the dtype in which the layer computes."""
+    """Return the first floating-point parameter of a layer: the weight, or the scales of int8
+    codes. The layer computes in this parameter's dtype."""
     return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
 
 
@@ -453,11 +476,12 @@ def first_float_parameter(module: nn.Module) -> nn.Parameter:
 def compare_with_transformers(
     target: Target, decoder: KernelDecoder, context_length: int = 9, width: int = 5
 ) -> None:
-    """Compare our own decoder with Hugging Face's layers.
+    """Compare each layer of our own decoder with Hugging Face's layer.
 
-    After a random context, `width` random tokens of two rows are run through Hugging Face's layers,
-    and each of our layers is run on the same input as its counterpart. Raises UnsupportedLayer for
-    the first layer whose outputs differ by more than rounding.
+    Two batch rows get a random context of `context_length` tokens, and then `width` random tokens
+    run through Hugging Face's layers. Each of our layers runs on the same input as its Hugging Face
+    counterpart. Raises UnsupportedLayer for the first layer whose outputs differ by more than
+    rounding.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
@@ -490,26 +514,25 @@ def compare_with_transformers(
         layer_type = layer.layer_type
         normed = decoder.kernels.rms_norm(states, layer.attention_norm)
         actual, _ = layer.run(
-            states,
-            normed,
-            decoder.final_norm,
-            rotations[layer_type],
-            masks[layer_type],
-            layer_view,
+            states, normed, decoder.final_norm, rotations[layer_type], masks[layer_type], layer_view
         )
-        # what the layer adds, because the residual stream itself may be much larger
+        # Only what the layer adds is compared, because the residual stream itself may be much
+        # larger.
         if not equals_up_to_rounding(
             actual - states, expected - states, target.is_int8, float(states.norm())
         ):
-            raise UnsupportedLayer(f"layers that compute something else ({type(module).__name__})")
+            raise UnsupportedLayer(
+                f"layers with other outputs than our decoder's ({type(module).__name__})"
+            )
         states = expected
     last_normed = decoder.kernels.rms_norm(states, decoder.final_norm)
     if not equals_up_to_rounding(last_normed, last.flatten(0, 1), target.is_int8):
-        raise UnsupportedLayer("another last norm")
+        raise UnsupportedLayer("a final norm whose output differs from our decoder's")
 
 
 def pad_token_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Return the token ids of several rows, padded on the right with 0, (B, Q) int64."""
+    """Return the token ids of several batch rows as one tensor (B, Q) int64, padded on the right
+    with 0."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
@@ -523,12 +546,12 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def parameter_aliases(module: nn.Module) -> list[torch.Tensor]:
-    """Return aliases of a module's parameters and buffers. They keep the memory alive even if a
-    parameter is given other memory."""
+    """Return tensors that share the memory of a module's parameters and buffers. These tensors keep
+    the memory alive even after a parameter has been moved to other memory."""
     return [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
 
 
 def number_format_name(target: Target) -> str:
-    """Return the name, for reports, of the number format of a target's weights, such as "float32"
-    or "int8"."""
+    """Return the name of the number format of a target's weights for reports, such as "float32" or
+    "int8"."""
     return "int8" if target.is_int8 else str(target.dtype).removeprefix("torch.")

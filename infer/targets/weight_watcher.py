@@ -1,5 +1,5 @@
-"""Detection of changed weights, such as a merged adapter or a loaded state dict, after which copies
-of the weights must be made again."""
+"""Detection of changed weights, for example after an adapter was merged or a state dict was loaded.
+Copies of the weights must then be made again."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,19 +8,22 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
-WATCHED_VALUES_PER_WEIGHT_MATRIX = 16  # compared with their earlier values
-WATCHED_PARAMETERS_CHECKED_PER_ROUND = 32  # whose identity and address are compared in every round
-get_version = attrgetter("_version")  # how many in-place writes to a tensor PyTorch has counted
+# number of values of each matrix that are compared with their earlier values
+WATCHED_VALUES_PER_WEIGHT_MATRIX = 16
+# number of parameters whose identity and address are compared in every decoding round
+WATCHED_PARAMETERS_CHECKED_PER_ROUND = 32
+get_version = attrgetter("_version")  # reads PyTorch's count of in-place writes to a tensor
 
 
 class WeightWatcher:
     """Detects that weights of a module were replaced, moved or written to.
 
     A write through `.data`, which is how peft merges adapters, changes neither a tensor's version
-    nor its address. Therefore values are compared too: all values of vectors (norms and biases),
-    since our own decoder works on copies of some of them, and a few values of each matrix. A write
-    through `.data` that changes only other values of a matrix is not detected. Our own decoder does
-    not need that, as it reads matrices in place.
+    nor its address. Therefore values are compared too. All values of vectors (norms and biases) are
+    compared, since our own decoder works on copies of some vectors. Only a few values of each
+    matrix are compared. A write through `.data` that changes only other values of a matrix is not
+    detected. Our own decoder is still correct after such a write, because it reads matrices in
+    place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,8 +31,8 @@ class WeightWatcher:
         self.take_snapshot()
 
     def detect_changes(self) -> bool:
-        """Return whether weights have changed since the last snapshot, and take a new snapshot if
-        so. On CUDA this waits for the device."""
+        """Return whether weights have changed since the last snapshot. If they have, take a new
+        snapshot. On CUDA, this call waits for the GPU."""
         weights = list(self.module.parameters())
         same = len(weights) == len(self.weights) and all(map(is_, weights, self.weights))
         if same and not self.detect_changes_quickly() and get_addresses(weights) == self.addresses:
@@ -40,11 +43,13 @@ class WeightWatcher:
         return True
 
     def detect_changes_quickly(self) -> bool:
-        """Return whether versions, identities or addresses show a change.
+        """Return whether the versions, identities or addresses of some parameters show a change of
+        the weights.
 
-        This is cheap enough for every round, since it looks at a sample: versions of the first
-        parameter of each module, identity and address of a few parameters. `detect_changes`, which
-        is called when a sequence starts, detects what this misses.
+        The call is cheap enough for every decoding round, since it checks only a sample: the
+        version of the first parameter of each module, and the identity and address of a few
+        parameters. `detect_changes`, which is called when a sequence starts, detects the changes
+        that this method misses.
         """
         if sum(map(get_version, self.versioned_weights)) != self.version_sum:
             return True
@@ -53,19 +58,20 @@ class WeightWatcher:
         return replaced or get_addresses(current) != self.checked_addresses
 
     def take_snapshot(self) -> None:
-        """Compare later weights with the current ones."""
+        """Store the current weights as the ones that later calls compare with."""
         self.weights = list(self.module.parameters())
         self.addresses = get_addresses(self.weights)
         self.values = sample_values(self.weights)
 
-        # (parameter dict, name) of the first parameter of each module
+        # For each module, the dictionary of its parameters and the name of the first one.
         entries = []
         for module in self.module.modules():
             names = [name for name, weight in module._parameters.items() if weight is not None]
             entries += [(module._parameters, name) for name in names[:1]]
         first_weights = [parameters[name] for parameters, name in entries]
         self.versioned_weights = [weight for weight in first_weights if not weight.is_inference()]
-        self.version_sum = sum(map(get_version, self.versioned_weights))  # versions only increase
+        # The sum shows every change, because versions only increase.
+        self.version_sum = sum(map(get_version, self.versioned_weights))
 
         step = 1 + len(entries) // WATCHED_PARAMETERS_CHECKED_PER_ROUND
         self.checked_entries = entries[::step]
@@ -74,14 +80,15 @@ class WeightWatcher:
 
 
 def get_addresses(weights: Sequence[nn.Parameter | None]) -> list[int]:
-    """Return the memory addresses of ordinary parameters. Subclasses are left out: other packages
-    use them for sharded or quantised weights, whose memory may move at any time."""
+    """Return the memory addresses of ordinary parameters. Subclasses of nn.Parameter are left out,
+    because other packages use them for sharded or quantised weights, whose memory may move at any
+    time."""
     return [weight.data_ptr() for weight in weights if type(weight) is nn.Parameter]
 
 
 def sample_values(weights: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return copies of all values of vectors and some values of each matrix, one tensor for each
-    device and dtype. Subclasses of nn.Parameter are left out."""
+    """Return copies of all values of vectors and of some values of each matrix, concatenated into
+    one tensor per device and dtype. Subclasses of nn.Parameter are left out."""
     samples_by_type = defaultdict(list)
     for weight in weights:
         if type(weight) is nn.Parameter and not weight.is_meta:
@@ -92,8 +99,8 @@ def sample_values(weights: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def first_values_of_middle_row(weight: torch.Tensor) -> torch.Tensor:
-    """Return a view of the first values of the middle row of a matrix, or of all values of a
-    vector."""
+    """Return a view of a sample of a weight: the first values of the middle row of a matrix, or all
+    values of a vector."""
     if weight.ndim < 2:
         return weight.reshape(-1)
     for size in weight.shape[:-1]:

@@ -1,8 +1,8 @@
-"""Chat messages in the form that a chat template reads.
+"""Conversion of chat messages to the form that a chat template reads.
 
-Most templates (Qwen3, Llama 3) take the arguments of a tool call as an object. Templates that
-concatenate them with strings (DeepSeek V3, R1, V3.1) take JSON text. Some templates read the
-reasoning of an answer under a key of its own; others expect it inside the content.
+Most chat templates (Qwen3, Llama 3) take the arguments of a tool call as an object. Templates that
+concatenate the arguments with strings (DeepSeek V3, R1, V3.1) take JSON text. Some templates read
+the reasoning of an answer under a separate key; others expect the reasoning inside the content.
 """
 
 import json
@@ -12,17 +12,19 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-# Keys of a message under which chat templates read reasoning. The first one that a template names
-# is used.
+# Keys of a message under which chat templates read reasoning. The first key that a template
+# contains is used.
 CHAT_TEMPLATE_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: object) -> list[dict]:
-    """Return messages with tool-call arguments in the form that the chat template takes.
+    """Return messages whose tool-call arguments have the form that the tokenizer's chat template
+    takes.
 
-    Arguments become objects. They become JSON text if the template fails with objects, or renders
-    them in Python's notation, and does neither with JSON text. `options` are further arguments of
-    `apply_chat_template`.
+    By default, arguments become objects. They become JSON text if the template fails with objects
+    or renders objects in Python's notation, and if it does neither with JSON text.
+
+    options: further arguments of `apply_chat_template`
     """
     functions = []
     for message in messages:
@@ -53,7 +55,7 @@ def convert_tool_arguments(tokenizer: Any, messages: list[dict], **options: obje
 
 
 def parse_tool_arguments(arguments: object) -> object:
-    """Return a tool call's arguments as an object.
+    """Return the arguments of a tool call as an object.
 
     JSON text is parsed. Text that is not JSON is returned unchanged.
     """
@@ -66,14 +68,16 @@ def parse_tool_arguments(arguments: object) -> object:
 
 
 def tool_arguments_to_json(arguments: object) -> str:
-    """Return a tool call's arguments as JSON text. Text is returned unchanged."""
+    """Return the arguments of a tool call as JSON text. Arguments that are already text are
+    returned unchanged."""
     if isinstance(arguments, str):
         return arguments
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def _convert_arguments(messages: list[dict], convert: Callable[[object], object]) -> list[dict]:
-    """Return messages in which `convert` was applied to the arguments of every tool call."""
+    """Return copies of messages in which `convert` was applied to the arguments of every tool
+    call."""
     converted_messages = []
     for message in messages:
         calls = []
@@ -88,11 +92,11 @@ def _convert_arguments(messages: list[dict], convert: Callable[[object], object]
 
 
 def place_reasoning(messages: Sequence[dict], template: str) -> list[dict]:
-    """Move each message's `reasoning_content` to where the chat template reads it.
+    """Move the `reasoning_content` of each message to where the chat template reads reasoning.
 
-    That is the template's own key for reasoning. If the template has no such key but contains
-    "</think>", the reasoning is put in front of the content, inside <think> tags. Otherwise it is
-    dropped.
+    If the template contains one of CHAT_TEMPLATE_REASONING_KEYS, the reasoning is stored under that
+    key. Otherwise, if the template contains "</think>", the reasoning is put in front of the
+    content, inside <think> tags. Otherwise the reasoning is dropped.
     """
     template_keys = (
         key

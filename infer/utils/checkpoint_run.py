@@ -1,4 +1,5 @@
-"""Options that a command takes from its checkpoint's training run: the target and the data."""
+"""Options that a command takes from the training run that wrote its checkpoint: the target and the
+data."""
 
 import json
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 from infer.utils.files import read_limited_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Options that a command with OPTION_SECTIONS_TAKEN_FROM_RUN takes from the run of its checkpoint. The device is
-# not among them because this machine may have another one. Neither is trust_remote_code, because
-# only the user may allow a model to run its own code.
+# Options that a command with OPTION_SECTIONS_TAKEN_FROM_RUN takes from the training run of its
+# checkpoint. Key: section. Value: names of the options in this section. The device is left out
+# because this machine may have another one. trust_remote_code is left out because only the user may
+# allow a model to run its own code.
 OPTIONS_TAKEN_FROM_CHECKPOINT_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": (
@@ -26,13 +28,15 @@ MAX_RUN_CONFIG_BYTES = 1 << 20
 
 
 def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict[str, dict]:
-    """Return options from the training run of the command's checkpoint, by section.
+    """Return options from the training run that wrote the command's checkpoint, by section.
 
     config: the command's composed configuration
-    chosen: the keys and groups that the user gave, which take precedence
-    options_class: the command's dataclass; its OPTION_SECTIONS_TAKEN_FROM_RUN names the sections to take
+    chosen: the option names and groups that the user gave, which take precedence over the run's
+        options
+    options_class: the command's dataclass; its attribute OPTION_SECTIONS_TAKEN_FROM_RUN names the
+        sections to take
 
-    A section is left out if the user chose its path, source or datasets.
+    A section is left out if the user gave its path, source or datasets.
     """
     section_names = getattr(options_class, "OPTION_SECTIONS_TAKEN_FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints")
@@ -56,16 +60,17 @@ def load_run_options(config: Any, chosen: set[str], options_class: type) -> dict
 
 
 def read_run_config(checkpoint: str) -> dict:
-    """Return the configuration of the training run that contains a checkpoint.
+    """Return the configuration of the training run whose folder contains a checkpoint.
 
-    Returns an empty dictionary if the path is not inside a run folder.
+    Return an empty dictionary if the checkpoint is not inside a run folder.
     """
-    path = Path(checkpoint).resolve()  # "best" is a symbolic link to a step
+    path = Path(checkpoint).resolve()  # "best" is a symbolic link to the checkpoint of a step
     if not path.exists():
         return {}
     for folder in (path, *path.parents[:3]):
         if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
             text = read_limited_text(folder / "config.json", MAX_RUN_CONFIG_BYTES)
-            # The file may come from someone else. OmegaConf must not resolve ${oc.env:HOME} in it.
+            # The file may come from someone else, so OmegaConf must not resolve expressions such as
+            # ${oc.env:HOME} in it.
             return translate_saved_config(json.loads(text.replace("${", r"\\${")))
     return {}

@@ -1,21 +1,21 @@
 """Checks that several option dataclasses need.
 
-Every function raises a ValueError that names the option, its value and what is allowed.
+Every `require_` function raises a ValueError that names the option, the value and what is allowed.
 """
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-# Key in the metadata of a dataclass field. The option takes text as it is typed, or "@FILE" for a
-# file that contains the text.
+# A key in the metadata of a dataclass field. It marks an option whose value is a text, or "@FILE"
+# for a file that contains the text.
 TEXT_OR_FILE_METADATA_KEY = "text or @file"
 
-MIN_TEMPERATURE = 0.001  # smaller divisors make logits overflow
+MIN_TEMPERATURE = 0.001  # dividing logits by a smaller number would make them overflow
 
 
 def check_nested_options(options: Any) -> None:
-    """Call `check()` of every field that is itself a dataclass of options."""
+    """Call `check()` on every field of `options` that is itself a dataclass of options."""
     for field in fields(options):
         nested_options: Any = getattr(options, field.name)
         if is_dataclass(nested_options):
@@ -23,9 +23,10 @@ def check_nested_options(options: Any) -> None:
 
 
 def require_at_least(options: object, prefix: str = "", **minimums: int) -> None:
-    """Raise ValueError unless every named option is None or at least its minimum.
+    """Raise ValueError if an option is below its minimum. An option that is None is allowed.
 
-    `prefix` is put before the option's name in the message, such as "optim.".
+    prefix: text in front of the option's name in the message, such as "optim."
+    minimums: the minimum of each option, by the option's name
     """
     for name, minimum in minimums.items():
         value = getattr(options, name)
@@ -34,16 +35,24 @@ def require_at_least(options: object, prefix: str = "", **minimums: int) -> None
 
 
 def require_positive(options: object, prefix: str, *names: str) -> None:
-    """Raise ValueError unless every named option is None or above 0."""
+    """Raise ValueError if an option is not above 0. An option that is None is allowed.
+
+    prefix: text in front of the option's name in the message, such as "optim."
+    names: names of the options
+    """
     for name in names:
         value = getattr(options, name)
-        # `not value > 0` also refuses NaN.
+        # `not value > 0` is also true for NaN.
         if value is not None and not value > 0:
             raise ValueError(f"{prefix}{name}={value}: must be above 0")
 
 
 def require_one_of(options: object, prefix: str = "", **choices: Iterable[object]) -> None:
-    """Raise ValueError unless every named option has one of its allowed values."""
+    """Raise ValueError if an option does not have one of its allowed values.
+
+    prefix: text in front of the option's name in the message, such as "optim."
+    choices: the allowed values of each option, by the option's name
+    """
     for name, allowed in choices.items():
         value = getattr(options, name)
         if value not in allowed:
@@ -54,10 +63,12 @@ def require_one_of(options: object, prefix: str = "", **choices: Iterable[object
 
 
 def require_temperature(options: Any, prefix: str = "") -> None:
-    """Raise ValueError unless the option `temperature` is 0 or large enough to divide logits by."""
+    """Raise ValueError unless the option `temperature` is 0 or large enough to divide logits by.
+
+    prefix: text in front of the option's name in the message, such as "decoding."
+    """
     temperature = options.temperature
     if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
         raise ValueError(
-            f"{prefix}temperature={temperature}: "
-            f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}"
+            f"{prefix}temperature={temperature}: use 0 for greedy decoding, or at least {MIN_TEMPERATURE}"
         )

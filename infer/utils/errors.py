@@ -1,4 +1,5 @@
-"""How a command ends: one-sentence errors with exit codes, Ctrl-C, full disks and closed pipes."""
+"""How a command ends: errors are printed as one sentence and have exit codes, and Ctrl-C, full
+disks and closed pipes are handled."""
 
 import os
 import select
@@ -15,20 +16,20 @@ from infer.utils.interrupts import exit_after_interrupt
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# This must be set before torch is imported. Idle threads of GNU OpenMP spin, so that two commands
-# that run at the same time take three times as much processor time.
+# This must be set before torch is imported. By default, idle threads of GNU OpenMP wait in a busy
+# loop, so that two commands that run at the same time take three times as much processor time.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-EXIT_CODE_RUN_ABORTED = 3  # the command started its work and could not continue
-EXIT_CODE_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it for other programs
+EXIT_CODE_RUN_ABORTED = 3  # the command had started its work and could not continue
+EXIT_CODE_BROKEN_PIPE = 141  # 128 + SIGPIPE, the code that shells report for other programs
 
 
 class RunAborted(Exception):
-    """An error that ends work which has already started; the message is one sentence."""
+    """An error that ends work that has already started. Its message is one sentence."""
 
 
 def redacted_command_line() -> str:
-    """Return this process's command line for a report, without secrets."""
+    """Return the command line of this process for a report, with secrets replaced."""
     program, *arguments = sys.argv
     words = ["./launch.sh", *arguments]
     if Path(program).parent.name == "train":
@@ -37,18 +38,18 @@ def redacted_command_line() -> str:
 
 
 def is_output_pipe_closed() -> bool:
-    """Return whether the reader of stdout or stderr has closed it, as `head` does."""
+    """Return whether stdout or stderr is a pipe whose reader has closed it, as `head` does."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
-        # Streams that are not files have no descriptor to poll.
+        # A stream that is not a file has no descriptor to poll.
         with suppress(AttributeError, OSError, ValueError):
-            poll.register(stream.fileno(), 0)  # 0: poll reports errors only
+            poll.register(stream.fileno(), 0)  # with the event mask 0, poll reports only errors
     return bool(poll.poll(0))
 
 
 @contextmanager
 def exit_quietly_on_broken_pipe() -> Generator[None]:
-    """End the process without a message if the reader of its output has closed the pipe."""
+    """End the process without a message if the reader of the process's output closes the pipe."""
     try:
         try:
             yield
@@ -57,14 +58,14 @@ def exit_quietly_on_broken_pipe() -> Generator[None]:
             sys.stderr.flush()
     except BrokenPipeError:
         if is_output_pipe_closed():
-            # A normal exit would flush the streams again and print an error.
+            # A normal exit would flush the streams once more, which would print an error.
             os._exit(EXIT_CODE_BROKEN_PIPE)
         raise
 
 
 @contextmanager
 def report_errors_and_exit() -> Generator[None]:
-    """End the process if the block raises an error.
+    """Print an error that the block raises, and end the process.
 
     | error | output | exit code |
     | --- | --- | --- |
@@ -94,7 +95,8 @@ def report_errors_and_exit() -> Generator[None]:
 
 @contextmanager
 def explain_interrupt(explanation: str) -> Generator[None]:
-    """Attach an explanation to Ctrl-C within the block: what was saved and how to continue."""
+    """Attach `explanation` to the KeyboardInterrupt that Ctrl-C raises within the block. The
+    explanation says what was saved and how to continue."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -102,7 +104,8 @@ def explain_interrupt(explanation: str) -> Generator[None]:
 
 
 def file_error_types() -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading and writing files raises, safetensors' own included."""
+    """Return the exception classes that reading and writing files raises, including the one of
+    safetensors."""
     from safetensors import SafetensorError
 
     return (OSError, SafetensorError)
@@ -110,10 +113,12 @@ def file_error_types() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def abort_on_write_error(output_name: str) -> Generator[None]:
-    """Raise RunAborted if the block cannot write its files (full, read-only or missing disk).
+    """Raise RunAborted if the block cannot write its files, because a disk is full, read-only or
+    missing.
 
-    `output_name` says in the message what was being written. BrokenPipeError passes through
-    because it concerns the command's output and not a file.
+    output_name: what the block writes, for the message
+
+    BrokenPipeError is raised unchanged, because it concerns the command's output and not a file.
     """
     try:
         yield
@@ -122,15 +127,14 @@ def abort_on_write_error(output_name: str) -> Generator[None]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunAborted(
-            f"{output_name} could not be written: {reason}; what was saved before is complete, "
-            "and the same command goes on from there"
+            f"{output_name} could not be written: {reason}; what was saved before is complete, and the same command goes on from there"
         ) from error
 
 
 def exit_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
-    """End the process with a sentence about a Python module that is not installed.
+    """Print a sentence about a Python module that is not installed, and end the process.
 
-    A missing module of this project is a bug: the exception is raised again.
+    If the missing module belongs to this project, that is a bug, and the exception is raised again.
     """
     module = (error.name or "").partition(".")[0]
     if module in ("", "conf", "data", "infer", "train"):
@@ -139,6 +143,7 @@ def exit_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
 
 
 def exit_with_error(message: str, code: int = 2) -> NoReturn:
-    """Print an error message without secrets to stderr and end the process with an exit code."""
+    """Print an error message to stderr, with secrets replaced, and end the process with the exit
+    code `code`."""
     print(f"error: {redact_text(message)}", file=sys.stderr)
     raise SystemExit(code)

@@ -1,7 +1,8 @@
-"""Reading and writing files: atomic and without secrets, locks, digests, comparison of settings.
+"""Reading and writing of files: atomic writes without secrets, locks, digests, and comparison of
+settings.
 
-An atomic write leaves either the complete new file or the previous one, whenever the process is
-killed.
+An atomic write leaves either the complete new file or the previous one, no matter when the process
+is killed.
 """
 
 import hashlib
@@ -20,16 +21,18 @@ from infer.utils.redact import redact, redact_text
 if TYPE_CHECKING:
     import torch
 
-# Mode of model files. Engines of other users read them, and safetensors creates files with 0600.
+# File mode of model files. safetensors creates files with mode 0600, but engines that other users
+# run must be able to read them.
 SHARED_FILE_MODE = 0o644
 
 
 @contextmanager
 def atomic_replace_file(path: Path) -> Generator[Path]:
-    """Yield a hidden temporary path next to `path`; move it to `path` if the block succeeds.
+    """Yield a hidden temporary path next to `path`. If the block succeeds, move the file that the
+    block has written there to `path`.
 
     The file is synced to disk before it is moved. If the block fails, the temporary file is
-    removed; an OSError without a file name, as a full disk raises it, gets the name of `path`.
+    removed. An OSError without a file name, such as that of a full disk, gets the name of `path`.
     """
     temporary_path = path.with_name(f".{path.name}")
     try:
@@ -46,9 +49,11 @@ def atomic_replace_file(path: Path) -> Generator[Path]:
 
 @contextmanager
 def atomic_create_folder(path: Path) -> Generator[Path]:
-    """Yield a temporary folder to fill; move it to `path` if the block succeeds.
+    """Yield a temporary folder for the block to fill. If the block succeeds, move the folder to
+    `path`.
 
-    `path` must not exist or must be empty. If the block fails, nothing is left.
+    `path` must not exist, or must be an empty folder. If the block fails, the temporary folder is
+    removed.
     """
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -60,22 +65,22 @@ def atomic_create_folder(path: Path) -> Generator[Path]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file atomically, without secrets (`infer.utils.redact`)."""
+    """Write a text file atomically, with secrets replaced (`infer.utils.redact`)."""
     with atomic_replace_file(path) as temporary_path:
         temporary_path.write_text(redact_text(text), encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as a JSON file atomically, without secrets."""
+    """Write a value as a JSON file atomically, with secrets replaced (`infer.utils.redact`)."""
     atomic_write(path, json.dumps(redact(value), indent=1) + "\n")
 
 
 def save_shared_safetensors(
     tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file with mode SHARED_FILE_MODE.
+    """Write tensors to a safetensors file with mode SHARED_FILE_MODE.
 
-    Raises OSError if it cannot be written.
+    Raises OSError if the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -88,35 +93,38 @@ def save_shared_safetensors(
 
 
 class UnreadableFileError(ValueError):
-    """A path is not a regular file, or the file is larger than allowed."""
+    """A path does not lead to a regular file, or the file is larger than allowed."""
 
 
 def read_limited_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file of at most `max_bytes` bytes.
 
-    Devices and pipes are never opened: a device may never end, and opening a pipe blocks until
-    there is a writer. Raises UnreadableFileError, and OSError as `open` does.
+    Devices and pipes are never opened, since a device may never end, and since opening a pipe
+    blocks until another process writes to it. Raises UnreadableFileError if `path` is not a regular
+    file or the file is too large, and OSError like `open`.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableFileError(f"{path.name} is no regular file, but a device, pipe or folder")
+        raise UnreadableFileError(
+            f"{path.name} is a device, pipe or folder; a regular file is needed"
+        )
     if status.st_size > max_bytes:
         raise UnreadableFileError(
-            f"{path.name} has {status.st_size} bytes: exceeds the limit of {max_bytes}"
+            f"{path.name} has {status.st_size} bytes, but at most {max_bytes} bytes are allowed"
         )
     return path.read_text(encoding="utf-8")
 
 
 @contextmanager
 def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[None]:
-    """Hold a lock within the block, so that only one process writes an output.
+    """Hold a lock within the block, so that only one process at a time writes an output.
 
-    lock_path: the lock file; it is removed after the block
-    output_name: what the lock protects, for the error message
+    lock_path: the lock file, which is removed after the block
+    output_name: the output that the lock protects, for the error message
     option: the option with which the user chooses another output, such as "out="
 
     The kernel releases the lock however the process ends. Raises ValueError if another process
-    holds it.
+    holds the lock.
     """
     with acquire_lock_file(lock_path, output_name, option) as lock:
         lock.truncate(0)
@@ -125,12 +133,14 @@ def hold_lock_file(lock_path: Path, output_name: str, option: str) -> Generator[
         try:
             yield
         finally:
-            # Before the lock is released: `acquire_lock_file` notices that the file was removed.
+            # The file is removed before the lock is released. `acquire_lock_file` of another
+            # process notices that the file was removed.
             lock_path.unlink(missing_ok=True)
 
 
 def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
-    """Return the open lock file with its lock held. See `hold_lock_file`."""
+    """Return the open lock file after acquiring the lock. Raises ValueError if another process
+    holds the lock; the arguments are those of `hold_lock_file`."""
     import fcntl
 
     while True:
@@ -142,18 +152,18 @@ def acquire_lock_file(lock_path: Path, output_name: str, option: str) -> TextIO:
                 lock.seek(0)
                 holder = lock.read().strip() or "another process"
             raise ValueError(
-                f"{output_name} is being written by {holder}: wait for it, stop it, or choose "
-                f"another {option}"
+                f"{output_name} is being written by {holder}; wait for that process, stop it, or choose another {option}"
             ) from error
 
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), lock_path.stat()):
                 return lock
-        lock.close()  # the previous holder removed the file after it was opened here
+        # The process that held the lock before has removed the file since it was opened here.
+        lock.close()
 
 
 def fsync_path(path: Path) -> None:
-    """Block until a file or folder is written to the disk."""
+    """Wait until a file or folder has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -168,12 +178,13 @@ def file_digest(path: Path) -> str:
 
 
 def json_digest(value: object) -> str:
-    """Return the SHA-256 of a JSON value, independent of key order and white space."""
+    """Return the SHA-256 of a JSON value in hexadecimal. It does not depend on the order of
+    keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[str]:
-    """Return the dotted keys under which two nested dictionaries differ."""
+    """Return the dotted keys whose values differ between two nested dictionaries."""
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return [] if saved == current else [prefix.removesuffix(".")]
     changed_keys = []
@@ -185,11 +196,13 @@ def find_changed_keys(saved: object, current: object, prefix: str = "") -> list[
 def refuse_changed_settings(
     saved: dict, current: dict, message: str, ignored_prefixes: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError if an output was started with other settings than the current ones.
+    """Raise ValueError if the settings that an output was started with differ from the current
+    settings.
 
-    saved: settings stored with the output; secrets were removed from them and are not compared
-    message: the error message, with {keys} in place of the changed keys
-    ignored_prefixes: keys that start with one of these may differ
+    saved: settings that are stored with the output, with secrets replaced; secrets are not compared
+    current: settings of this run
+    message: the error message, in which {keys} stands for the changed keys
+    ignored_prefixes: keys that start with one of these texts may differ
     """
     json_settings = json.loads(json.dumps(current))
     changed_keys = find_changed_keys(redact(saved), redact(json_settings))

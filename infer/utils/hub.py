@@ -1,6 +1,7 @@
-"""Checks once whether the model hub is reachable, so that an unreachable hub costs seconds.
+"""A check whether the Hugging Face hub can be reached. It is made once and takes at most a few
+seconds.
 
-Without this check, libraries retry for about half a minute.
+Without this check, libraries try for about half a minute to reach an unreachable hub.
 """
 
 import os
@@ -18,17 +19,17 @@ HUB_REACHABILITY_TIMEOUT_SECONDS = 3.0
 DEFAULT_PORT_OF_HTTP_URLS = 80
 DEFAULT_PORT_OF_HTTPS_URLS = 443
 HUB_NAME_PATTERN = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Options whose values may be names on the hub.
+# Names, without their section, of the options whose values may be repositories on the hub.
 HUB_OPTION_KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}
 
 
 def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> None:
-    """Switch huggingface_hub to offline mode if an option names a repository on the hub and the
-    hub is not reachable.
+    """Switch huggingface_hub to offline mode if an option names a repository on the hub and the hub
+    cannot be reached.
 
-    options: (dotted key, value) of every option
+    options: (dotted name, value) of every option
 
-    A file that is missing on this machine is then reported at once.
+    In offline mode, huggingface_hub reports at once that a file is not in its local cache.
     """
     values = {str(value) for key, value in options if HUB_OPTION_KEYS & set(key.split("."))}
     names_repository = any(
@@ -43,8 +44,8 @@ def go_offline_if_hub_is_unreachable(options: Iterable[tuple[str, object]]) -> N
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the hub, or the proxy in front of it, accepts a connection in
-    HUB_REACHABILITY_TIMEOUT_SECONDS."""
+    """Return whether the hub, or the proxy in front of it, accepts a connection within
+    HUB_REACHABILITY_TIMEOUT_SECONDS. Return False if huggingface_hub is in offline mode."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -67,7 +68,8 @@ def is_hub_reachable() -> bool:
         ):
             connections.append(address)
 
-    # A thread, because resolving the host name may take longer than the timeout.
+    # The connection is made in a thread, because resolving the host name may take longer than the
+    # timeout.
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(HUB_REACHABILITY_TIMEOUT_SECONDS)

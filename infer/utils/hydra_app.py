@@ -1,8 +1,10 @@
-"""Run a command under Hydra: conf/ and the command line become a checked dataclass of options.
+"""Run a command under Hydra, which composes the files in conf/ and the command line to a
+configuration. The configuration becomes a checked dataclass of options.
 
-Groups, sweeps, `--config-dir`, `--cfg` and the rest are Hydra's. This module adds the schema of the
-options in Hydra's config store, a help that explains every option, `--prompt`, paths in place of a
-group's option, and options from the training run of a checkpoint.
+Groups, sweeps, `--config-dir` and `--cfg` are features of Hydra. This module adds the schema of the
+options in Hydra's config store, a help text that explains every option, the argument `--prompt`,
+paths in place of a group's name (`target=/path/to/model`), and options from the training run of a
+checkpoint.
 """
 
 import gc
@@ -33,18 +35,24 @@ from infer.utils.renamed_options import new_name_in
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent.parent / "conf"
 HYDRA_VERSION_BASE = "1.3"
 HELP_FLAGS = {"--help", "-h"}
-# Groups without a choice, and the default target and data: not chosen by the user.
+# Choices of a group that the user did not make: None stands for no choice, and "embedded" is the
+# default target and data.
 DEFAULT_HYDRA_GROUP_CHOICES = (None, "embedded")
-# Allocated objects before a garbage collection. With Python's default of 700, a tenth of the time
-# to start a command is spent in collections that free nothing.
+# Number of allocated objects that starts a garbage collection. With Python's default of 700, a
+# tenth of the time to start a command is spent in collections that free nothing.
 GC_THRESHOLD_OBJECTS = 10_000
 
 
 @dataclass
 class HydraJob:
-    """A command as a callable for Hydra, which calls it with the composed configuration.
+    """A command in the form of a callable, which Hydra calls with the composed configuration.
 
-    Hydra's launchers may pickle it and run it in another process.
+    Hydra's launchers may pickle this object and call it in another process.
+
+    options_class: the command's dataclass of options
+    function: runs the command with these options
+    prompt: the text of `--prompt`, or None
+    command_line: the command line as the user typed it
     """
 
     options_class: type
@@ -55,7 +63,7 @@ class HydraJob:
     def __call__(self, config: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
 
-        sys.argv = self.command_line  # reports quote the command as it was typed
+        sys.argv = self.command_line  # Reports quote the command line as the user typed it.
         hydra_config = HydraConfig.get()
         output_folder = Path(hydra_config.runtime.output_dir)
         with report_errors_and_exit():
@@ -69,7 +77,7 @@ class HydraJob:
                 self.function(options)
             finally:
                 if output_folder != Path.cwd():
-                    with suppress(OSError):  # the folder is not empty
+                    with suppress(OSError):  # the folder is kept if it is not empty
                         output_folder.rmdir()
 
 
@@ -80,13 +88,15 @@ def run_command(
     function: Callable[[Any], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Compose conf/<config_name>.yaml with the arguments and call `function(options)`.
+    """Compose conf/<config_name>.yaml with the command-line arguments, and call `function` with the
+    resulting options.
 
-    arguments: command-line arguments; None: those of `sys.argv`
+    options_class: the command's dataclass of options
+    arguments: command-line arguments; None means those in `sys.argv`
 
-    With `-m` the function is called for every job of a sweep. A mistake in the arguments ends the
-    process with exit code 2 before anything slow is imported, with a message of Hydra or one
-    sentence (`report_errors_and_exit`).
+    With `-m`, `function` is called for every job of a sweep. A mistake in the arguments ends the
+    process with exit code 2 before any package that is slow to import is imported. The output is
+    then a message of Hydra or one sentence (`report_errors_and_exit`).
     """
     import hydra
 
@@ -120,7 +130,7 @@ def run_command(
 def print_command_help(config_name: str, options_class: type, overrides: list[str]) -> None:
     """Print the help of a command.
 
-    Hydra's own help is slower and does not contain the meaning of an option.
+    Hydra's own help is slower, and it does not explain the options.
     """
     from omegaconf import OmegaConf
 
@@ -130,9 +140,9 @@ def print_command_help(config_name: str, options_class: type, overrides: list[st
 
 @contextmanager
 def translate_hydra_errors() -> Generator[None]:
-    """Raise Hydra's errors within the block as ValueError with Hydra's message.
+    """Convert Hydra's errors within the block to ValueError with Hydra's message.
 
-    Without this, Hydra prints them and ends the process. If the environment has
+    Without this conversion, Hydra prints the error and ends the process. If the environment has
     HYDRA_FULL_ERROR=1, the original error is raised.
     """
     from hydra.errors import HydraException
@@ -146,7 +156,8 @@ def translate_hydra_errors() -> Generator[None]:
             raise
         message = f"{error}\n{error.__cause__ or ''}".strip()
         raise ValueError(new_name_in(message) or message) from error
-    except AttributeError as error:  # OmegaConf's error for a dictionary in place of null
+    # OmegaConf raises this if the value is a dictionary where null is expected
+    except AttributeError as error:
         raise ValueError(f"a value does not have the type of its option: {error}") from error
     finally:
         if not wants_traceback:
@@ -154,9 +165,10 @@ def translate_hydra_errors() -> Generator[None]:
 
 
 def compose_options(config_name: str, options_class: type, arguments: Iterable[str]) -> Any:
-    """Return the checked options of a command for given arguments, without running it.
+    """Return the checked options of a command for the given command-line arguments, without running
+    the command.
 
-    Raises ValueError.
+    Raises ValueError if an argument or an option is invalid.
     """
     from omegaconf import OmegaConf
 
@@ -166,15 +178,17 @@ def compose_options(config_name: str, options_class: type, arguments: Iterable[s
 
 
 def compose_config(config_name: str, options_class: type, overrides: Iterable[str]) -> Any:
-    """Return the composed configuration with Hydra's own section, not yet checked.
+    """Return the composed configuration, including Hydra's own section. Its options are not checked
+    yet.
 
-    Raises ValueError.
+    Raises ValueError if the configuration cannot be composed.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
     register_options(options_class)
-    # Hydra allows one application at a time, and a running command may call this function.
+    # Hydra allows only one application at a time, and a command that runs under Hydra may call this
+    # function.
     GlobalHydra.instance().clear()
     with (
         hydra.initialize_config_dir(str(CONFIG_FOLDER), version_base=HYDRA_VERSION_BASE),
@@ -188,13 +202,21 @@ def compose_config(config_name: str, options_class: type, overrides: Iterable[st
 def build_checked_options(
     config: Any, hydra_config: Any, options_class: type, prompt: str | None = None
 ) -> Any:
-    """Convert a composed configuration to its dataclass and call `check()`. Raises ValueError."""
+    """Convert a composed configuration to the command's dataclass of options, and check the
+    options.
+
+    hydra_config: Hydra's own section of the configuration
+    prompt: the text of `--prompt`, which replaces the option `prompt`; None means that the argument
+        was not given
+
+    Raises ValueError if an option is invalid.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        # Merged as plain values: with +KEY=VALUE the configuration may contain keys that the
-        # dataclass does not have, and only this merge refuses them.
+        # The configuration is merged as plain values. With +KEY=VALUE it may contain keys that the
+        # dataclass does not have, and only a merge of plain values refuses such keys.
         schema = OmegaConf.structured(options_class)
         merged = OmegaConf.merge(schema, OmegaConf.to_container(config))
         run_options = load_run_options(merged, find_chosen_keys(hydra_config), options_class)
@@ -212,7 +234,8 @@ def build_checked_options(
 
 
 def find_chosen_keys(hydra_config: Any) -> set[str]:
-    """Return the keys and groups that the command line or a preset chose."""
+    """Return the option names and groups that the user chose, on the command line or by a
+    preset."""
     keys = set()
     for override in hydra_config.overrides.task:
         keys.add(re.sub(r"^\+*|=.*$", "", override, flags=re.DOTALL))
@@ -223,9 +246,10 @@ def find_chosen_keys(hydra_config: Any) -> set[str]:
 
 
 def register_options(options_class: type) -> None:
-    """Store a command's dataclass in Hydra's config store as the schema `<command>_schema`.
+    """Store a command's dataclass of options in Hydra's config store under the name
+    `<command>_schema`.
 
-    The command's file in conf/ names the schema in its defaults list.
+    The command's file in conf/ names this schema in its defaults list.
     """
     from hydra.core.config_store import ConfigStore
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: ends the process within two seconds with a sentence and exit code 130."""
+"""Ctrl-C ends the process within two seconds, with one sentence and exit code 130."""
 
 import os
 import signal
@@ -10,13 +10,15 @@ from typing import NoReturn
 from infer.utils.progress import HEARTBEAT
 
 EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
-INTERRUPT_GRACE_SECONDS = 1.5  # time for a KeyboardInterrupt to end the process by itself
+INTERRUPT_GRACE_SECONDS = 1.5  # time that a KeyboardInterrupt has to end the process by itself
 
 
 def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
-    """Print a sentence and end the process after Ctrl-C.
+    """Print one sentence and end the process after Ctrl-C.
 
-    Threads are not joined, because a request in one of them may take minutes.
+    error: the interrupt; its message says what was saved
+
+    Other threads are not waited for, because a request in one of them may take minutes.
     """
     explanation = str(error) or "files written before are complete"
     print(f"\nstopped by Ctrl-C: {explanation}", file=sys.stderr)
@@ -26,19 +28,21 @@ def exit_after_interrupt(error: KeyboardInterrupt) -> NoReturn:
 
 
 class InterruptWatcher(threading.Thread):
-    """A thread that ends the process if Ctrl-C does not.
+    """A thread that ends the process if Ctrl-C alone does not end it.
 
-    Python raises KeyboardInterrupt only between two bytecode instructions. One call of compiled
-    code, such as counting n-grams or loading weights, may take minutes.
+    Python raises KeyboardInterrupt only between two bytecode instructions. A single call of
+    compiled code, such as counting n-grams or loading weights, may take minutes.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        # Interrupts that other code handles: a training run saves a checkpoint after the first one.
+        # Number of interrupts that this thread ignores because other code handles them. A training
+        # run saves a checkpoint after the first interrupt.
         self.interrupts_to_ignore = 0
 
     def start_watching(self) -> None:
-        """Start the thread. Does nothing outside the main thread, which alone handles signals."""
+        """Start the thread. Outside the main thread this does nothing, because only the main thread
+        handles signals."""
         if self.is_alive() or threading.current_thread() is not threading.main_thread():
             return
         self.signal_pipe, write_end = os.pipe()
@@ -48,7 +52,8 @@ class InterruptWatcher(threading.Thread):
 
     def run(self) -> None:
         while signal_byte := os.read(self.signal_pipe, 1):
-            # Without an activity the command waits for user input, which Ctrl-C interrupts.
+            # If there is no activity, the command waits for user input, which Ctrl-C interrupts
+            # without this thread.
             if signal_byte[0] != signal.SIGINT or HEARTBEAT.activity is None:
                 continue
             if self.interrupts_to_ignore:

@@ -8,21 +8,22 @@ from typing import Any
 import numba
 from numba import types
 
-# LLVM fast-math flags. "reassoc": sums may be computed in any order. "contract": a multiplication
-# and an addition may become one fused operation. "nnan": there is no NaN. "nsz": the sign of zero
-# does not matter.
+# LLVM fast-math flags. "reassoc" allows sums to be computed in any order. "contract" allows a
+# multiplication and an addition to become one fused operation. "nnan" promises that there is no
+# NaN. "nsz" promises that the sign of zero does not matter.
 FASTMATH_REASSOCIATE = {"reassoc", "contract"}
 FASTMATH_KEEP_ORDER = {"contract", "nnan", "nsz"}
 
 
 def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) -> Any:
-    """Compile a function without the Python interpreter, and cache its machine code on disk.
+    """Compile a function to machine code that does not use the Python interpreter, and cache the
+    machine code on disk.
 
-    fastmath: LLVM fast-math flags, which vectorisation of sums needs
+    function: the function; None if `njit` is used with arguments, as `@njit(fastmath=...)`
+    fastmath: LLVM fast-math flags, which the vectorisation of sums needs
 
-    Usable as `@njit` and as `@njit(fastmath=...)`. The cache is next to the source file or in the
-    user's cache folder. If neither is writable, or the disk is full, every process compiles the
-    function again.
+    The cache is next to the source file or in the user's cache folder. If neither is writable, or
+    if the disk is full, every process compiles the function again.
     """
     if function is None:
         return partial(njit, fastmath=fastmath)
@@ -34,7 +35,7 @@ def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) ->
             raise
         return numba.njit(**options)(function)
 
-    cache = compiled._cache  # numba has no public option to ignore failed writes
+    cache = compiled._cache  # numba has no public option to ignore failed cache writes
     save_overload = cache.save_overload
 
     def save_overload_if_possible(*overload: object) -> None:
@@ -46,9 +47,10 @@ def njit(function: Callable | None = None, *, fastmath: Collection[str] = ()) ->
 
 
 def c_function_address(compiled: Any) -> int:
-    """Return the address of the C function of a compiled function with one `intp` argument.
+    """Return the address of the C function of a function that `njit` has compiled. The function
+    must take one argument, which has the numba type `intp`.
 
-    The function is compiled for that argument if it was not yet.
+    If the function was not compiled for that type yet, it is compiled now.
     """
     compiled.compile((types.intp,))
     overload = compiled.overloads[types.intp,]

@@ -1,4 +1,5 @@
-"""Option dataclasses: their help, checks of their numbers, and text options read from files."""
+"""Handling of option dataclasses: their help text, checks of their numbers, and text options that
+are read from files."""
 
 import json
 import re
@@ -15,36 +16,43 @@ from infer.utils.files import read_limited_text
 
 NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND = 2**62  # seeds and counts are 64-bit integers
 MAX_OPTION_TEXT_FILE_BYTES = 16 << 20
-# Groups of presets. A later one overrides the options of an earlier one.
+# Groups of presets. A preset of a later group overrides the options of a preset of an earlier
+# group.
 PRESET_GROUPS = ("model", "recipe", "experiment")
-# target=VALUE and data=VALUE mean target.path=VALUE and data.path=VALUE if VALUE looks like a path
-# or a name on the hub.
+# For these groups, GROUP=VALUE means GROUP.path=VALUE if VALUE looks like a path or a repository on
+# the hub.
 HYDRA_GROUPS_ACCEPTING_PATHS = ("target", "data")
 PATH_OR_HUB_NAME_PATTERN = re.compile(r".*/.*|.*\.(jsonl|jsonl\.gz|json|parquet|txt|gguf)['\"]?")
 
 
 def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
-    """Print every option with its value, type and meaning, and the groups in `config_folder`."""
+    """Print every option with its value, type and meaning, and then the groups in `config_folder`
+    with their choices.
+
+    options_class: the command's dataclass of options
+    values: the value of every option, by name; a nested dictionary for a nested dataclass
+    """
     print("\n".join(describe_options(options_class, values)))
-    print("\nGroups (GROUP=NAME; target and data also take a path, data=chats.jsonl):")
+    print(
+        "\nGroups (write GROUP=NAME; target and data also take a path, such as data=chats.jsonl):"
+    )
     groups = [path for path in config_folder.iterdir() if path.is_dir() and path.name != "hydra"]
     for group in sorted(groups):
         names = sorted(file.stem for file in group.glob("*.yaml"))
         print(f"  {group.name}: {', '.join(names)}")
     print(
-        "\n--cfg job prints the configuration, --hydra-help explains Hydra's own options, such as "
-        "-m for a sweep."
+        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as -m for a sweep."
     )
 
 
 def describe_options(options_class: Any, values: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the help of a dataclass of options, then that of its nested dataclasses.
+    """Yield the help texts of a dataclass of options and of the dataclasses nested in it.
 
-    values: the value of every option by name; a dictionary for a nested dataclass
-    prefix: dotted prefix of the option names
+    values: the value of every option, by name; a nested dictionary for a nested dataclass
+    prefix: text in front of the option names, such as "decoding."
 
-    The help is the docstring, with the full name, value and type added to every entry
-    "name: meaning".
+    The help text is the docstring of the dataclass. In every entry "name: meaning", the name is
+    replaced by the option's full name, value and type.
     """
     fields_by_name = {field.name: field for field in fields(options_class)}
 
@@ -64,19 +72,20 @@ def describe_options(options_class: Any, values: dict, prefix: str = "") -> Iter
 
 
 def check_numbers(options: Any) -> None:
-    """Raise ValueError if a number is not finite or does not fit into 62 bits."""
+    """Raise ValueError if an option's number is not finite, or if its absolute value does not fit
+    into 62 bits."""
     for key, value in iterate_leaf_values(asdict(options)):
         if not isinstance(value, (int, float)):
             continue
         if not isfinite(value) or abs(value) >= NUMERIC_OPTION_ABSOLUTE_VALUE_BOUND:
-            raise ValueError(f"{key}={value}: must be a finite number of at most 62 bits")
+            raise ValueError(f"{key}={value}: must be a finite number between -2**62 and 2**62")
 
 
 def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Split `--prompt TEXT` from the arguments.
+    """Remove `--prompt TEXT` from the command-line arguments.
 
-    Returns the other arguments and the text, or None without a prompt. The text does not go
-    through Hydra, whose grammar would interpret special characters in it.
+    Returns the other arguments, and the text or None if there is no prompt. The text does not go
+    through Hydra, because Hydra's grammar would interpret special characters in the text.
     """
     if "--prompt" not in arguments[:-1]:
         return arguments, None
@@ -85,11 +94,11 @@ def split_prompt_argument(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
-    """Rewrite short forms of arguments for Hydra.
+    """Rewrite short forms of command-line arguments to the form that Hydra takes.
 
-    target=/path/to/model becomes target.path=/path/to/model. +model=NAME becomes model=NAME: the
-    files in conf/ list every preset group, so that the order of presets on the command line does
-    not matter.
+    target=/path/to/model becomes target.path=/path/to/model. +model=NAME becomes model=NAME. This
+    is possible because the files in conf/ list every preset group, so that the order of presets on
+    the command line does not matter.
     """
     rewritten = []
     for argument in arguments:
@@ -103,9 +112,10 @@ def expand_short_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def resolve_text_options(options: Any) -> None:
-    """Replace "@FILE" by the file's content in every option marked TEXT_OR_FILE_METADATA_KEY.
+    """Replace "@FILE" by the file's content in every option whose field is marked with
+    TEXT_OR_FILE_METADATA_KEY.
 
-    Nested dataclasses are included. Raises ValueError if a file cannot be read.
+    Options of nested dataclasses are included. Raises ValueError if a file cannot be read.
     """
     for field in fields(options):
         value = getattr(options, field.name)
@@ -123,9 +133,9 @@ def resolve_text_option(key: str, text: str) -> str:
     | value | result |
     | --- | --- |
     | @FILE | content of the file |
-    | - (option `prompt` only) | standard input |
+    | - (only for the option `prompt`) | standard input |
     | @@... | the value without its first @ |
-    | anything else | the value |
+    | anything else | the value itself |
 
     Raises ValueError if the file cannot be read.
     """
@@ -139,12 +149,13 @@ def resolve_text_option(key: str, text: str) -> str:
         return read_limited_text(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: could not be read ({error}); write @{text} for the text itself"
+            f"{key}={text}: the file could not be read ({error}); to use {text} as text, write @{text}"
         ) from error
 
 
 def iterate_leaf_values(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) of every value in nested dictionaries and lists."""
+    """Yield (dotted key, value) for every value in nested dictionaries and lists. `name` is the key
+    of `value` itself."""
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list):

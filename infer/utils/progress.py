@@ -1,6 +1,6 @@
-"""Progress lines of long work: amount, rate and remaining time.
+"""Progress lines of long work, with the amount done, the rate and the remaining time.
 
-A heartbeat prints a line when a command has printed nothing for a while.
+A heartbeat thread prints a line when a command has printed nothing for a while.
 """
 
 import math
@@ -13,14 +13,18 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TextIO
 
-SECONDS_BETWEEN_PROGRESS_LINES = 60.0  # if the output is not a terminal
-SECONDS_TO_FIRST_PROGRESS_LINE = 25.0  # if a command has printed nothing yet
-SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = 0.1  # of the progress line on a terminal
+SECONDS_BETWEEN_PROGRESS_LINES = 60.0  # between two lines, if the output is not a terminal
+SECONDS_TO_FIRST_PROGRESS_LINE = (
+    25.0  # to the heartbeat's first line, if a command has printed nothing
+)
+SECONDS_BETWEEN_PROGRESS_LINE_REWRITES = (
+    0.1  # between two updates of the progress line on a terminal
+)
 CLEAR_LINE = "\r\x1b[K"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in words: "40 s", "3 min" or "2 h 05 min"."""
+    """Return a duration as text, such as "40 s", "3 min" or "2 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -30,20 +34,23 @@ def format_duration(seconds: float) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """A thread that prints what the command is doing if nothing else is printed.
+    """A thread that prints what the command is doing while the command itself prints nothing.
 
-    The first line comes after SECONDS_TO_FIRST_PROGRESS_LINE without output, later ones after
-    SECONDS_BETWEEN_PROGRESS_LINES. Work that updates a `Progress` prints its own lines.
+    The first line comes after SECONDS_TO_FIRST_PROGRESS_LINE without output, and later lines after
+    SECONDS_BETWEEN_PROGRESS_LINES without output. Work that updates a `Progress` prints its own
+    lines.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.set_activity(None)
-        self.last_output_time = self.since  # of the last line or update of a `Progress`
+        # time of the last printed line or of the last update of a `Progress`
+        self.last_output_time = self.since
         self.has_printed = False  # whether the command has printed a line
 
     def start_watching(self) -> None:
-        """Start to watch a command. Does nothing in distributed processes other than rank 0."""
+        """Start watching a command. In distributed processes other than rank 0 this does
+        nothing."""
         if os.environ.get("RANK", "0") != "0":
             return
         self.set_activity("working")
@@ -53,9 +60,11 @@ class Heartbeat(threading.Thread):
             self.start()
 
     def set_activity(self, activity: str | None, since: float | None = None) -> None:
-        """Set what the command is doing, and since when (`time.monotonic`; None: now).
+        """Set what the command is doing.
 
-        With None as the activity, the command waits for user input and no lines are printed.
+        activity: the text to print; None means that the command waits for user input and that no
+            lines are printed
+        since: when the activity began, as `time.monotonic()`; None means now
         """
         self.activity = activity
         self.since = time.monotonic() if since is None else since
@@ -66,7 +75,7 @@ class Heartbeat(threading.Thread):
             self.print_if_silent()
 
     def print_if_silent(self) -> None:
-        """Print the activity if nothing was printed for long enough."""
+        """Print the activity if the command has printed nothing for long enough."""
         now = time.monotonic()
         activity = self.activity
         max_silence = (
@@ -86,7 +95,8 @@ HEARTBEAT = Heartbeat()
 
 @contextmanager
 def report_activity(activity: str) -> Generator[None]:
-    """Set the heartbeat's activity within the block."""
+    """Let the heartbeat print `activity` within the block. After the block, the previous activity
+    is restored."""
     previous_activity = HEARTBEAT.activity
     previous_since = HEARTBEAT.since
     HEARTBEAT.set_activity(activity)
@@ -97,17 +107,17 @@ def report_activity(activity: str) -> Generator[None]:
 
 
 class Progress:
-    """A progress line about running work.
+    """A line that shows the progress of running work.
 
     On a terminal the line is rewritten in place. Otherwise a line is printed every minute and at
     the end.
 
     activity: the work, such as "evaluating"
     unit: what is counted, such as "prompts"
-    initial_count: how much an earlier process had done; the rate leaves it out
+    initial_count: amount that an earlier process had done, which does not count for the rate
     quiet: print nothing, for distributed processes other than the first
-    stream: where to print; None: standard error
-    minutes: time limit of the work; None: it runs until everything is done
+    stream: where the line is printed; None means standard error
+    minutes: time limit of the work; None means that the work has no time limit
     """
 
     def __init__(
@@ -136,18 +146,18 @@ class Progress:
 
     @property
     def stream(self) -> TextIO:
-        """The output stream. Without a given one, standard error as it is at the moment."""
+        """Return the output stream: the given one, otherwise the current `sys.stderr`."""
         return self.explicit_stream or sys.stderr
 
     def __call__(self, count: int, total: int | None = None, note: str = "") -> None:
         """Update the line: `count` of `total` units are done.
 
-        total: None if it is unknown
-        note: text that is appended to the line
+        total: number of units of the whole work; None if the number is unknown
+        note: text at the end of the line
         """
         now = time.monotonic()
         finished = total is not None and count >= total
-        if count < self.count:  # counting starts again for the next piece of work
+        if count < self.count:  # the count starts again for the next piece of work
             self.start_time = now
             self.initial_count = count
         self.count = count
@@ -181,7 +191,11 @@ class Progress:
         self.print_line(line, end="" if is_terminal and not finished else "\n")
 
     def describe_rate(self, count: int, total: int | None, seconds: float) -> list[str]:
-        """Return the rate and the remaining time in words; an empty list if nothing is done yet."""
+        """Describe the rate and the remaining time in words. Return an empty list if nothing has
+        been done yet.
+
+        seconds: time since the work started
+        """
         rate = (count - self.initial_count) / max(seconds, 1e-9)
         if rate == 0:
             return []
@@ -197,7 +211,7 @@ class Progress:
         return words
 
     def print_line(self, text: str, end: str = "\n") -> None:
-        """Print a line in place of the terminal's progress line, if there is one."""
+        """Print a line. On a terminal it replaces the progress line, if one is shown."""
         if self.quiet:
             return
         prefix = CLEAR_LINE if self.has_open_line else ""
@@ -205,7 +219,7 @@ class Progress:
         self.has_open_line = end == ""
 
     def close(self) -> None:
-        """End the terminal's progress line, so that later output starts on a new line."""
+        """End the progress line on a terminal, so that later output starts on a new line."""
         if self.has_open_line:
             print(file=self.stream, flush=True)
             self.has_open_line = False

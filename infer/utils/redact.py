@@ -1,27 +1,28 @@
-"""Removal of API keys, tokens and passwords from everything that is written or sent."""
+"""Replacement of API keys, tokens and passwords in everything that is written to files or sent."""
 
 import os
 import re
 
 REDACTED_TEXT = "<redacted>"
-# Names of secrets such as api_key, HF_TOKEN and password. Options such as mask_token_id,
-# prompt_tokens and tokens_per_second do not match.
+# Matches names of secrets, such as api_key, HF_TOKEN and password. It does not match option names
+# such as mask_token_id, prompt_tokens and tokens_per_second.
 SECRET_NAME_PATTERN = re.compile(
     r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE
 )
-# Values that look like secrets: keys of the hub, of OpenAI and of W&B, and in an address
-# user:password@ and ?token=.
+# Matches texts that look like secrets: keys of the Hugging Face hub, of OpenAI and of W&B, and in a
+# URL the password in user:password@ and the parameter in ?token=.
 SECRET_VALUE_PATTERN = re.compile(
     r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?<=[?&])(?:[\w-]*[_-])?(?:api_?key|key|token|password|passwd|secret)=[^&\s\"']+",
     re.IGNORECASE,
 )
-# Shorter values of environment variables are likely to be words that occur in ordinary text.
+# Shorter values of environment variables are not replaced, because they are likely to be words that
+# occur in ordinary text.
 MIN_SECRET_CHARACTERS = 10
 
 
 def redact_text(text: str) -> str:
-    """Replace secrets in a text by REDACTED_TEXT.
+    """Replace the secrets in a text by REDACTED_TEXT.
 
     Secrets are the values of environment variables whose names match SECRET_NAME_PATTERN, and
     everything that matches SECRET_VALUE_PATTERN.
@@ -33,10 +34,11 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: object, name: str = "") -> object:
-    """Return a configuration (dictionaries, lists and values) with its secrets replaced.
+    """Return a configuration, which consists of nested dictionaries, lists and values, with its
+    secrets replaced.
 
-    `name` is the key of the value. Text is replaced as a whole if the name matches
-    SECRET_NAME_PATTERN; otherwise see `redact_text`.
+    name: the key of the value. If the name matches SECRET_NAME_PATTERN, a text is replaced as a
+        whole; otherwise only the secrets in the text are replaced (`redact_text`).
     """
     if isinstance(value, dict):
         return {key: redact(nested_value, str(key)) for key, nested_value in value.items()}

@@ -1,15 +1,16 @@
-"""Options that have another name than in earlier versions.
+"""Options whose names differ from those in earlier versions.
 
-An old name on the command line or in a configuration file is refused with the new one. The
-configuration that an earlier version saved with a run is translated, so that the run can be resumed
-and its checkpoints can be used.
+An old name on the command line or in a configuration file is refused with a message that gives the
+new name. Old names in the configuration that an earlier version saved with a run are translated, so
+that the run can be resumed and its checkpoints can be used.
 """
 
 import re
 from typing import Any
 
-# The old and the new full name of an option, as on the command line. Names without a section are
-# options of one command each: train, features, regenerate, ngram and diffusion.
+# Key: an option's old name. Value: its new name. Both are full names, as on the command line. A
+# name without a section belongs to only one of the commands train, features, regenerate, ngram and
+# diffusion.
 RENAMED_OPTIONS = {
     "anchors": "anchors_per_sequence",
     "document_anchors": "anchors_per_document",
@@ -62,23 +63,26 @@ RENAMED_OPTIONS = {
 
 
 def new_name_in(message: str) -> str | None:
-    """Return a sentence with the new name of the option that one of OmegaConf's messages complains
-    about ("full_key: optim.batch"), or None if that option was not renamed."""
+    """Return a sentence with an option's new name if one of OmegaConf's error messages is about the
+    option's old name; None if the message is about any other option. The message names the option
+    as in "full_key: optim.batch"."""
     full_key = re.search(r"full_key: ([\w.]+)", message)
     if full_key is None or full_key[1] not in RENAMED_OPTIONS:
         return None
-    return f"{full_key[1]} has another name now: use {RENAMED_OPTIONS[full_key[1]]}"
+    return f"{full_key[1]} has been renamed; use {RENAMED_OPTIONS[full_key[1]]}"
 
 
 def translate_saved_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a run, nested dictionaries as in its config.json, with old option
-    names replaced by the new ones."""
+    """Return the saved configuration of a run with old option names replaced by new ones. The
+    configuration consists of nested dictionaries, as in the run's config.json."""
     return translate_section(config, "")
 
 
 def translate_section(section: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return one section of a saved configuration with new option names; `prefix` is the section's
-    full name and a dot."""
+    """Return one section of a saved configuration with old option names replaced by new ones.
+
+    prefix: the section's full name followed by a dot; an empty text for the whole configuration
+    """
     translated = {}
     for name, value in section.items():
         new_name = RENAMED_OPTIONS.get(prefix + name, prefix + name).removeprefix(prefix)

@@ -161,12 +161,12 @@ def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
 
 
 def test_a_target_that_is_a_file_or_lacks_its_config_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no config.json in that folder"):
+    with pytest.raises(FileNotFoundError, match="this folder contains no config.json"):
         load_target(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(
-        ValueError, match="model.safetensors is a file: give the model's folder, or a GGUF file"
+        ValueError, match="model.safetensors is a file; give the model's folder or a GGUF file"
     ):
         load_target(str(file))
 

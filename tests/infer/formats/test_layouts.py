@@ -1357,12 +1357,12 @@ def test_files_that_never_end_are_not_read(tmp_path):
     for make in (lambda: config.symlink_to("/dev/zero"), lambda: os.mkfifo(config)):
         config.unlink()
         make()
-        with pytest.raises(FileNotFoundError, match="config.json is no regular file"):
+        with pytest.raises(FileNotFoundError, match="config.json is a device, pipe or folder"):
             load_drafter(folder)
     config.unlink()
     with config.open("wb") as file:
         file.truncate(65 << 20)
-    with pytest.raises(FileNotFoundError, match="exceeds the limit of"):
+    with pytest.raises(FileNotFoundError, match="but at most .* bytes are allowed"):
         load_drafter(folder)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/dev/zero")

@@ -176,7 +176,7 @@ def test_numbers_that_are_not_finite_are_found_in_every_dtype(dtype, value):
         value = float("nan")  # which is all that it has
     tensor[3, 7] = torch.tensor(value).to(dtype)
     with pytest.raises(
-        ValueError, match="^here: 1 of the 2,100 numbers of weight are NaN or infinite"
+        ValueError, match="^here: 1 of the 2,100 values of weight are NaN or infinite"
     ):
         check_finite("here", [("weight", tensor)])
 
@@ -190,7 +190,7 @@ def test_a_drafter_that_is_not_finite_is_refused(make_tiny, tmp_path):
     load_drafter(tmp_path)
     weights["fc.weight"][0, 0] = torch.nan
     save_drafter(drafter.config, weights, tmp_path)
-    with pytest.raises(ValueError, match="1 of the .* numbers of fc.weight are NaN or infinite"):
+    with pytest.raises(ValueError, match="1 of the .* values of fc.weight are NaN or infinite"):
         load_drafter(tmp_path)
 
 

@@ -17,7 +17,7 @@ def no_cuda(monkeypatch, tmp_path):
 
 def test_gpus_that_torch_cannot_use_are_not_left_idle_in_silence(no_cuda, monkeypatch):
     with pytest.raises(
-        ValueError, match=r"no GPU that torch .*can use: install .*target\.device=cpu"
+        ValueError, match=r"no GPU that torch .*can use; install .*target\.device=cpu"
     ):
         resolve_device("auto")
     assert resolve_device("cpu") == torch.device("cpu")
@@ -30,7 +30,7 @@ def test_gpus_that_torch_cannot_use_are_not_left_idle_in_silence(no_cuda, monkey
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("cuda:1", "no GPU that torch"), ("gpu", "no such device"), ("mps", "no Metal here")],
+    [("cuda:1", "no GPU that torch"), ("gpu", "not a torch device"), ("mps", "no Metal GPU")],
 )
 def test_a_device_that_cannot_be_used_is_a_sentence(no_cuda, monkeypatch, name, says):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -42,5 +42,5 @@ def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolve_device("cuda:0") == torch.device("cuda:0")
-    with pytest.raises(ValueError, match="target.device=cuda:1: there are 1 GPUs"):
+    with pytest.raises(ValueError, match="target.device=cuda:1: this machine has 1 GPUs"):
         resolve_device("cuda:1")

@@ -57,7 +57,7 @@ def test_an_old_name_is_refused_with_the_new_one(old_name, plus, capsys):
         run_command(command, options_class, None, [f"{plus}{old_name}=1"])
 
     assert end.value.code == 2
-    assert f"{old_name} has another name now: use {new_name}\n" in capsys.readouterr().err
+    assert f"{old_name} has been renamed; use {new_name}\n" in capsys.readouterr().err
 
 
 def test_an_old_name_in_a_file_of_the_users_own_is_refused_too(tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_an_old_name_in_a_file_of_the_users_own_is_refused_too(tmp_path, capsys)
     arguments = ["--config-dir", str(tmp_path), "+experiment=mine"]
     with pytest.raises(SystemExit):
         run_command("train", COMMANDS["train"].options_class(), None, arguments)
-    assert "optim.batch has another name now: use optim.batch_size" in capsys.readouterr().err
+    assert "optim.batch has been renamed; use optim.batch_size" in capsys.readouterr().err
 
 
 def test_a_saved_configuration_is_translated(repo):
