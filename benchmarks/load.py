@@ -259,7 +259,8 @@ def main() -> None:
         print(format_row(load))
     sufficient = [load.clients for load in loads if load.ratio_interval()[0] >= SUFFICIENT_RATIO]
     print(
-        f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients of {args.clients}"
+        f"auto reaches {SUFFICIENT_RATIO} of the best at {sufficient or 'no number of'} clients "
+        f"of {args.clients}"
     )
 
 

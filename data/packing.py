@@ -64,8 +64,8 @@ def tokenize_example(
 
     In a chat, the answers and their end tokens carry loss. In plain text, the text carries loss and
     the prompt does not. An end-of-text token with loss is appended unless the text was cut off. A
-    segment has at most `max_length` tokens. Segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT tokens that
-    carry loss are dropped.
+    segment has at most `max_length` tokens. Segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT
+    tokens that carry loss are dropped.
 
     Raises ExcludedExample if the chat template changes an answer, or if all segments are dropped.
     Raises InvalidExample for recorded token ids outside the vocabulary.

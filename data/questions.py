@@ -62,11 +62,13 @@ def build_question_prompt(
 
     if system and system.strip() not in text:
         raise ValueError(
-            "questions.system cannot be used: the chat template of this model does not show system prompts; remove questions.system"
+            "questions.system cannot be used: the chat template of this model does not show "
+            "system prompts; remove questions.system"
         )
     if not text:
         raise ValueError(
-            "data=self needs a chat model whose chat template has text before a user's message; the template of this model has none, so use another model or other data"
+            "data=self needs a chat model whose chat template has text before a user's message; "
+            "the template of this model has none, so use another model or other data"
         )
     end = _find_question_end(tokenizer, suffix)
     return QuestionPrompt(messages, text, [end] if end else [])

@@ -34,8 +34,8 @@ DATA_CACHE_FORMAT_VERSION = 6
 MAX_JSONL_LINE_CHARACTERS = 64 << 20  # maximum length of a line of a .jsonl file
 MAX_EXAMPLE_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is one example
 
-# Of the first EXAMPLES_WITH_DENSE_HOLD_OUT examples of a user's data set, every 10th is held out for
-# evaluation. Of the examples after these, every 50th is held out.
+# Of the first EXAMPLES_WITH_DENSE_HOLD_OUT examples of a user's data set, every 10th is held out
+# for evaluation. Of the examples after these, every 50th is held out.
 EXAMPLES_WITH_DENSE_HOLD_OUT = 500
 DENSE_HOLD_OUT_INTERVAL_EXAMPLES = 10
 SPARSE_HOLD_OUT_INTERVAL_EXAMPLES = 50
@@ -101,7 +101,8 @@ class DataConfig:
             )
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
-                f"data.source={self.source} needs data.path=<a file, a folder, or the name of a data set on the hub>"
+                f"data.source={self.source} needs data.path=<a file, a folder, or the name of a "
+                "data set on the hub>"
             )
         if self.source == "self" and self.max_examples is None:
             raise ValueError(
@@ -112,7 +113,8 @@ class DataConfig:
 
         if (self.source == "mixture") != bool(self.datasets):
             raise ValueError(
-                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used together; set both or neither"
+                "data=mixture and data.datasets=[{path: ..., weight: ...}, ...] must be used "
+                "together; set both or neither"
             )
         if any(not part.weight > 0 for part in self.datasets):
             weights = [part.weight for part in self.datasets]
@@ -126,7 +128,8 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value} is too small; set it to at least {minimum}")
         if self.max_invalid_fraction > 1:
             raise ValueError(
-                f"data.max_invalid_fraction={self.max_invalid_fraction:g} is not a fraction of the examples; set it to a number from 0 to 1"
+                f"data.max_invalid_fraction={self.max_invalid_fraction:g} is not a fraction of "
+                "the examples; set it to a number from 0 to 1"
             )
 
     def _check_path(self, path: str) -> None:
@@ -183,7 +186,8 @@ def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: 
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
-            f"data.source=embedded has answers of the embedded target, not of target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
+            "data.source=embedded has answers of the embedded target, not of "
+            f"target.path={target_path}; use data.path=<your files>, data=stdlib{alternatives}"
         )
 
 
@@ -215,7 +219,8 @@ def list_data_files(path: str) -> list[Path]:
     for file in files:
         if file.exists() and not file.is_file():
             raise ValueError(
-                f"data.path={path}: {file} is a device, pipe or folder; only regular files can be read"
+                f"data.path={path}: {file} is a device, pipe or folder; only regular files can be "
+                "read"
             )
     return files
 
@@ -237,7 +242,8 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
     except (OSError, ValueError) as error:  # OSError includes ConnectionError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"data.path={config.path} with data.split={config.split} could not be read from the hub ({reason})"
+            f"data.path={config.path} with data.split={config.split} could not be read from the "
+            f"hub ({reason})"
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}, row {number}", row
@@ -246,7 +252,8 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 def _read_json_lines(file: Path) -> Iterator[object]:
     """Yield one record per line. For a line that is not JSON, yield an InvalidExample exception.
 
-    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are no valid JSON.
+    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are no valid
+    JSON.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
@@ -311,7 +318,9 @@ def refuse_self_source(config: DataConfig) -> None:
     """Raise ValueError for data=self, because these questions have to be generated first."""
     if config.source == "self":
         raise ValueError(
-            "data=self stands for questions that the target still has to generate: first run ./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use data=jsonl data.path=answers.jsonl"
+            "data=self stands for questions that the target still has to generate: first run "
+            "./launch.sh regenerate data=self target.path=... out=answers.jsonl, then use "
+            "data=jsonl data.path=answers.jsonl"
         )
 
 
@@ -470,8 +479,8 @@ def read_questions(
 def compute_source_digest(config: DataConfig) -> str:
     """Return a digest of everything that determines the examples of one data set.
 
-    This is DATA_CACHE_FORMAT_VERSION, the options, and the sizes and modification times of the files.
-    For source files of Python's standard library it is also the version of Python.
+    This is DATA_CACHE_FORMAT_VERSION, the options, and the sizes and modification times of the
+    files. For source files of Python's standard library it is also the version of Python.
     """
     files = []
     if config.source == "jsonl":

@@ -24,7 +24,10 @@ MATH_REASONING_INSTRUCTION = (
     "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
 MATH_PROMPT = "{problem}" + MATH_REASONING_INSTRUCTION
-HUMANEVAL_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+HUMANEVAL_PROMPT = (
+    "Write a solution to the following problem and make sure that it passes the "
+    "tests:\n```python\n{prompt}\n```"
+)
 SWE_BENCH_PROMPT = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
 LIVECODEBENCH_PROMPT = (
     "You are an expert Python programmer. You will be given a question (problem specification) and "
@@ -290,7 +293,9 @@ class SuiteConfig:
             )
         if not self.temperatures or not all(map(_is_valid_temperature, self.temperatures)):
             raise ValueError(
-                f"suite.temperatures={list(self.temperatures)} is invalid; set at least one temperature, and each to 0 for greedy decoding or to at least {MIN_NONZERO_SUITE_TEMPERATURE} for sampling"
+                f"suite.temperatures={list(self.temperatures)} is invalid; set at least one "
+                "temperature, and each to 0 for greedy decoding or to at least "
+                f"{MIN_NONZERO_SUITE_TEMPERATURE} for sampling"
             )
         if self.folder is None and self.name == "files":
             raise ValueError(
@@ -321,14 +326,17 @@ class SuiteConfig:
             ]
         if not available:
             raise ValueError(
-                f"suite.folder={self.folder} contains no question set; expected a file such as gsm8k.jsonl"
+                f"suite.folder={self.folder} contains no question set; expected a file such as "
+                "gsm8k.jsonl"
             )
 
         requested = self.sets or [question_set.name for question_set in public_sets]
         missing = [name for name in requested if name not in available]
         if missing:
             raise ValueError(
-                f"the question sets {', '.join(missing)} are not available; choose from {', '.join(available)} with suite.sets=[...]"
+                f"the question sets {', '.join(missing)} are not available; "
+                f"choose from {', '.join(available)} "
+                "with suite.sets=[...]"
             )
         if not self.sets:
             return available
@@ -396,8 +404,9 @@ def _read_all_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
 def find_set_files(folder: str) -> dict[str, list[Path]]:
     """Find the files of the question sets in a folder; return them by the name of the question set.
 
-    The files of a question set are <folder>/<set>.jsonl (or another suffix of EXAMPLE_FILE_SUFFIXES) and
-    all files in <folder>/<set>/. `folder` may also be the path of a single file.
+    The files of a question set are <folder>/<set>.jsonl (or another suffix of
+    EXAMPLE_FILE_SUFFIXES) and all files in <folder>/<set>/. `folder` may also be the path of a
+    single file.
     """
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
@@ -428,7 +437,8 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
     except (OSError, ValueError) as error:  # OSError includes ConnectionError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local copies with suite.folder=..., or choose other question sets with suite.sets=[...]"
+            f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local "
+            "copies with suite.folder=..., or choose other question sets with suite.sets=[...]"
         ) from error
     for number, row in enumerate(rows.select_columns([*question_set.columns])):
         yield f"{hub}, row {number}", row
@@ -451,7 +461,8 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
         missing = [name for name in question_set.columns if name not in row]
         if missing:
             raise ValueError(
-                f"{location}: a row of {question_set.title} must have a column {missing[0]}, or a column turns with a list of texts"
+                f"{location}: a row of {question_set.title} must have a column {missing[0]}, or a "
+                "column turns with a list of texts"
             )
         return build_user_turns(question_set.format_turns(row))
 
@@ -465,7 +476,8 @@ def build_chat(question_set: QuestionSet | None, location: str, record: object) 
         )
     if any(text.startswith(WITHHELD_TEXT_PREFIX) for text in turns):
         raise ValueError(
-            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own script and use suite.folder=<the script's output>"
+            f"{location}: the hub does not have the text of this row; run SPEED-Bench's own "
+            "script and use suite.folder=<the script's output>"
         )
     return build_user_turns(turns)
 

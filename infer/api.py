@@ -181,7 +181,8 @@ def open_engine(
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is not a causal language model and drafts for itself: give None as its drafter"
+            f"{target.name} is not a causal language model and drafts for itself: give None as "
+            "its drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
@@ -319,7 +320,8 @@ def check_prompt_lengths(
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output may take {positions} positions, the target has {limit}: shorten the prompt or reduce max_new_tokens"
+            f"prompt and output may take {positions} positions, the target has {limit}: shorten "
+            "the prompt or reduce max_new_tokens"
         )
 
 

@@ -82,7 +82,8 @@ class TargetConfig:
         )
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError(
-                "target.quantization=int8 works with the defaults of target.dtype and target.shard only: leave them out"
+                "target.quantization=int8 works with the defaults of target.dtype and "
+                "target.shard only: leave them out"
             )
         if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
             raise ValueError(
@@ -91,7 +92,8 @@ class TargetConfig:
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
                 raise ValueError(
-                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, and the value null, true, false, a number or a text"
+                    f"target.chat_template_kwargs.{name}={value}: the name must be an identifier, "
+                    "and the value null, true, false, a number or a text"
                 )
 
 
@@ -207,7 +209,9 @@ class DrafterConfig:
         require_one_of(self, "drafter.", last_layer_output=("raw", "normed"))
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
-                f"drafter.sliding_window={self.sliding_window}: the last positions of a block would not see its bonus token; give at least drafter.block_size={self.block_size}"
+                f"drafter.sliding_window={self.sliding_window}: the last positions of a block "
+                "would not see its bonus token; give at least "
+                f"drafter.block_size={self.block_size}"
             )
 
 
@@ -260,7 +264,8 @@ class TextOptions:
             raise ValueError(f"{' and '.join(grammars)}: give at most one of them")
         if grammars and self.ignore_eos:
             raise ValueError(
-                f"ignore_eos=true: an output that follows {grammars[0]} ends where that ends, leave one of them out"
+                f"ignore_eos=true: an output that follows {grammars[0]} ends where that ends, "
+                "leave one of them out"
             )
         require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
         require_temperature(self)
@@ -270,7 +275,8 @@ class TextOptions:
             raise ValueError(f"min_p={self.min_p}: must be between 0 and 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 means no penalty"
+                f"repetition_penalty={self.repetition_penalty}: must be above 0 and finite; 1 "
+                "means no penalty"
             )
         if any(not stop_string for stop_string in self.stop):
             raise ValueError("stop: contains an empty string, which would end every output at once")
@@ -373,7 +379,8 @@ class EngineConfig:
             )
         if self.ngrams == NGRAMS_OPTION_CURRENT_SEQUENCE and not self.tree.uses_sequence_ngrams:
             raise ValueError(
-                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with {self.method}"
+                f"ngrams={NGRAMS_OPTION_CURRENT_SEQUENCE} works with method=ddtree only, not with "
+                f"{self.method}"
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(
@@ -384,16 +391,19 @@ class EngineConfig:
                 name for name, row in TREE_METHODS.items() if row.needs_ngrams or row.ngram_variant
             ]
             raise ValueError(
-                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with {self.method}"
+                f"ngrams={self.ngrams} works with method={' or '.join(methods)} only, not with "
+                f"{self.method}"
             )
         if self.budget == "auto" and self.uses_drafter and not self.tree.ranked:
             methods = [name for name, row in TREE_METHODS.items() if row.ranked]
             raise ValueError(
-                f"budget=auto works with method={' or '.join(methods)} only; give method={self.method} a number of nodes"
+                f"budget=auto works with method={' or '.join(methods)} only; give "
+                f"method={self.method} a number of nodes"
             )
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(
-                f"budget={self.budget}: must be at least 1 node; use method=plain to decode without a drafter"
+                f"budget={self.budget}: must be at least 1 node; use method=plain to decode "
+                "without a drafter"
             )
 
 
@@ -455,5 +465,6 @@ class EvaluationConfig:
         require_positive(self, "evaluation.", "max_minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(
-                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at least 1"
+                f"evaluation.budgets={list(self.budgets)}: give one or more node budgets, each at "
+                "least 1"
             )

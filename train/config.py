@@ -56,7 +56,8 @@ class ObjectiveConfig:
         )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma}: it must be above 0, and at most 1 with objective.position_weights=gamma"
+                f"objective.gamma={self.gamma}: it must be above 0, and at most 1 with "
+                "objective.position_weights=gamma"
             )
         require_at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
@@ -107,7 +108,8 @@ class OptimConfig:
         require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from 0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from "
+                "0 to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: both must be from 0 to below 1")
@@ -225,7 +227,8 @@ class TrainConfig:
         require_positive(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
-                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage} (sharded optimiser): use deepspeed.stage=0 or optim.name=adamw"
+                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage} "
+                "(sharded optimiser): use deepspeed.stage=0 or optim.name=adamw"
             )
         check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
@@ -234,19 +237,24 @@ class TrainConfig:
         refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(
-                f"features={self.features}: no stored features there; ./launch.sh features writes them"
+                f"features={self.features}: no stored features there; ./launch.sh features writes "
+                "them"
             )
         if self.features and self.target.shard:
             raise ValueError(
-                "features= needs no target in memory, so target.shard=true cannot be combined with it: give one of them"
+                "features= needs no target in memory, so target.shard=true cannot be combined "
+                "with it: give one of them"
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence}: a row of data.length={self.data.length} tokens has room for {self.data.length - 2} at most"
+                f"anchors_per_sequence={self.anchors_per_sequence}: a row of "
+                f"data.length={self.data.length} tokens has room for {self.data.length - 2} at "
+                "most"
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} must be below data.length={self.data.length}"
+                f"drafter.block_size={self.drafter.block_size} must be below "
+                f"data.length={self.data.length}"
             )
 
 
@@ -255,7 +263,8 @@ def check_run_name(name: str) -> None:
     is_short = len(name.encode()) <= MAX_RUN_NAME_BYTES
     if not name or "/" in name or name.startswith(".") or not name.isprintable() or not is_short:
         raise ValueError(
-            f"name={name}: a plain folder name is needed, of 1 to {MAX_RUN_NAME_BYTES} printable bytes, without a slash or a leading dot"
+            f"name={name}: a plain folder name is needed, of 1 to {MAX_RUN_NAME_BYTES} printable "
+            "bytes, without a slash or a leading dot"
         )
 
 
@@ -270,24 +279,29 @@ def check_head_training(config: TrainConfig) -> None:
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains a head on an existing drafter: give drafter.init=<folder or hub id>"
+                "trainable=head trains a head on an existing drafter: give drafter.init=<folder "
+                "or hub id>"
             )
         if head is None:
             raise ValueError(
-                "trainable=head: the drafter has no conditional head, give head=markov or another one"
+                "trainable=head: the drafter has no conditional head, give head=markov or another "
+                "one"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head does not support deepspeed.stage={stage} (sharded states of frozen weights): use 0"
+                f"trainable=head does not support deepspeed.stage={stage} (sharded states of "
+                "frozen weights): use 0"
             )
     if head is not None and stage > 2:
         raise ValueError(
-            f"head={name} does not support deepspeed.stage={stage} (sharded parameters): use 0, 1 or 2"
+            f"head={name} does not support deepspeed.stage={stage} (sharded parameters): use 0, 1 "
+            "or 2"
         )
     if config.objective.marginal_weight and (head is None or not head.adds_to_logits):
         supported = " or ".join(
             row.name for row in CONDITIONAL_HEADS.values() if row.adds_to_logits
         )
         raise ValueError(
-            f"objective.marginal_weight={config.objective.marginal_weight} needs head={supported}, and head={name} is given"
+            f"objective.marginal_weight={config.objective.marginal_weight} needs "
+            f"head={supported}, and head={name} is given"
         )

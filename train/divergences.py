@@ -54,7 +54,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Weighting:
-    """One row of POSITION_WEIGHTINGS_BY_NAME: the weights of the drafted positions t = 1 .. L of a block."""
+    """One row of POSITION_WEIGHTINGS_BY_NAME: the weights of the drafted positions t = 1 .. L of a
+    block."""
 
     position_weights: "Callable[[Tensor, Any], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
     # An additional factor that depends on the drafter. Arguments: the drafter's probability of each

@@ -233,7 +233,8 @@ def read_manifest(folder: Path) -> dict:
     file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features out={folder} writes one"
+            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features "
+            f"out={folder} writes one"
         )
     try:
         manifest = json.loads(file.read_text())
@@ -369,7 +370,8 @@ def store_features(config: FeaturesConfig) -> None:
     gigabytes = len(dataset) * sequence_bytes / 1e9
     print(*prepared.counts.format_lines(), sep="\n")
     print(
-        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in {config.out}",
+        f"{len(dataset):,} rows of {config.data.length} tokens, {gigabytes:,.2f} GB in "
+        f"{config.out}",
         flush=True,
     )
     with explain_interrupt(

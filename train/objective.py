@@ -96,9 +96,10 @@ def compute_divergence(
     drafter_head: (V, D) float32, the drafter's own head; None: it uses the target's.
     correction: of a conditional head, added to the scaled logits.
 
-    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of POSITION_WEIGHTINGS_BY_NAME.
-    `config.unary` times the divergence of the uncorrected logits is added. Logits and probabilities
-    are float32, or float64 for float64 inputs. Rows of weight 0 are not computed.
+    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of
+    POSITION_WEIGHTINGS_BY_NAME. `config.unary` times the divergence of the uncorrected logits is
+    added. Logits and probabilities are float32, or float64 for float64 inputs. Rows of weight 0 are
+    not computed.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:

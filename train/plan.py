@@ -141,11 +141,17 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
     """Return the number of steps or minutes of a run as text, or why it is unknown. prepared: the
     training data, None without a tokenizer."""
     if config.data.source == "self":
-        return "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target generate questions and answers"
+        return (
+            "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target generate "
+            "questions and answers"
+        )
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
         if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
-            return "unknown: questions without answers, ./launch.sh regenerate lets the target generate them"
+            return (
+                "unknown: questions without answers, ./launch.sh regenerate lets the target "
+                "generate them"
+            )
         if prepared.dataset is None:
             return "unknown: there is no example to learn from"
         num_sequences = len(prepared.dataset)

@@ -113,7 +113,8 @@ class TrainingLossCheck:
                 "compile=false turns compilation off, self_check=false this check"
             )
         return (
-            f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ from the "
+            f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ "
+            "from the "
             "training step by "
             f"{statistic} {error:.1e}"
         )

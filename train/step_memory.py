@@ -241,7 +241,10 @@ def choose_recompute(
         device_bytes is not None
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
-        line += ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and stored features need less"
+        line += (
+            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and "
+            "stored features need less"
+        )
     return configs[gradient_checkpointing], line
 
 

@@ -316,7 +316,8 @@ class KVCache:
         used = len(self.lengths)
         if used > first_row:
             raise ValueError(
-                f"the cache has {self.num_rows} rows and {used} are in use, so {count} more do not fit"
+                f"the cache has {self.num_rows} rows and {used} are in use, so {count} more do "
+                "not fit"
             )
         new_rows = copy(self)
         new_rows.num_rows = count

@@ -222,7 +222,8 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(
             f"no server answers at {url} ({error}): start one with ./launch.sh serve, give "
-            f"target=... to chat without one, or set {API_KEY_ENVIRONMENT_VARIABLE} to the server's key"
+            f"target=... to chat without one, or set {API_KEY_ENVIRONMENT_VARIABLE} to the "
+            "server's key"
         ) from error
     legend = Text.assemble(
         ("accepted draft", ACCEPTED_STYLE),

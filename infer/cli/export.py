@@ -86,7 +86,8 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint has no evaluation with "
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint has no "
+            "evaluation with "
             "greedy chains on prompts from outside its data (evaluation.external_prompts above 0). "
             "./launch.sh doctor measures them itself."
         )

@@ -26,8 +26,8 @@ OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
 
 @dataclass
 class CommandWithTarget:
-    """Options of a command that uses a target. OPTION_SECTIONS_TAKEN_FROM_RUN: options that are taken from the
-    training run of the checkpoint, unless they are given.
+    """Options of a command that uses a target. OPTION_SECTIONS_TAKEN_FROM_RUN: options that are
+    taken from the training run of the checkpoint, unless they are given.
 
     target: see TargetConfig in infer/config.py
     """

@@ -58,7 +58,8 @@ class QuestionsConfig:
         require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: give the minimum and the maximum, such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum, "
+                "such as [4,128]"
             )
         self.text.check()
 
@@ -113,7 +114,8 @@ class RegenerateCommand(CommandWithTarget):
         check_nested_options(self)
         if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain to decode without a drafter"
+                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain "
+                "to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
         self.shard_position  # noqa: B018  raises ValueError
@@ -312,7 +314,8 @@ def load_question_examples(
         )
     dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in {question_file}",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in "
+        f"{question_file}",
         file=sys.stderr,
     )
     if not selected:

@@ -292,7 +292,8 @@ class Drafter(nn.Module):
         reads_normed = layers - 1 in ids and self.family_config.get("last_tap") == "normed"
         if reads_normed and layers not in self.layer_ids:
             differences.append(
-                f"no num_target_layers, although the drafter reads the target's last layer (use load_drafter(..., target_layers={layers}))"
+                "no num_target_layers, although the drafter reads the target's last layer (use "
+                f"load_drafter(..., target_layers={layers}))"
             )
         if (self.mask_token_id or 0) >= target.vocab_size:
             differences.append(
@@ -440,11 +441,13 @@ def limit_attention_window(drafter: Drafter, window: int) -> None:
     """
     if "sliding_window" not in drafter.family.options:
         raise ValueError(
-            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding window; remove this option"
+            f"drafter.sliding_window={window}: {drafter.family.title} drafters have no sliding "
+            "window; remove this option"
         )
     if window < drafter.block_size:
         raise ValueError(
-            f"drafter.sliding_window={window}: the window must be at least as long as a block, {drafter.block_size} positions"
+            f"drafter.sliding_window={window}: the window must be at least as long as a block, "
+            f"{drafter.block_size} positions"
         )
     drafter.attention_patterns = [
         (causal, window if old_window is None else min(window, old_window))

@@ -107,7 +107,8 @@ def choose_mask_token(
         if unused_ids:
             return max(unused_ids)
     raise ValueError(
-        "found no token id of the target that is unused: set drafter.mask_token_id=<id> to a token id that text never contains"
+        "found no token id of the target that is unused: set drafter.mask_token_id=<id> to a "
+        "token id that text never contains"
     )
 
 
@@ -125,7 +126,8 @@ def choose_feature_layers(
         layer_ids = drafter_class.default_layer_ids(target_layers, options.layers)
     if any(not 0 <= layer < target_layers for layer in layer_ids):
         raise ValueError(
-            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to {target_layers - 1}"
+            f"drafter.target_layer_ids={list(layer_ids)}: the target has layers 0 to "
+            f"{target_layers - 1}"
         )
     return tuple(int(layer) for layer in layer_ids)
 
@@ -145,7 +147,8 @@ def build_feature_layer_keys(
         return {"target_layer_ids": layer_ids, "last_tap": options.last_layer_output}
     if options.last_layer_output != "raw":
         raise ValueError(
-            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids does not contain the target's last layer, {last_layer}"
+            f"drafter.last_layer_output={options.last_layer_output}: drafter.target_layer_ids "
+            f"does not contain the target's last layer, {last_layer}"
         )
     return {"target_layer_ids": layer_ids}
 
@@ -214,7 +217,8 @@ def check_draft_vocabulary(options: DrafterConfig, target_config: PretrainedConf
     """Raise ValueError if the draft vocabulary is larger than the target's vocabulary."""
     if (options.draft_vocab_size or 0) > target_config.vocab_size:
         raise ValueError(
-            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has {target_config.vocab_size} tokens; use at most this number"
+            f"drafter.draft_vocab_size={options.draft_vocab_size}: the target has "
+            f"{target_config.vocab_size} tokens; use at most this number"
         )
 
 

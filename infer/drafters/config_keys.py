@@ -5,7 +5,8 @@ The functions `read_config` of the drafter families use the classes in this modu
 A drafter whose config.json has a problem is not loaded. There are three kinds of problems:
 
 - a required key is missing or has a wrong value;
-- a key asks for a computation that this project's drafters do not support (`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in
+- a key asks for a computation that this project's drafters do not support
+(`ONLY_SUPPORTED_VALUE_BY_CONFIG_KEY` in
   key_rules.py);
 - a key is unknown, because an unknown key may also change the computation.
 
@@ -33,7 +34,8 @@ from infer.drafters.key_rules import (
     WORDS_IN_IGNORED_CONFIG_KEYS,
 )
 
-WRITTEN_DRAFTER_CONFIG_KEYS = (  # the keys of the public layout, in the order in which they are written
+# The keys of the public layout, in the order in which they are written.
+WRITTEN_DRAFTER_CONFIG_KEYS = (
     *("architectures", "model_type", "block_size"),
     *(family.config_key for family in DRAFTER_FAMILIES.values()),
     *("num_target_layers", "num_hidden_layers", "layer_types", "use_sliding_window"),
@@ -78,8 +80,8 @@ class ParsedConfig:
 
 
 class CheckedKeys(dict[str, Any]):
-    """A flat dictionary of the keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES` and a value
-    that the rule allows.
+    """A flat dictionary of the keys of a config.json that have a rule in `DRAFTER_CONFIG_KEY_RULES`
+    and a value that the rule allows.
 
     `raw` is the config.json. `objects` are the names of nested objects whose keys are read as if
     they were at the top level. `defaults` are the values of missing keys; a key whose value is null
@@ -159,7 +161,8 @@ class CheckedKeys(dict[str, Any]):
             return
         self.add_problem(
             key,
-            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter computes; remove the key if it does not",
+            f"is {reprlib.repr(value)}, but this key is unknown and may change what the drafter "
+            "computes; remove the key if it does not",
         )
 
     def add_problem(self, key: str, description: str) -> None:
@@ -219,7 +222,8 @@ class CheckedKeys(dict[str, Any]):
         if "head_dim" not in self and hidden_size % heads:
             self.add_problem(
                 "head_dim",
-                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})",
+                f"is missing; without it, hidden_size ({hidden_size}) must be a multiple of "
+                f"num_attention_heads ({heads})",
             )
         if heads % key_heads:
             self.add_problem(

@@ -8,7 +8,9 @@ from torch import nn
 
 from infer.targets.target import Target
 
-MAX_LOGIT_OF_NEW_DRAFTER = 3.0  # largest absolute logit of a new drafter for TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens
+# The largest absolute logit of a new drafter, measured with
+# TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS input tokens.
+MAX_LOGIT_OF_NEW_DRAFTER = 3.0
 TOKENS_MEASURING_INITIAL_DRAFTER_LOGITS = 32
 
 

@@ -40,7 +40,8 @@ class KeyRule(NamedTuple):
     """The allowed values of a key of config.json.
 
     If `choices` is not empty, these are the allowed values. Otherwise, the kind "integer" allows
-    integers from `minimum` to `maximum`, and the other kinds are described in `CONFIG_VALUE_CHECKS_BY_KIND`.
+    integers from `minimum` to `maximum`, and the other kinds are described in
+    `CONFIG_VALUE_CHECKS_BY_KIND`.
     """
 
     kind: str = "integer"

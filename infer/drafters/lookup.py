@@ -66,10 +66,10 @@ class PromptLookup(nn.Module):
 
     A match is an earlier position where the last tokens of the sequence occurred. To draft the
     token at distance d after the sequence, the drafter counts the tokens at distance d after each
-    match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one token shorter,
-    and a later match weighs more than an earlier match of the same length. If distance d after a
-    match is beyond the end of the sequence, counting starts again after the match. `block_size`
-    includes the bonus token.
+    match. A match weighs LOOKUP_WEIGHT_FACTOR_PER_TOKEN times as much as a match that is one token
+    shorter, and a later match weighs more than an earlier match of the same length. If distance d
+    after a match is beyond the end of the sequence, counting starts again after the match.
+    `block_size` includes the bonus token.
     """
 
     family = PROMPT_LOOKUP_FAMILY

@@ -115,8 +115,8 @@ class BatchState:
         """Queue committed positions for the drafter's cache.
 
         Positions stay queued only as long as every round committed nothing but the roots, for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` nothing stays queued, since the next round
-        may have another shape.
+        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` nothing stays queued,
+        since the next round may have another shape.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2

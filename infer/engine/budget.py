@@ -36,10 +36,10 @@ from infer.targets.target import Target, supports_ragged
 from infer.trees.tree import DraftTree
 
 # Maximum number of positions of all rows together in one target pass, roots included.
-MAX_PASS_POSITIONS = 4096
+MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = 4096
 
 ROUNDS_BEFORE_SPEED_COMPARISON = 8  # warm-up: the first rounds draft, before speeds are compared
-WARMUP_NODES = 15  # maximum number of nodes of a warm-up round
+MAX_NODES_BEFORE_SPEED_COMPARISON = 15  # maximum number of nodes of a warm-up round
 MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
     2  # maximum calibrated cost of a warm-up round / cost of a baseline round
 )
@@ -224,7 +224,8 @@ class AutoNodeBudget(NodeBudget):
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
         """Return the number of rounds between two explorations of the slower of baseline decoding
-        and drafting. Explorations then cost the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
+        and drafting. Explorations then cost the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the
+        throughput.
 
         `costs` and `speeds` have one entry per node count: seconds of a round, and tokens per
         second. `faster` and `slower` are indices into both.

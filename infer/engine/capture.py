@@ -86,7 +86,8 @@ class CudaGraphs:
                 graph, results = self._capture(function)
             except RuntimeError as error:
                 warnings.warn(
-                    f"a round could not be recorded as a CUDA graph (compile=true), so decoding continues without CUDA graphs. The error was: {error}",
+                    "a round could not be recorded as a CUDA graph (compile=true), so decoding "
+                    f"continues without CUDA graphs. The error was: {error}",
                     stacklevel=2,
                 )
                 self.is_enabled = False

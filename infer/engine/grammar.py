@@ -160,11 +160,13 @@ def serialise_tokenizer(target: Target) -> dict:
     fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     if fast_tokenizer is None:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target has none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with a fast tokenizer, and this target "
+            "has none; leave these options out"
         )
     if not target.eos_token_ids:
         raise ValueError(
-            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has none; leave these options out"
+            f"{', '.join(GRAMMAR_OPTIONS)} need a target with an end token, and this target has "
+            "none; leave these options out"
         )
     fast_tokenizer = copy(fast_tokenizer)
     fast_tokenizer.no_padding()
@@ -186,7 +188,8 @@ def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
             from llguidance import LLTokenizer
         except ImportError as error:
             raise ValueError(
-                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not installed; run: pip install llguidance"
+                f"{', '.join(GRAMMAR_OPTIONS)} need the package llguidance, which is not "
+                "installed; run: pip install llguidance"
             ) from error
         _grammar_tokenizers[tokenizer] = LLTokenizer(**arguments)
     return _grammar_tokenizers[tokenizer]
@@ -219,7 +222,8 @@ def check_properties(schema: object) -> None:
             stack += value
     if num_properties > MAX_SCHEMA_PROPERTIES:
         raise ValueError(
-            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are allowed"
+            f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are "
+            "allowed"
         )
 
 

@@ -52,8 +52,8 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
     """Return a function's result, computed in a thread with a deep stack.
 
     A grammar whose rules are nested thousands of levels deep would otherwise overflow the stack,
-    which ends the process. Raises MemoryError if the stack and GRAMMAR_COMPILER_FREE_MEMORY_BYTES more cannot
-    be allocated.
+    which ends the process. Raises MemoryError if the stack and GRAMMAR_COMPILER_FREE_MEMORY_BYTES
+    more cannot be allocated.
     """
     old_size = threading.stack_size(GRAMMAR_COMPILER_STACK_BYTES)
     try:
@@ -162,14 +162,20 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
     for step in range(GRAMMAR_SANDBOX_TRIAL_TOKENS):
         start = time.process_time()
         if len(matcher.compute_ff_bytes()) > MAX_BYTES_FORCED_BY_GRAMMAR:
-            return f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of text at one position; make the forced text shorter"
+            return (
+                f"{kind}: this grammar forces more than {MAX_BYTES_FORCED_BY_GRAMMAR} bytes of "
+                "text at one position; make the forced text shorter"
+            )
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
             # An error after the first token is no reason to refuse: the output just ends there.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
             limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
-            return f"{kind}: computing the allowed tokens takes more than {limit} for one token; make the grammar smaller"
+            return (
+                f"{kind}: computing the allowed tokens takes more than {limit} for one token; "
+                "make the grammar smaller"
+            )
         if matcher.is_stopped():
             return None
         if not matcher.consume_token(generator.choice(list_allowed_tokens(bitmask))):

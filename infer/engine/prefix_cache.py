@@ -1,9 +1,9 @@
 """The prefix cache: KV cache blocks of earlier sequences. If a prompt begins with the same tokens
 as an earlier sequence, only the positions after these tokens are prefilled.
 
-A block contains PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by all tokens before the block, the
-tokens of the block, and the token after the block, since a drafter's cache entry may depend on the
-next token (`infer.drafters.dart`). Blocks are copies, because batch rows are reused.
+A block contains PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by all tokens before the
+block, the tokens of the block, and the token after the block, since a drafter's cache entry may
+depend on the next token (`infer.drafters.dart`). Blocks are copies, because batch rows are reused.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ import torch
 
 PREFIX_CACHE_BLOCK_TOKENS = 64
 
-# The number of the previous block, and PREFIX_CACHE_BLOCK_TOKENS + 1 tokens: those of the block and the
-# token after it.
+# The number of the previous block, and PREFIX_CACHE_BLOCK_TOKENS + 1 tokens: those of the block and
+# the token after it.
 BlockKey = tuple[int, tuple[int, ...]]
 # One tensor per buffer of a cache, (n, PREFIX_CACHE_BLOCK_TOKENS, width); n and width depend on the
 # buffer.
@@ -24,7 +24,8 @@ BlockTensors = list[torch.Tensor]
 
 @dataclass(eq=False)
 class PrefixCacheBlock:
-    """The KV cache entries of PREFIX_CACHE_BLOCK_TOKENS positions, of the target and of the drafter."""
+    """The KV cache entries of PREFIX_CACHE_BLOCK_TOKENS positions, of the target and of the
+    drafter."""
 
     number: int  # unique; the key of the next block contains it
     target: BlockTensors

@@ -72,9 +72,9 @@ def calibrate(
     """Measure the seconds of drafting, and of target passes of several sizes, for one batch row
     with COST_CALIBRATION_CONTEXT_TOKENS positions in the cache.
 
-    The target passes get larger until one takes COST_CALIBRATION_STOP_RATIO times as long as the pass
-    without drafted nodes. Drafting and all passes are measured `repeats` times, interleaved, and
-    the medians are returned. This takes about a second on a laptop.
+    The target passes get larger until one takes COST_CALIBRATION_STOP_RATIO times as long as the
+    pass without drafted nodes. Drafting and all passes are measured `repeats` times, interleaved,
+    and the medians are returned. This takes about a second on a laptop.
     """
     context_length = COST_CALIBRATION_CONTEXT_TOKENS
     cache = target.allocate_cache(1, context_length + CANDIDATE_DRAFTED_NODE_COUNTS[-1] + 1)

@@ -301,7 +301,8 @@ class Runner:
             [sequence.options for sequence in sequences], self.vocab_size
         )
         if num_nodes not in (0, self.budget.max_nodes):
-            # Round the number of nodes down to one of CANDIDATE_DRAFTED_NODE_COUNTS, so that there are few graphs.
+            # Round the number of nodes down to one of CANDIDATE_DRAFTED_NODE_COUNTS, so that there
+            # are few graphs.
             num_nodes = max(count for count in CANDIDATE_DRAFTED_NODE_COUNTS if count <= num_nodes)
 
         current = [(sequence, len(sequence.ids)) for sequence in sequences]

@@ -203,8 +203,9 @@ def iterate_chunks(
     """Split `count` rows of `width` values each into chunks, and return the chunks as slices of
     rows.
 
-    A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or MIN_SAMPLING_CHUNK_VALUES_ON_GPU values divided by `memory_factor`, or
-    the share 1 / MAX_SAMPLING_CHUNKS_PER_TENSOR of all rows, whichever is more.
+    A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or MIN_SAMPLING_CHUNK_VALUES_ON_GPU values divided
+    by `memory_factor`, or the share 1 / MAX_SAMPLING_CHUNKS_PER_TENSOR of all rows, whichever is
+    more.
     """
     chunk_values = (
         MIN_SAMPLING_CHUNK_VALUES_ON_CPU

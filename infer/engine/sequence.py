@@ -176,7 +176,8 @@ def check_options(options: TextOptions, target: Target) -> None:
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError(
-            "stop strings need a tokenizer, and this target has none; load the target with load_target"
+            "stop strings need a tokenizer, and this target has none; load the target with "
+            "load_target"
         )
     make_grammar_state(options, target)
 
@@ -189,12 +190,15 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_s
     for id in (min(prompt), max(prompt)):
         if not 0 <= id < vocab_size:
             raise ValueError(
-                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}; use the tokenizer of this model"
+                f"prompt: token {id} does not exist, the model has 0 to {vocab_size - 1}; use the "
+                "tokenizer of this model"
             )
     length = len(prompt) + options.max_new_tokens
     if length > capacity:
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, together {length}; at most {capacity} are possible; shorten the prompt or lower max_new_tokens"
+            f"the prompt has {len(prompt)} tokens and max_new_tokens is {options.max_new_tokens}, "
+            f"together {length}; at most {capacity} are possible; shorten the prompt or lower "
+            "max_new_tokens"
         )
 
 

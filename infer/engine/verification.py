@@ -26,8 +26,8 @@ from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
 # The logits of so many nodes per batch row are in memory at the same time. With more than
-# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows the number is reduced, so that the logits of all rows together do not
-# take more memory than those of MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows.
+# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows the number is reduced, so that the logits of all rows
+# together do not take more memory than those of MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows.
 MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
 MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 

@@ -170,8 +170,9 @@ def build_front_matter(
 
 
 def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
-    """Return the RUN_OPTIONS_SHOWN_ON_CARD of a run with their dotted names and values, and the steps of
-    the checkpoint. Of the options that limit training, only the one in effect is listed."""
+    """Return the RUN_OPTIONS_SHOWN_ON_CARD of a run with their dotted names and values, and the
+    steps of the checkpoint. Of the options that limit training, only the one in effect is
+    listed."""
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():
         options = run_config.get(section, {}) if section else run_config

@@ -83,8 +83,8 @@ class VariantMeasurement:
         self.remeasured_prompts += other.remeasured_prompts
 
     def find_disturbed_prompts(self) -> list[int]:
-        """Return the indices of the prompts that took more than REMEASURED_PROMPT_TIME_RATIO times the
-        median time per token."""
+        """Return the indices of the prompts that took more than REMEASURED_PROMPT_TIME_RATIO times
+        the median time per token."""
         seconds_per_token = [
             result.seconds[0] / max(1, result.tokens) for result in self.prompt_results
         ]

@@ -184,7 +184,8 @@ def list_findings(evaluation: Evaluation) -> list[str]:
         if chain.name != "chain":
             continue
         sentences += [
-            f"A chain of {chain.budget} drafts, which is what {ENGINES_VERIFYING_CHAINS_ONLY} verify, commits "
+            f"A chain of {chain.budget} drafts, which is what {ENGINES_VERIFYING_CHAINS_ONLY} "
+            "verify, commits "
             f"τ = {chain.tau:.2f} tokens per pass of the target.",
             f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as "
             f"fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
@@ -264,7 +265,8 @@ def list_notes(evaluation: Evaluation) -> list[str]:
     remeasured = sum(method.remeasured_prompts or 0 for method in methods)
     if remeasured:
         notes.append(
-            f"measured again, as it took over {REMEASURED_PROMPT_TIME_RATIO} times the method's median "
+            f"measured again, as it took over {REMEASURED_PROMPT_TIME_RATIO} times the method's "
+            "median "
             f"time per token: {remeasured}"
         )
 

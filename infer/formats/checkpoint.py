@@ -76,7 +76,8 @@ def load_drafter(
         is_cpu = torch.device(device).type == "cpu"
         if dtype not in (None, torch.float32) or not is_cpu:
             raise ValueError(
-                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu target.dtype=auto"
+                "drafter.quantization=int8 requires float32 on the CPU: use target.device=cpu "
+                "target.dtype=auto"
             )
     opened, reading = open_checked_folder(folder, target_layers)
     drafter = cast(Drafter, reading.build_drafter("cpu"))
@@ -125,7 +126,8 @@ def open_checked_folder(
         raise ValueError(f"{folder}: {'; '.join(problems)}")
     if opened.config_changed:
         warnings.warn(
-            f"{folder}/config.json was changed after the weights were saved; copy the folder again unless you changed the file yourself",
+            f"{folder}/config.json was changed after the weights were saved; copy the folder "
+            "again unless you changed the file yourself",
             stacklevel=3,
         )
     for doubt in reading.warnings:
@@ -143,7 +145,8 @@ def check_draft_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary_siz
     is_inside = ((tokens >= 0) & (tokens < vocabulary_size)).all()
     if not is_inside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"{folder}: d2t maps two draft tokens to the same target token, or one to an id outside the vocabulary (0 to {vocabulary_size - 1})"
+            f"{folder}: d2t maps two draft tokens to the same target token, or one to an id "
+            f"outside the vocabulary (0 to {vocabulary_size - 1})"
         )
 
 
@@ -153,5 +156,6 @@ def check_padded_vocabulary(folder: str | Path, d2t: torch.Tensor) -> None:
     padded) cannot be loaded."""
     if d2t.any():
         raise ValueError(
-            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere; with such a draft_vocab_size, d2t must map every token to itself"
+            f"{folder}: draft_vocab_size is more than vocab_size, and d2t is not zero everywhere; "
+            "with such a draft_vocab_size, d2t must map every token to itself"
         )

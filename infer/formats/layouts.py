@@ -53,7 +53,8 @@ def read_layout(folder: DrafterFolder, target_layers: int | None = None) -> Pars
             )
     architectures = ", ".join(f"['{family.architecture}']" for family in DRAFTER_FAMILIES.values())
     return refuse_config(
-        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class name of another public layout of these drafters"
+        f"architectures is {raw.get('architectures')}, expected {architectures}, or the class "
+        "name of another public layout of these drafters"
     )
 
 

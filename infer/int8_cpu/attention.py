@@ -302,8 +302,8 @@ def attention_kernel(address: int) -> None:
     mask = carray(float_pointer(args.mask), (batch_rows, width, visible))
     out = carray(float_pointer(args.out), (batch_rows * width, key_heads, groups, size))
     padded_size = round_up(size, FLOAT_TILE_COLUMNS)
-    # The rows have FLOATS_PER_CPU_VECTOR more columns than needed. Rows whose length is a power of two would
-    # all start in the same few sets of the CPU cache.
+    # The rows have FLOATS_PER_CPU_VECTOR more columns than needed. Rows whose length is a power of
+    # two would all start in the same few sets of the CPU cache.
     transposed_keys = np.zeros((size, KEY_TILE_POSITIONS + FLOATS_PER_CPU_VECTOR), np.float32)
     padded_values = np.zeros((KEY_TILE_POSITIONS, padded_size), np.float32)
     queries = np.empty((tile_rows, size), np.float32)
@@ -379,7 +379,8 @@ def attend(
 
     bind(layer_cache, mask)
     work_items = batch_rows * key_heads * -(-layer_cache.query_length // QUERY_TILE_POSITIONS)
-    # More than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, so that attention always runs on several threads.
+    # More than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, so that attention always runs on several
+    # threads.
     cycles = max(queries.numel() * visible // 2, MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL + 1)
     launch_kernel(attention_kernel, arguments, work_items, cycles, bind, (layer_cache, mask))
     return out

@@ -283,7 +283,8 @@ def quantise_model(model: PreTrainedModel, samples: Iterator[object]) -> dict[st
     """Calibrate a float32 model, and replace its linear layers and its embedding by int8 modules.
 
     samples: an iterator; each `next` runs the model on all calibration sequences. `next` is called
-        several times if the second moments of all layers need more than MAX_CALIBRATION_SECOND_MOMENT_BYTES.
+        several times if the second moments of all layers need more than
+        MAX_CALIBRATION_SECOND_MOMENT_BYTES.
 
     Returns the number of codes per activation of each replaced module, by name of the module. It is
     0 for the embedding. Layers that a forward pass does not call, and layers that are not nn.Linear

@@ -182,9 +182,9 @@ def add_matmul(
     """Add the matrix product of `left` (rows, count) and `right` (count, columns) to `out`.
 
     Each matrix is given by its address and the distance in bytes between two of its rows. Each sum
-    adds the `count` products in order. Columns are processed in tiles of FLOAT_TILE_COLUMNS, so `right`
-    and `out` need padding columns up to a multiple of FLOAT_TILE_COLUMNS. Rows are processed four at a
-    time; if fewer than four are left, the last row is computed several times.
+    adds the `count` products in order. Columns are processed in tiles of FLOAT_TILE_COLUMNS, so
+    `right` and `out` need padding columns up to a multiple of FLOAT_TILE_COLUMNS. Rows are
+    processed four at a time; if fewer than four are left, the last row is computed several times.
     """
     for r in range(0, rows, 4):
         r1 = min(r + 1, rows - 1)

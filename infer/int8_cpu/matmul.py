@@ -69,8 +69,8 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
 
     The matmul is transposed on a CPU with AMX: there oneDNN packs the right operand before it
     multiplies, so the smaller matrix should be the right operand. The rows are padded to a
-    multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed back faster. They are not padded
-    if at most MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows remain after the last full vector.
+    multiple of FLOATS_PER_CPU_VECTOR, because full vectors are transposed back faster. They are not
+    padded if at most MAX_ROWS_TRANSPOSED_ONE_BY_ONE rows remain after the last full vector.
     """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
@@ -176,8 +176,8 @@ def avx2_matmul_kernel(address: int) -> None:
     """Multiply activation codes by weight codes.
 
     A work item is MATMUL_OUTPUTS_PER_WORK_ITEM outputs for all rows. It is computed in tiles of
-    INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. In a tile at the edge of the result, the last output or
-    row is computed several times.
+    INT8_MATMUL_TILE_OUTPUTS outputs and INT8_MATMUL_TILE_ROWS rows. In a tile at the edge of the
+    result, the last output or row is computed several times.
     """
     args = read_matmul_arguments(address)
     item = claim_work_item(address)
@@ -278,8 +278,8 @@ def multiply_with_avx2(codes: torch.Tensor, weights: torch.Tensor, rows: int) ->
         outputs=outputs,
         inputs=inputs,
     )
-    # Reading the weights of an output from memory takes about as long as multiplying INT8_MATMUL_TILE_ROWS rows
-    # of codes by these weights.
+    # Reading the weights of an output from memory takes about as long as multiplying
+    # INT8_MATMUL_TILE_ROWS rows of codes by these weights.
     cycles = (
         (rows + INT8_MATMUL_TILE_ROWS) * inputs * outputs // ESTIMATED_INT8_MATMUL_MACS_PER_CYCLE
     )

@@ -51,7 +51,8 @@ class QuantiseArguments(KernelArguments):
             KERNEL_ARGUMENT_ADDRESS_TYPE,
         ),  # (D,), factors by which the states are multiplied
         ("codes", KERNEL_ARGUMENT_ADDRESS_TYPE),  # (C * N, D) int8, output
-        # (N,), output. A smoothed state is scale * (first code + second code / SECOND_ACTIVATION_CODE_SCALE).
+        # (N,), output. A smoothed state is scale * (first code + second code /
+        # SECOND_ACTIVATION_CODE_SCALE).
         ("scales", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("num_rows", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of rows, N in shapes
         ("row_size", KERNEL_ARGUMENT_INTEGER_TYPE),  # size of a row, D in shapes

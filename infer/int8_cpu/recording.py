@@ -59,8 +59,8 @@ class CallListArguments(KernelArguments):
     """Arguments of `call_list_kernel`."""
 
     _fields_ = [
-        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64. A row has the address of a function, the four arguments of
-        # the function, and the address of the function's work item counter.
+        # (count, INT64_FIELDS_PER_RECORDED_CALL) int64. A row has the address of a function, the
+        # four arguments of the function, and the address of the function's work item counter.
         ("calls", KERNEL_ARGUMENT_ADDRESS_TYPE),
         ("count", KERNEL_ARGUMENT_INTEGER_TYPE),  # number of calls
     ]
@@ -292,8 +292,8 @@ class RecordedDecoder(KernelDecoder):
     def drop_old_recordings(self) -> None:
         """Drop the least recently used recordings.
 
-        At most MAX_INT8_CPU_CALL_RECORDINGS recordings with MAX_INT8_CPU_RECORDING_BYTES in total are kept. Other threads
-        may remove recordings from the dict at the same time.
+        At most MAX_INT8_CPU_CALL_RECORDINGS recordings with MAX_INT8_CPU_RECORDING_BYTES in total
+        are kept. Other threads may remove recordings from the dict at the same time.
         """
         total_bytes = 0
         most_recent_first = reversed(list(self.recordings.items()))

@@ -81,7 +81,8 @@ def exp(x: np.float32) -> np.float32:
     """Return e^x for x from -87 to 88, with an error of one or two units in the last place.
 
     For x below -87 it returns 0. The compiler can vectorise this function, unlike numpy's exp. The
-    caller must not be compiled with FASTMATH_REASSOCIATE, which would remove FLOAT32_ROUND_TO_INTEGER_ADDEND.
+    caller must not be compiled with FASTMATH_REASSOCIATE, which would remove
+    FLOAT32_ROUND_TO_INTEGER_ADDEND.
     """
     shifted = max(x, EXP_UNDERFLOW) * LOG2_E + FLOAT32_ROUND_TO_INTEGER_ADDEND
     n = shifted - FLOAT32_ROUND_TO_INTEGER_ADDEND  # x / ln 2, rounded to an integer

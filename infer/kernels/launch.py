@@ -202,8 +202,8 @@ def launch_kernel(
     """Run a compiled kernel over its work items, and record the call if a recorder is active.
 
     cycles: estimated number of CPU cycles that the kernel takes on one thread. If there are more
-        than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend on the number
-        of threads.
+        than MIN_CYCLES_FOR_PARALLEL_CPU_KERNEL, several threads are used. The results do not depend
+        on the number of threads.
     bind, inputs: see `Recorder.record_call`
     """
     address = get_kernel_address(kernel)

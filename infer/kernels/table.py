@@ -115,7 +115,8 @@ def load_validated_kernels(import_path: str, device: torch.device) -> Kernels:
         reason = run_check(checks[name], operation, device)
         if reason:
             warnings.warn(
-                f"the reference of {name} is used, because its fast version in {import_path} failed its check: {reason}",
+                f"the reference of {name} is used, because its fast version in {import_path} "
+                f"failed its check: {reason}",
                 stacklevel=2,
             )
         else:

@@ -95,7 +95,8 @@ class MaskedRunner:
         are logits processors."""
         if processors:
             raise ValueError(
-                "masked diffusion decoding does not support logits processors, since its outputs do not grow from left to right; leave the logits processors out"
+                "masked diffusion decoding does not support logits processors, since its outputs "
+                "do not grow from left to right; leave the logits processors out"
             )
         return MaskedSequence(prompt, options)
 

@@ -135,9 +135,9 @@ class MaskedModel:
 
         Each position attends to the positions of its row where `allowed` (B, T) bool is true. By
         default these are all positions. `allowed` must be false for padding; only models in
-        MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding. `selected` consists of rows (Q,) and positions (Q,). If
-        it is given, only the logits (Q, V) of these positions are computed, since a large output
-        head takes most of a small model's time.
+        MASKED_MODEL_TYPES_IN_TRANSFORMERS support padding. `selected` consists of rows (Q,) and
+        positions (Q,). If it is given, only the logits (Q, V) of these positions are computed,
+        since a large output head takes most of a small model's time.
         """
         if allowed is None:
             allowed = torch.ones_like(ids, dtype=torch.bool)
@@ -175,7 +175,8 @@ class MaskedModel:
         """Return the final hidden states (B, Q, D) of tokens (B, Q) at absolute positions (B, Q).
 
         `mask` (B, 1, Q, S) is an additive attention mask. With a cache, S is the number of keys
-        that the cache's `update` returns. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support this method.
+        that the cache's `update` returns. Only models in MASKED_MODEL_TYPES_IN_TRANSFORMERS support
+        this method.
         """
         decoder = self.model.get_decoder()
         output = decoder(
@@ -203,7 +204,8 @@ class MaskedModel:
         cannot use our KV cache."""
         if not self.takes_attention_masks:
             raise ValueError(
-                f"cache=dual: {self.name} runs the code of its repository, which does not support our KV cache; use cache=none"
+                f"cache=dual: {self.name} runs the code of its repository, which does not support "
+                "our KV cache; use cache=none"
             )
         config = self.config
         heads = config.num_key_value_heads
@@ -229,7 +231,8 @@ def load_masked(
     needs_remote_code = model_type.lower() in REMOTE_CODE_MODEL_TYPES
     if needs_remote_code and not trust_remote_code:
         raise ValueError(
-            f"target.path={path}: {model_type} models run code that comes with them; read this code, then allow it with target.trust_remote_code=true"
+            f"target.path={path}: {model_type} models run code that comes with them; read this "
+            "code, then allow it with target.trust_remote_code=true"
         )
 
     torch_device = resolve_device(device)
@@ -263,7 +266,9 @@ def load_remote_code_model(
     except (AttributeError, ImportError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"target.path={path}: the model's own code does not run with transformers {__version__} ({reason}); install the transformers release that the model's code was written for"
+            f"target.path={path}: the model's own code does not run with transformers "
+            f"{__version__} ({reason}); install the transformers release that the model's code "
+            "was written for"
         ) from error
 
     weights = {}
@@ -272,7 +277,8 @@ def load_remote_code_model(
     mismatched_names = sorted(weights.keys() ^ model.state_dict().keys())
     if mismatched_names:
         raise ValueError(
-            f"target.path={path}: the weight files and the model's code do not have the same weights, for example {mismatched_names[0]}; download the model again"
+            f"target.path={path}: the weight files and the model's code do not have the same "
+            f"weights, for example {mismatched_names[0]}; download the model again"
         )
     with explain_load_errors(path):  # raised if tensors have other shapes
         model.load_state_dict(weights)
@@ -293,7 +299,9 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         shifted = bool(diffusion_config.get("shifted", False))
     else:
         raise ValueError(
-            f"target.path={path}: this {config['model_type']} model is no masked diffusion model (its config.json has no key {MASKED_DIFFUSION_TARGET_KIND.config_key}); use LLaDA, Dream, or a masked diffusion model that was trained with this program"
+            f"target.path={path}: this {config['model_type']} model is no masked diffusion model "
+            f"(its config.json has no key {MASKED_DIFFUSION_TARGET_KIND.config_key}); use LLaDA, "
+            "Dream, or a masked diffusion model that was trained with this program"
         )
 
     mask_token_id = config.get("mask_token_id")
@@ -301,6 +309,7 @@ def get_mask_token_and_shift(path: str, config: dict) -> tuple[int, bool]:
         mask_token_id = default_mask_token
     if mask_token_id is None:
         raise ValueError(
-            f"target.path={path}: this model has no mask token; add mask_token_id, the id of the mask token, to its config.json"
+            f"target.path={path}: this model has no mask token; add mask_token_id, the id of the "
+            "mask token, to its config.json"
         )
     return mask_token_id, shifted

@@ -86,8 +86,8 @@ class SequenceStatistics:
         return 0, 0
 
     def _get_context(self, position: int, drafted: dict[int, int]) -> tuple[int, ...]:
-        """Return the known tokens directly to the left of a position, at most MAX_NGRAM_LEFT_CONTEXT_TOKENS
-        tokens."""
+        """Return the known tokens directly to the left of a position, at most
+        MAX_NGRAM_LEFT_CONTEXT_TOKENS tokens."""
         context = []
         for left_position in range(position - 1, position - 1 - MAX_NGRAM_LEFT_CONTEXT_TOKENS, -1):
             token = drafted.get(left_position, self.tokens.get(left_position))

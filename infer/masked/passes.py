@@ -68,7 +68,7 @@ class FullRowPasses:
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, len(sequence.masked) - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions(
+    def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
         """Return for each state the positions to predict: those that this round or the next round
@@ -135,7 +135,7 @@ class DualCacheView:
         cached_values = self._read(2 * layer + 1)
         return torch.cat([cached_keys, keys], 2), torch.cat([cached_values, values], 2)
 
-    def _write(self, plane: int, new: torch.Tensor) -> None:
+    def _write_full_plane(self, plane: int, new: torch.Tensor) -> None:
         """Write the first T positions of keys or values (B, H, Q, E) into the buffer. `plane` is
         the index on the buffer's first axis."""
         new = new[:, :, : self.length].transpose(1, 2)
@@ -178,7 +178,7 @@ class DualCachePasses:
         max_writes = min(MAX_MASKED_DRAFT_LENGTH, num_open - 1)
         return sequence.make_plan(self.block_length, max_writes)
 
-    def list_positions(
+    def list_positions_to_predict(
         self, sequence: MaskedSequence, plan: DraftPlan, states: Sequence[State]
     ) -> list[list[int]]:
         """Return for each state the positions to predict: the masked positions of the current

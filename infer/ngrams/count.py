@@ -49,7 +49,9 @@ def count_ngrams(
     bits = vocabulary.bit_length()
     if not 1 <= order <= NGRAM_KEY_BITS // bits:
         raise ValueError(
-            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the {NGRAM_KEY_BITS} bits of an n-gram"
+            f"order={order} is not possible for a vocabulary of {vocabulary} token ids; choose an "
+            f"order from 1 to {NGRAM_KEY_BITS // bits}, since a token id takes {bits} of the "
+            f"{NGRAM_KEY_BITS} bits of an n-gram"
         )
     keys_of_documents = []
     total = 0
@@ -78,7 +80,8 @@ def make_document_keys(tokens: np.ndarray, index: int, vocabulary: int, order: i
     for token in extremes:
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"document {index} has token id {token}, outside the vocabulary of {vocabulary} ids; use documents of this tokenizer"
+                f"document {index} has token id {token}, outside the vocabulary of {vocabulary} "
+                "ids; use documents of this tokenizer"
             )
     codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
     keys = np.zeros(len(tokens), np.uint64)

@@ -7,7 +7,8 @@ numbers of level 1 are token ids. Level k, for k = 2 .. order, has the k-grams t
 Siblings are sorted by token. An inner node is a node of any level but the last. The file is little
 endian, and its sections are aligned to 64 bytes:
 
-    header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, a CRC32 of the header
+    header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, and a CRC32 of
+                     the header
     entries          uint32 for each node: token << count_bits | code. The code is the node's count,
                      or the largest code if the count does not fit into count_bits bits.
     low              uint32 for each inner node, and one more value
@@ -181,12 +182,14 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
         or len(content) < NGRAM_FILE_HEADER_DTYPE.itemsize
     ):
         raise ValueError(
-            f"{path}: this is not an n-gram file of this program; give a file that the n-gram counter of this program wrote"
+            f"{path}: this is not an n-gram file of this program; give a file that the n-gram "
+            "counter of this program wrote"
         )
     header = np.frombuffer(content, NGRAM_FILE_HEADER_DTYPE)[0]
     if header["version"] != NGRAM_FILE_VERSION:
         raise ValueError(
-            f"{path}: this file has version {header['version']} of the n-gram format, but this program reads version {NGRAM_FILE_VERSION}; count the n-grams again"
+            f"{path}: this file has version {header['version']} of the n-gram format, but this "
+            f"program reads version {NGRAM_FILE_VERSION}; count the n-grams again"
         )
 
     level_nodes = [int(count) for count in header["nodes"][: header["order"]]]
@@ -208,7 +211,8 @@ def read_ngram_header(path: Path, file: BinaryIO) -> np.void:
     expected_size = int(sections[-1].sum())
     if size != expected_size:
         raise ValueError(
-            f"{path}: the file has {size} bytes instead of {expected_size}; copy the file again, or count the n-grams again"
+            f"{path}: the file has {size} bytes instead of {expected_size}; copy the file again, "
+            "or count the n-grams again"
         )
     return header
 
@@ -246,14 +250,17 @@ class NGramModel:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: there is no such n-gram file; check the path, or count the n-grams of a corpus into this file"
+                f"{path}: there is no such n-gram file; check the path, or count the n-grams of a "
+                "corpus into this file"
             )
         with path.open("rb") as file:
             header = read_ngram_header(path, file)
             file_digest = header["digest"].decode(errors="replace")
             if digest is not None and digest != file_digest:
                 raise ValueError(
-                    f"{path}: these n-grams were counted with another tokenizer ({file_digest[:12]}..., the target's tokenizer is {digest[:12]}...); count them again with the target's tokenizer"
+                    f"{path}: these n-grams were counted with another tokenizer "
+                    f"({file_digest[:12]}..., the target's tokenizer is {digest[:12]}...); count "
+                    "them again with the target's tokenizer"
                 )
             mapped_file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content = np.frombuffer(mapped_file, np.uint8)

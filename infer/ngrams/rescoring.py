@@ -74,11 +74,12 @@ class NGramRescorer(NamedTuple):
     # (L, V) float32: marginal log q of each token; or (L, 1): one value for all added tokens.
     marginal_log_probs: np.ndarray
     # The following arrays are the memory of the search. The entry of a node is filled when the node
-    # is opened.
-    # (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates, -1 for added candidates
+    # is opened. (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: columns of a node's candidates,
+    # -1 for added candidates
     candidate_columns: np.ndarray
     suffix_nodes: np.ndarray  # (N, O - 1) int64: suffix nodes of the node's path
-    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes of the path extended by each candidate
+    # (N, O, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) int64: suffix nodes of the path extended by
+    # each candidate
     child_suffix_nodes: np.ndarray
     # (N, MAX_NGRAM_PATH_SUFFIX_TOKENS) int64: the last tokens of the node's path, newest first
     recent_tokens: np.ndarray
@@ -86,8 +87,8 @@ class NGramRescorer(NamedTuple):
 
 @njit
 def fill_recent_tokens(sequence: np.ndarray, recent_tokens: np.ndarray) -> None:
-    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of sequence (T,) int64, newest
-    first. If the sequence is too short, the remaining entries are -1."""
+    """Fill recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,) with the last tokens of sequence (T,)
+    int64, newest first. If the sequence is too short, the remaining entries are -1."""
     length = len(sequence)
     for k in range(len(recent_tokens)):
         recent_tokens[k] = sequence[length - 1 - k] if k < length else -1
@@ -103,9 +104,9 @@ def find_path_matches(
     """Find earlier occurrences of the last tokens of a path in sequence (T,) int64. Return the
     number of occurrences.
 
-    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the last tokens of the path, newest first. match_ends (T,)
-    is filled with the positions where the path's last token occurs, latest first. match_lengths
-    (T,) is filled with the number of tokens that match at each of these positions.
+    recent_tokens (MAX_NGRAM_PATH_SUFFIX_TOKENS,): the last tokens of the path, newest first.
+    match_ends (T,) is filled with the positions where the path's last token occurs, latest first.
+    match_lengths (T,) is filled with the number of tokens that match at each of these positions.
     """
     count = 0
     for end in range(len(sequence) - 2, -1, -1):
@@ -139,8 +140,8 @@ def apply_context_counts(
     num_matches entries. tokens (K,) int64: ascending. probabilities (K,): corrected in place.
 
     This is prediction by partial matching (Cleary and Witten 1984). It is repeated for contexts of
-    1, 2, .. MAX_NGRAM_PATH_SUFFIX_TOKENS tokens. Each time, probability p of a token becomes (n + p) / (m +
-    1), where the context occurred m times before, and the token followed it n times.
+    1, 2, .. MAX_NGRAM_PATH_SUFFIX_TOKENS tokens. Each time, probability p of a token becomes (n +
+    p) / (m + 1), where the context occurred m times before, and the token followed it n times.
     """
     occurrences = np.zeros(MAX_NGRAM_PATH_SUFFIX_TOKENS)
     follow_counts = np.zeros((MAX_NGRAM_PATH_SUFFIX_TOKENS, len(tokens)))
@@ -187,13 +188,15 @@ def add_ngram_candidates(
     columns: np.ndarray,
     num_drafted: Int64,
 ) -> Int64:
-    """Add up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens to the drafter's candidates after a path. Return the
-    new number of candidates.
+    """Add up to MAX_NGRAM_CANDIDATES_ADDED_PER_NODE tokens to the drafter's candidates after a
+    path. Return the new number of candidates.
 
-    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) begin with the drafter's `num_drafted`
-    candidates. The added tokens are below `vocabulary`. They are tokens that followed the path
+    tokens and columns (K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE,) begin with the drafter's
+    `num_drafted` candidates. The added tokens are below `vocabulary`. They are tokens that followed
+    the path
     before: first in the sequence, after the positions `match_ends`; then in the corpus, after the
-    suffixes of the path, longest first, until a suffix has more than MAX_CHILDREN_FOR_NGRAM_CANDIDATES children.
+    suffixes of the path, longest first, until a suffix has more than
+    MAX_CHILDREN_FOR_NGRAM_CANDIDATES children.
     """
     count = num_drafted
     max_candidates = len(tokens)
@@ -223,8 +226,8 @@ def rescore_candidates(log_q: np.ndarray, probabilities: np.ndarray, weight: flo
 
     `weight` times the n-gram log-probability is added to each log-probability. Then a constant is
     subtracted, so that the candidates have the same total probability as under the drafter.
-    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite, even if a sampling
-    filter forbids all candidates.
+    Log-probabilities are at least FORBIDDEN_TOKEN_LOG_PROBABILITY, so that all results are finite,
+    even if a sampling filter forbids all candidates.
     """
     highest = -np.inf
     rescored_total = 0.0
@@ -287,10 +290,10 @@ def score_node_children(
 ) -> None:  # fmt: skip
     """Open a node: compute the candidates that may come after it, and their scores.
 
-    Row `node` of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) is filled with the candidates in ascending
-    order. Row `node` of log_q, which has the same shape, is filled with their scores, and with NaN
-    after the last candidate. `depth` is the depth of the node, 0 for the root. `parent` is the
-    node's parent, and `child` is the node's index among the parent's candidates.
+    Row `node` of tokens (N, K + MAX_NGRAM_CANDIDATES_ADDED_PER_NODE) is filled with the candidates
+    in ascending order. Row `node` of log_q, which has the same shape, is filled with their scores,
+    and with NaN after the last candidate. `depth` is the depth of the node, 0 for the root.
+    `parent` is the node's parent, and `child` is the node's index among the parent's candidates.
     """
     sequence = rescorer.sequence
     columns = rescorer.candidate_columns[node]

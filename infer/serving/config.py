@@ -59,7 +59,8 @@ class ServerConfig:
         )
         if self.key() is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
-                f"server.host={self.host}: other machines can reach that; set {API_KEY_ENVIRONMENT_VARIABLE} to a "
+                f"server.host={self.host}: other machines can reach that; set "
+                f"{API_KEY_ENVIRONMENT_VARIABLE} to a "
                 "key, or give server.allow_unauthenticated=true"
             )
 
@@ -79,7 +80,8 @@ class ServerConfig:
         is_ascii_word = key.isascii() and len(key.split()) == 1
         if key and (len(key) < MIN_API_KEY_CHARACTERS or not is_ascii_word):
             raise ValueError(
-                f"{API_KEY_ENVIRONMENT_VARIABLE}: a key is one word of at least {MIN_API_KEY_CHARACTERS} ASCII "
+                f"{API_KEY_ENVIRONMENT_VARIABLE}: a key is one word of at least "
+                f"{MIN_API_KEY_CHARACTERS} ASCII "
                 "characters"
             )
         return key.encode() or None

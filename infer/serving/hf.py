@@ -304,7 +304,8 @@ def _refuse_unsupported(
     )
     if config.num_beams not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams}: speculative decoding has no beam search, use num_beams=1"
+            f"num_beams={config.num_beams}: speculative decoding has no beam search, use "
+            "num_beams=1"
         )
     if unsupported:
         raise ValueError(

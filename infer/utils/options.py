@@ -41,7 +41,8 @@ def print_help(options_class: Any, values: dict, config_folder: Path) -> None:
         names = sorted(file.stem for file in group.glob("*.yaml"))
         print(f"  {group.name}: {', '.join(names)}")
     print(
-        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as -m for a sweep."
+        "\n--cfg job prints the configuration. --hydra-help explains Hydra's own options, such as "
+        "-m for a sweep."
     )
 
 
@@ -149,7 +150,8 @@ def resolve_text_option(key: str, text: str) -> str:
         return read_limited_text(Path(text[1:]).expanduser(), MAX_OPTION_TEXT_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={text}: the file could not be read ({error}); to use {text} as text, write @{text}"
+            f"{key}={text}: the file could not be read ({error}); to use {text} as text, write "
+            f"@{text}"
         ) from error
 
 

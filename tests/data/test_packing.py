@@ -156,8 +156,8 @@ def test_examples_are_read_again_only_when_something_changed(tokenizer, tmp_path
 
 
 def test_a_change_of_the_packed_sequences_raises_the_format_version(tokenizer, tmp_path):
-    """The cache key contains DATA_CACHE_FORMAT_VERSION, not the code. If this digest changes, raise the
-    version and update the digest."""
+    """The cache key contains DATA_CACHE_FORMAT_VERSION, not the code. If this digest changes, raise
+    the version and update the digest."""
     chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
     records = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)]
     records += [{"prompt": "a = ", "response": "1\n"}, {"messages": chat}]

@@ -12,7 +12,11 @@ from data.suites import DDTREE_QUESTION_SETS, SuiteConfig, load_suite, sample_ch
 # Made-up rows in the public format of each set, and the texts of their questions, one a turn.
 # Alpaca and LiveCodeBench have rows of two kinds.
 REASONING_REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-LIVECODEBENCH_INTRODUCTION = "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct Python program that matches the specification and passes all tests. You will NOT return anything except for the program\n\n"
+LIVECODEBENCH_INTRODUCTION = (
+    "You are an expert Python programmer. You will be given a question (problem specification) "
+    "and will generate a correct Python program that matches the specification and passes all "
+    "tests. You will NOT return anything except for the program\n\n"
+)
 PUBLIC_ROWS = {
     "aime24": [
         (
@@ -52,7 +56,8 @@ PUBLIC_ROWS = {
                 "canonical_solution": "",
                 "test": "",
             },
-            "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f(x):\n    '''{x}'''\n\n```",
+            "Write a solution to the following problem and make sure that it passes the "
+            "tests:\n```python\ndef f(x):\n    '''{x}'''\n\n```",
         )
     ],
     "livecodebench": [
@@ -64,7 +69,11 @@ PUBLIC_ROWS = {
                 "platform": "x",
             },
             LIVECODEBENCH_INTRODUCTION
-            + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)",
+            + (
+                "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following "
+                "format:\n```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided "
+                "format with backticks)"
+            ),
         ),
         (
             {
@@ -74,7 +83,11 @@ PUBLIC_ROWS = {
                 "platform": "y",
             },
             LIVECODEBENCH_INTRODUCTION
-            + "### Question:\nSort.\n\n### Format: Use the following code structure:\n```python\nclass Solution:\n```\n\n### Answer: (use the provided format with backticks)",
+            + (
+                "### Question:\nSort.\n\n### Format: Use the following code "
+                "structure:\n```python\nclass Solution:\n```\n\n### Answer: (use the provided "
+                "format with backticks)"
+            ),
         ),
     ],
     "math500": [

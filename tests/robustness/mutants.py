@@ -621,7 +621,8 @@ def main() -> None:
         test = find_failing_test(mutant)
         missed += test is None
         print(
-            f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - start_time:>5.0f} s",
+            f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}"
+            f"{time.perf_counter() - start_time:>5.0f} s",
             flush=True,
         )
     raise SystemExit(min(missed, 1))

@@ -97,7 +97,8 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 
     if config.anchors_per_sequence < user_config.anchors_per_sequence:
         notes.append(
-            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have more than {config.anchors_per_sequence}"
+            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have "
+            f"more than {config.anchors_per_sequence}"
         )
     notes += [line for line in (self_check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, schedule, notes)
@@ -179,7 +180,11 @@ def summarise_run(
     trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
-    line = f"{config.name}: {trainable_parameters:,} trainable parameters, {num_sequences:,} packed rows of {config.data.length} tokens, {describe_run_length(config, num_sequences)}{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
+    line = (
+        f"{config.name}: {trainable_parameters:,} trainable parameters, {num_sequences:,} packed "
+        f"rows of {config.data.length} tokens, {describe_run_length(config, num_sequences)}"
+        f"{format_mask_token(drafter.mask_token_id, target.tokenizer)}"
+    )
     if completed_steps:
         line += f"; resuming after step {completed_steps}"
     return line

@@ -54,9 +54,9 @@ from infer.targets.layers import convert_layer, join_linear_copies, select_decod
 from infer.targets.support import attention_layer_ids
 from infer.targets.target import Target
 
-# Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers. A drafter with fewer layers reads
-# three layers of a target that has at least MIN_LAYERS_OF_DEEP_TARGET layers, since the states of
-# fewer target layers carry too little information (LOG.md).
+# Public drafters have at least MIN_LAYERS_OF_PUBLIC_DRAFTERS layers. A drafter with fewer layers
+# reads three layers of a target that has at least MIN_LAYERS_OF_DEEP_TARGET layers, since the
+# states of fewer target layers carry too little information (LOG.md).
 MIN_LAYERS_OF_DEEP_TARGET = 12
 MIN_LAYERS_OF_PUBLIC_DRAFTERS = 3
 MAX_CONVOLUTION_GROUP_SIZE = 16  # maximum number of channels that share a convolution kernel
@@ -282,7 +282,8 @@ class DFlash(Drafter):
             mask_token_id = 0
         if not 0 <= mask_token_id < vocab_size:
             raise ValueError(
-                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to {vocab_size - 1}"
+                f"drafter.mask_token_id={mask_token_id}: the target's vocabulary has ids 0 to "
+                f"{vocab_size - 1}"
             )
 
         num_slots = options.block_size

@@ -60,7 +60,8 @@ class Head(nn.Module):
     recurrent = False
     reads_raw_states = False  # whether the head reads the drafter's states before the final norm
     top_k = 0  # the head chooses among the top_k likeliest tokens of a slot; 0 means all tokens
-    # the name of the parameter that `correction_matrix` returns; None for a head without corrections
+    # the name of the parameter that `correction_matrix` returns; None for a head without
+    # corrections
     output_name: str | None = None
 
     @property
