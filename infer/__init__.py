@@ -1,8 +1,10 @@
-"""Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and
-with masked diffusion models, which draft for themselves: `load_masked`, `generate`.
+"""Lossless speculative decoding with block-diffusion drafters, and decoding of masked diffusion
+models, which need no drafter.
 
-Needs torch, transformers, safetensors, numpy and numba. Names are imported on first use, so that
-`infer.config` loads without torch. infer/main.py is the entry point of the commands.
+With a drafter, use `load_target`, `load_drafter` and `generate`. With a masked diffusion model, use
+`load_masked` and `generate`. This package needs torch, transformers, safetensors, numpy and numba.
+Its public names are imported on first use, so that `infer.config` can be imported without torch.
+infer/main.py is the entry point of the commands.
 """
 
 from importlib import import_module
@@ -10,7 +12,7 @@ from typing import Any
 
 from infer.utils.optional import explain_missing_module, is_installed
 
-# Module -> the public names that it defines.
+# Key: a module. Value: the public names that the module defines.
 _PUBLIC_NAMES = {
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
     "infer.config": ("DecodeOptions", "DrafterConfig", "EngineConfig"),
@@ -29,7 +31,10 @@ __all__ = [name for name, module in _MODULE_OF_NAME.items() if is_installed(modu
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
+    """Import the module that defines a public name, and return the object with that name.
+
+    Python calls this function when the name is used for the first time.
+    """
     if name == "__version__":
         return import_module("infer.utils.installation").package_version()
     if name not in _MODULE_OF_NAME:

@@ -1,6 +1,7 @@
-"""The functions for users: text or token ids in; text, token ids and statistics out.
+"""The Python functions that generate text from prompts.
 
-`generate` returns complete outputs; `stream` yields one piece by piece.
+`generate` returns complete outputs with token ids and statistics. `stream` yields the text of one
+output piece by piece.
 """
 
 import inspect
@@ -29,13 +30,14 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 
 
 class NonCausalTarget(Protocol):
-    """A model that is not a causal language model (`infer.targets.masked_models`).
+    """A target that is not a causal language model, see `infer.targets.masked_models`.
 
-    An optional package has its engine and its options, given as "module:class".
+    The classes of its options and of its engine are in an optional package, and are given by name
+    as "module:class".
     """
 
-    options_class: ClassVar[str]  # options of `generate` for this model
-    engine_class: ClassVar[str]  # called with (model, options, capacity, clock)
+    options_class: ClassVar[str]  # class of the options of `generate` for this model
+    engine_class: ClassVar[str]  # class that is called with (model, options, capacity, clock)
     name: str
     tokenizer: Any
 
@@ -61,12 +63,16 @@ Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
 class Generation:
     """The output for one prompt.
 
-    text: ends before a stop string and has no special tokens; None if the target has no tokenizer
-    ids: the new tokens, with the end token if there is one
-    finish_reason: "stop", "length", or "loop" (TextOptions.loop_period)
-    commits: how many of `ids` each round committed, the prefill's token first; empty for a masked
-        diffusion model
-    logprobs: one entry for every token, if requested
+    text: the output as text. It ends before a stop string and has no special tokens. It is None if
+        the target has no tokenizer
+    ids: ids of the generated tokens, with the end token if the model generated one
+    prompt_ids: token ids of the prompt
+    finish_reason: "stop" after an end token or stop string, "length" at the limit of tokens, or
+        "loop" for an output that repeats itself (TextOptions.loop_period)
+    commits: number of tokens that were added to `ids` by the prefill and by each decoding round, in
+        this order; empty for a masked diffusion model
+    logprobs: one entry for every token of `ids`; empty if log-probabilities were not requested
+    stats: number of rounds, time and other statistics of this output
     """
 
     text: str | None
@@ -87,20 +93,25 @@ def generate(
     clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
 ) -> Generation | list[Generation]:
-    """Generate the output of one prompt or of many.
+    """Generate the output of one prompt or of a list of prompts.
 
-    prompts: a text, token ids, or chat messages ({"role": ..., "content": ...}), which go through
-        the tokenizer's chat template; or a list of these
-    options: one object, or single options by name: `generate(target, drafter, "import os",
-        max_new_tokens=64, temperature=0.7, seed=1)`. A masked diffusion model (`load_masked`) takes
-        `MaskedOptions`, and None as its drafter
-    processors: logits processors of Hugging Face; each sees the true prefix of every token
-    clock: the clock of the statistics, in seconds
+    drafter: the drafter, or None for a method that needs none and for a masked diffusion model
+    prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids, or a list of
+        chat messages ({"role": ..., "content": ...}), to which the tokenizer's chat template is
+        applied
+    options: a DecodeOptions object, or `MaskedOptions` for a masked diffusion model
+        (`load_masked`). None means the default options
+    processors: Hugging Face logits processors. Each is called for every output token, with the
+        token ids before it
+    clock: returns the time in seconds, for the statistics
+    overrides: single options by name, such as `generate(target, drafter, "import os",
+        max_new_tokens=64, temperature=0.7, seed=1)`
 
-    The output is that of the target alone. Greedy decoding gives the same tokens as baseline
-    decoding. Sampling gives the same output for the same seed, whatever the method, budget and
-    drafter. Prompt number i of many is sampled with `derive_seed(seed, i)`, the first one with
-    the seed itself, so that each gets the output that it would get alone with that seed.
+    A drafter never changes the output. Greedy decoding gives the same tokens as baseline decoding.
+    Sampling gives the same output for the same seed, whatever the method, budget and drafter. In a
+    list of prompts, prompt number i is sampled with the seed `derive_seed(options.seed, i)`, which
+    is `options.seed` for the first one. A prompt that is decoded alone with its seed gives the same
+    output.
 
     Returns one `Generation`, or a list of them for a list of prompts. Raises ValueError for
     invalid options or prompts.
@@ -141,10 +152,10 @@ def stream(
     processors: abc.Sequence[LogitsProcessor] = (),
     **overrides: object,
 ) -> abc.Iterator[str]:
-    """Generate the output of one prompt and yield its text as rounds commit it.
+    """Generate the output of one prompt, and yield new text after every decoding round.
 
-    The joined pieces are `generate(...).text`. Arguments and exceptions are those of `generate`;
-    invalid ones are reported before the first piece is requested.
+    The joined pieces equal `generate(...).text`. Arguments and exceptions are those of `generate`.
+    Invalid arguments raise an exception in this call, before the first piece is requested.
     """
     options = resolve_options(target, options, overrides)
     prompt_ids = encode_prompt(target, prompt)
@@ -170,10 +181,12 @@ def open_engine(
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes a target.
+    """Return an engine that decodes sequences with a target and its drafter.
 
-    options: an EngineConfig, or the options of a `NonCausalTarget`
-    capacity: positions of the KV cache for every row, prompt and output together
+    options: an EngineConfig, or for a `NonCausalTarget` an object of its `options_class`
+    capacity: number of positions in the KV cache for each sequence of a batch, which its prompt and
+        its output share
+    clock: returns the time in seconds, for the statistics
 
     Raises ValueError if the options or the drafter do not fit the target.
     """
@@ -181,8 +194,8 @@ def open_engine(
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
         raise ValueError(
-            f"{target.name} is not a causal language model and drafts for itself: give None as "
-            "its drafter"
+            f"{target.name} is a masked diffusion model, which cannot be used with a drafter: "
+            "give None as the drafter"
         )
     return resolve_name(target.engine_class)(target, options, capacity, clock)
 
@@ -196,11 +209,12 @@ def decode_prompts(
     seeds: list[int] | None = None,
     processors: abc.Sequence[LogitsProcessor] = (),
 ) -> list[Sequence]:
-    """Decode prompts, at most `options.max_num_seqs` at a time, and return their sequences in
-    order.
+    """Decode prompts, at most `options.max_num_seqs` at a time.
 
-    prompts: token ids of each prompt, none of them empty
-    seeds: the sampling seed of each prompt; None: derived from `options.seed`
+    Returns the finished sequences in the order of the prompts.
+
+    prompts: token ids of each prompt, at least one per prompt
+    seeds: the sampling seed of each prompt; None means seeds derived from `options.seed`
     """
     options.check()
     if not prompts:
@@ -222,17 +236,21 @@ def decode_prompts(
 class IncrementalDetokenizer:
     """Converts the tokens of a growing `Sequence` to text, piece by piece.
 
-    A character is withheld while its bytes are incomplete or may still change. The end of the text
-    is withheld while it may be the beginning of a stop string.
+    A character is withheld while later tokens may complete or change it. The end of the text is
+    withheld while it may be the beginning of a stop string.
 
-    keep_special_tokens: special tokens are part of the text, except an end token at its end
+    keep_special_tokens: whether the text contains special tokens. An end token at the end of the
+        sequence is never part of the text
     """
 
     def __init__(
         self, target: AnyTarget, sequence: Sequence, keep_special_tokens: bool = False
     ) -> None:
         if target.tokenizer is None:
-            raise ValueError("this target has no tokenizer: there is no text to stream")
+            raise ValueError(
+                "this target has no tokenizer, so that text cannot be streamed: use generate, "
+                "which returns token ids"
+            )
         self.target = target
         self.sequence = sequence
         self.keep_special_tokens = keep_special_tokens
@@ -244,9 +262,9 @@ class IncrementalDetokenizer:
         self.context_start = 0
 
     def next_text(self) -> str:
-        """Return the text since the last call.
+        """Return the text that was added since the last call.
 
-        The pieces of a finished sequence add up to the result of `decode_output`.
+        All pieces of a finished sequence, joined, equal the result of `decode_output`.
         """
         if self.sequence.finish_reason is None:
             self._decode_new_tokens()
@@ -262,7 +280,10 @@ class IncrementalDetokenizer:
         return text
 
     def _decode_new_tokens(self) -> None:
-        """Append the text of new tokens to `withheld_text`, if later tokens cannot change it."""
+        """Append the text of new tokens to `withheld_text`.
+
+        Tokens whose text may still be changed by later tokens are left for the next call.
+        """
         tokenizer = require_tokenizer(self.target)
         ids = self.sequence.ids
         end = count_stable_tokens(tokenizer, ids, self.decoded_tokens)
@@ -276,7 +297,7 @@ class IncrementalDetokenizer:
         self.decoded_tokens = end
 
     def _possible_stop_characters(self) -> int:
-        """Return how many characters at the end may be the beginning of a stop string."""
+        """Return how many characters at the end of `withheld_text` may begin a stop string."""
         stop_strings = self.sequence.options.stop
         longest = max(map(len, stop_strings), default=0)
         for length in range(min(longest - 1, len(self.withheld_text)), 0, -1):
@@ -289,10 +310,13 @@ class IncrementalDetokenizer:
 def resolve_options(
     target: AnyTarget, options: DecodeOptions | None, overrides: dict[str, object]
 ) -> DecodeOptions:
-    """Return checked options with overrides applied.
+    """Return a copy of the options in which the overrides replace single values, and check it.
 
-    The type is DecodeOptions, or the `options_class` of a NonCausalTarget. Raises TypeError for
-    unknown names, and ValueError for invalid values.
+    options: None means the default options, which are a DecodeOptions object, or for a
+        NonCausalTarget an object of its `options_class`
+    overrides: option names and values
+
+    Raises TypeError for an unknown option name, and ValueError for an invalid value.
     """
     if options is None:
         options_class = DecodeOptions
@@ -305,7 +329,7 @@ def resolve_options(
 
 
 def max_positions(target: AnyTarget) -> int:
-    """Return how many positions prompt and output may take together."""
+    """Return how many positions a prompt and its output may take together with a target."""
     return (
         getattr(target.config, "max_position_embeddings", None) or MAX_POSITIONS_OF_UNLIMITED_TARGET
     )
@@ -314,14 +338,17 @@ def max_positions(target: AnyTarget) -> int:
 def check_prompt_lengths(
     target: AnyTarget, options: DecodeOptions, prompts: list[list[int]]
 ) -> None:
-    """Raise ValueError if a prompt and its output may take more positions than the target has."""
+    """Raise ValueError if a prompt and its longest output need more positions than the target has.
+
+    prompts: token ids of each prompt
+    """
     output_positions = options.output_positions(options.max_new_tokens)
     positions = max(map(len, prompts), default=0) + output_positions
     limit = max_positions(target)
     if positions > limit:
         raise ValueError(
-            f"prompt and output may take {positions} positions, the target has {limit}: shorten "
-            "the prompt or reduce max_new_tokens"
+            f"prompt and output may take {positions} positions together, and the target has "
+            f"{limit}: shorten the prompt or reduce max_new_tokens"
         )
 
 
@@ -333,19 +360,20 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt.
 
-    prompt: chat messages go through the chat template; token ids are returned as they are
+    prompt: a text, which is tokenized; chat messages, to which the chat template is applied; or
+        token ids, which are returned unchanged
     template_options: variables of the chat template, such as {"enable_thinking": False}
     tools: tool definitions for the chat template
 
-    Raises ValueError if the target lacks a tokenizer or chat template that this needs, or if the
-    template does not know an option.
+    Raises ValueError if the target has no tokenizer for a text, no chat template for chat messages,
+    or a chat template that does not read a variable in `template_options`.
     """
     tokenizer: Any = target.tokenizer
     is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not is_chat:
         return [int(token_id) for token_id in cast(abc.Sequence[int], prompt)]
     if tokenizer is None:
-        raise ValueError("this target has no tokenizer: give token ids")
+        raise ValueError("this target has no tokenizer: give the prompt as token ids")
     if is_chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
     try:
@@ -355,21 +383,22 @@ def encode_prompt(
         _check_template_options(tokenizer, options)
         if tools:
             if not re.search(r"\btools\b", str(tokenizer.get_chat_template())):
-                raise ValueError("this model's chat template does not show tools")
+                raise ValueError("this model's chat template does not read tools: leave out tools")
             options["tools"] = list(tools)
         options["add_generation_prompt"] = True
         messages = cast(list[dict], list(prompt))
         messages = convert_tool_arguments(tokenizer, messages, **options)
         return tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
     except (TypeError, TemplateError) as error:
-        # For example half of a surrogate pair, or roles that the template refuses.
-        raise ValueError(f"the prompt cannot be read: {error}") from error
+        # A text may contain half of a surrogate pair, or the template may refuse a message's role.
+        raise ValueError(f"the prompt cannot be tokenized: {error}") from error
 
 
 def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -> None:
     """Raise ValueError for options that the chat template does not read.
 
-    Parameters of `apply_chat_template` itself are refused, too.
+    A parameter of the method `apply_chat_template` is also refused, because it would change how
+    that method works.
     """
     if not options:
         return
@@ -383,7 +412,7 @@ def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -
 
 
 def require_tokenizer(target: AnyTarget) -> PreTrainedTokenizerBase:
-    """Return the target's tokenizer; it must have one."""
+    """Return the tokenizer of a target that is known to have one."""
     assert target.tokenizer is not None
     return target.tokenizer
 
@@ -393,7 +422,9 @@ def decode_output(
 ) -> str:
     """Return the text of an output, cut before the first stop string.
 
-    An end token at the end is removed, and so are special tokens unless `keep_special_tokens`.
+    ids: the token ids of the output; an end token at the end is not part of the text
+    options: contain the stop strings
+    keep_special_tokens: whether other special tokens are part of the text
     """
     if ids and ids[-1] in target.eos_token_ids:
         ids = ids[:-1]

@@ -2,7 +2,7 @@
 
 This module does not import torch, so that an invalid option is refused before torch is loaded. The
 docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that
-none is missing.
+no option lacks an entry.
 """
 
 import re
@@ -22,10 +22,11 @@ from infer.utils.checks import (
     require_temperature,
 )
 
-# Values of `ngrams` that are not file names: no n-grams, and only the n-grams of the sequence
-# that is being decoded.
-NGRAMS_OPTION_NONE = "none"
-NGRAMS_OPTION_CURRENT_SEQUENCE = "text"
+# Two values of the option `ngrams` that are not file names.
+NGRAMS_OPTION_NONE = "none"  # no n-grams are used
+NGRAMS_OPTION_CURRENT_SEQUENCE = (
+    "text"  # only the n-grams of the sequence that is being decoded are used
+)
 # Options that constrain the output to a grammar; at most one of them may be set.
 GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar")
 MAX_LOGPROB_ALTERNATIVES = 20
@@ -33,9 +34,10 @@ OptionsClass = TypeVar("OptionsClass")
 
 
 def append_inherited_help(cls: type[OptionsClass]) -> type[OptionsClass]:
-    """Append the docstrings of the base classes to a class's own, for its help.
+    """Append the docstrings of the base classes to the docstring of a class, and return the class.
 
-    A class decorator for dataclasses that inherit options.
+    This is a class decorator for dataclasses that inherit options. The help of a command is made
+    from the docstring, and so it also explains the inherited options.
     """
     docstrings = [cleandoc(documented.__doc__ or "") for documented in (cls, *cls.__bases__)]
     cls.__doc__ = "\n\n".join(docstrings)
@@ -46,19 +48,21 @@ def append_inherited_help(cls: type[OptionsClass]) -> type[OptionsClass]:
 class TargetConfig:
     """The target model and how it is loaded.
 
-    path: a hub id, a local folder, a GGUF file, "embedded" (the small target in this repository),
-        or "smollm2" (a model that a Python package contains, see infer/targets/gguf.py)
-    dtype: float32, bfloat16, float16, or auto: bfloat16 on CUDA, float32 elsewhere
-    device: cpu, cuda, cuda:1 and so on, or auto
+    path: a Hugging Face hub id, a local folder, a GGUF file, "embedded" (the small target in this
+        repository), or "smollm2" (a model that a Python package contains, see
+        infer/targets/gguf.py)
+    dtype: float32, bfloat16, float16 or auto. auto means bfloat16 on CUDA and float32 elsewhere
+    device: cpu, cuda, cuda:1 and so on, or auto. auto means CUDA if there is a GPU, else the CPU
     trust_remote_code: run Python code that comes with the model
-    model_config: the most important entries of the model's config.json, for ./launch.sh plan on a
-        machine that cannot read the model
+    model_config: the most important entries of the model's config.json. ./launch.sh plan needs them
+        on a machine that cannot read the model
     shard: in training, distribute the target's layers over all processes, for a target that does
         not fit on one GPU
     chat_template_kwargs: variables for the target's chat template, such as {enable_thinking:
-        false}, wherever chats are tokenized or served. They are saved with the drafter. An example
-        or a request that sets the same variable takes precedence
-    quantization: none, or int8: weights and matmuls in 8-bit integers, on a CPU only
+        false}. They apply wherever chats are tokenized or served, and are saved with the drafter.
+        An example or a request that sets the same variable takes precedence
+    quantization: none or int8. int8 stores weights and computes matmuls in 8-bit integers, on a CPU
+        only
     """
 
     path: str = "embedded"
@@ -82,12 +86,13 @@ class TargetConfig:
         )
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError(
-                "target.quantization=int8 works with the defaults of target.dtype and "
-                "target.shard only: leave them out"
+                f"target.quantization=int8 cannot be combined with target.dtype={self.dtype} and "
+                f"target.shard={str(self.shard).lower()}: it needs target.dtype=auto or float32, "
+                "and target.shard=false"
             )
         if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
             raise ValueError(
-                f"target.device={self.device}: use auto, cpu, cuda, or cuda:1 and the like"
+                f"target.device={self.device}: use auto, cpu, cuda, or one GPU such as cuda:1"
             )
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
@@ -101,10 +106,11 @@ class TargetConfig:
 class LoadedConfig:
     """How a trained drafter is loaded.
 
-    quantization: none, int8 (matmuls in 8-bit integers, on a CPU only), or auto: the same as the
-        target
-    sliding_window: dflash only: limit the drafter's attention and its KV cache to this many of the
-        last positions, for long sequences; null: as in the drafter's config.json
+    quantization: none, int8 (matmuls in 8-bit integers, on a CPU only) or auto. auto uses the
+        quantization of the target
+    sliding_window: number of last positions that the drafter attends to and keeps in its KV cache;
+        useful for long sequences. Only for drafters of the family dflash. null means the value in
+        the drafter's config.json
     """
 
     quantization: str = "auto"
@@ -120,17 +126,19 @@ class HeadConfig:
     """A conditional head: it makes the score of a drafted token depend on the tokens drafted before
     it.
 
-    name: none (positions are independent), markov, selector, swiglu, gru or xpress: the entries of
-        infer/drafters/heads/table.py
-    kind: markov only: vanilla (a table of token pairs), gated (by the hidden state of the position)
-        or rnn (with a recurrent state)
-    rank: markov, selector, gru and xpress: rank of the low-rank correction
-    top_k: selector only: choose among this many most likely tokens of a position; 0: among all
-    hidden_size: swiglu and gru: size of the hidden layer or state; null: the drafter's intermediate
-        size for swiglu, 1024 for gru
-    confidence_head: markov only: train a second head that predicts whether a draft is accepted, for
-        engines that use it. Our engine calibrates path probabilities instead
-        (infer/engine/budget.py)
+    name: none (the scores of a token do not depend on other drafted tokens), markov, selector,
+        swiglu, gru or xpress, see infer/drafters/heads/table.py
+    kind: which markov head. vanilla scores pairs of tokens by a table, gated scales that score by
+        the hidden state of the position, and rnn keeps a recurrent state. Only for name=markov
+    rank: rank of the low-rank matrices that compute the correction of the scores. Only for markov,
+        selector, gru and xpress
+    top_k: the head chooses among this many most likely tokens of a position; 0 means among all
+        tokens. Only for selector
+    hidden_size: size of the hidden layer (swiglu) or of the recurrent state (gru). null means the
+        drafter's intermediate size for swiglu, and 1024 for gru. Only for swiglu and gru
+    confidence_head: train a second head that predicts whether a drafted token is accepted. It is
+        for engines that use it; our engine calibrates path probabilities instead
+        (infer/engine/budget.py). Only for markov
     """
 
     name: str = "none"
@@ -148,37 +156,45 @@ class HeadConfig:
 
 @dataclass
 class DrafterConfig:
-    """Architecture of the drafter to train. All sizes that are not options are the target's.
+    """Architecture of the drafter to train. All sizes that are not options equal the target's.
+
+    Training can start from the drafter that the option init names. For sample_from_anchor, causal,
+    sliding_window, layer_fusion, conv_kernel_size and draft_vocab_size, null then means the value
+    of that drafter; the meaning of null below applies to a new drafter.
 
     family: dflash or dart, see infer/drafters/families.py
-    layers: number of decoder layers; DART has 1
-    block_size: the bonus token and block_size - 1 drafted positions
-    target_layer_ids: ids of the target layers whose hidden states the drafter reads, from 0; null:
-        evenly spaced by DFlash's public formula
-    last_layer_output: which hidden state is read if the last layer is among them. raw: before the
-        target's final norm, as vLLM does; normed: after it, as transformers and the DFlash authors
-        do
-    warm_start: initialise the drafter's layers from the target's if their architectures are equal
-        (DFlash normalises queries and keys, as Qwen3 does and Llama does not); else random, with a
-        warning
-    mask_token_id: dflash only: the token at drafted positions; null: the tokenizer's mask token,
-        else the first unused id, else a special token that the data do not contain
-    sample_from_anchor: dflash only: the bonus token's position drafts too, so that a block has one
-        position less; null: false, or as in init
-    causal: dflash only: a drafted position attends only to earlier positions of its block
-        (JetSpec); null: false, or as in init
-    sliding_window: dflash only: the drafter's layers attend to this many last positions, and its KV
-        cache keeps no more (speculators: 2048); null: no limit, or as in init
-    layer_fusion: dflash only: each layer has its own projection of the target's hidden states
-        (DFlare); null: false, or as in init
-    conv_kernel_size: dflash only: kernel size of DFlash 2's convolutions around attention and MLP,
-        published value 2; null: no convolutions, or as in init
-    draft_vocab_size: draft only this many tokens, the most frequent ones of the training data
-        (EAGLE-3, FR-Spec); 0: all; null: all, or as in init. With init, another number selects the
-        tokens again, if the drafter has no conditional head
-    init: start from this drafter: a folder in any layout that load_drafter reads, or a hub id
-    head: the conditional head, see HeadConfig. With init, none keeps the drafter's own head, and a
-        name adds a head to a drafter without one
+    layers: number of decoder layers; a DART drafter has exactly 1
+    block_size: number of positions in a block, which are the bonus token and block_size - 1 drafted
+        positions
+    target_layer_ids: ids of the target layers whose hidden states the drafter reads; the first
+        layer has id 0. null means evenly spaced layers, by the formula of the DFlash code
+    last_layer_output: which hidden state the drafter reads if the target's last layer is among
+        target_layer_ids. raw is the state before the target's final norm, as in vLLM; normed is the
+        state after it, as in transformers and in the DFlash authors' code
+    warm_start: copy the weights of the target's layers into the drafter's layers, if both have the
+        same architecture. Otherwise the weights are random, and a warning says so. (DFlash
+        normalises queries and keys, as Qwen3 does and Llama does not)
+    mask_token_id: the token id that the drafter reads at drafted positions. null means the
+        tokenizer's mask token; if it has none, the first unused id; if all ids are used, a special
+        token that the data do not contain. Only for dflash
+    sample_from_anchor: the position of the bonus token also drafts a token, so that a block has one
+        position less. null means false. Only for dflash
+    causal: a drafted position attends only to earlier positions of its block, as in JetSpec. null
+        means false. Only for dflash
+    sliding_window: number of last positions that the drafter's layers attend to and that its KV
+        cache keeps; the drafters of the speculators library use 2048. null means no limit. Only for
+        dflash
+    layer_fusion: each layer of the drafter has a separate projection of the target's hidden states,
+        as in DFlare. null means false. Only for dflash
+    conv_kernel_size: kernel size of the convolutions around attention and MLP in DFlash 2, whose
+        published drafters use 2. null means no convolutions. Only for dflash
+    draft_vocab_size: the drafter proposes only this many tokens, the most frequent ones of the
+        training data (EAGLE-3, FR-Spec). 0 or null means all tokens. With init, another number than
+        that drafter's selects the tokens again, which is impossible if it has a conditional head
+    init: the drafter that training starts from, which is a hub id or a folder in any layout that
+        load_drafter reads. null means a new drafter
+    head: the conditional head, see HeadConfig. With init, head.name=none keeps the head of that
+        drafter, and another name adds a head to a drafter without one
     """
 
     family: str = "dflash"
@@ -210,36 +226,37 @@ class DrafterConfig:
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(
                 f"drafter.sliding_window={self.sliding_window}: the last positions of a block "
-                "would not see its bonus token; give at least "
+                "would not attend to the block's bonus token; give at least "
                 f"drafter.block_size={self.block_size}"
             )
 
 
 @dataclass
 class TextOptions:
-    """How one sequence is generated: sampling and stopping. Logits are processed in Hugging Face's
-    order: repetition penalty, temperature, top-k, top-p, min-p. Log-probabilities are computed from
-    the target's unprocessed logits.
+    """How the tokens of one sequence are sampled, and when generation stops. Logits are processed
+    in the order of Hugging Face transformers: repetition penalty, temperature, top-k, top-p, min-p.
+    Log-probabilities are computed from the target's unprocessed logits.
 
     max_new_tokens: maximum number of generated tokens
-    temperature: 0 is greedy decoding; above 0 logits are divided by it
-    top_k: sample from the k most likely tokens only; 0: from all
-    top_p: sample from the most likely tokens whose probabilities add up to this value
-    min_p: exclude tokens whose probability is below this fraction of the most likely token's
-    repetition_penalty: above 1 makes tokens less likely that the prompt or output already contains
-    seed: seed of sampling; the same seed gives the same output with every decoding method
+    temperature: 0 means greedy decoding; a value above 0 divides the logits
+    top_k: sample only from this many most likely tokens; 0 means from all tokens
+    top_p: sample only from the most likely tokens whose probabilities add up to this value
+    min_p: exclude tokens that are less likely than this fraction of the highest probability
+    repetition_penalty: a value above 1 lowers the scores of tokens that the prompt or the output
+        already contains
+    seed: random seed of sampling; the same seed gives the same output with every decoding method
     ignore_eos: continue after end tokens
-    stop: strings that end the output; they are not part of it
-    loop_period: stop an output that repeats itself: the same period of at most this many tokens
-        four times in a row; 0: never
-    logprobs: return the log-probability of every token and of this many most likely alternatives (0
-        to 20); null: none
-    json_schema: the output is JSON that follows this JSON schema; @file: read the schema from a
+    stop: strings that end the output; the output is cut before such a string
+    loop_period: stop an output that repeats itself. The output ends when its last tokens are four
+        copies of the same sequence of at most this many tokens. 0 means never
+    logprobs: return the log-probability of every token, and of this many most likely alternatives
+        (0 to 20). null means no log-probabilities
+    json_schema: the output is JSON that follows this JSON schema; @file reads the schema from a
         file
-    regex: the whole output matches this regular expression (Rust's syntax); @file: read it from a
-        file
-    grammar: the output follows this grammar, in llguidance's Lark syntax; @file: read it from a
-        file
+    regex: the whole output matches this regular expression (Rust's syntax); @file reads the
+        expression from a file
+    grammar: the output follows this grammar, in llguidance's Lark syntax; @file reads the grammar
+        from a file
     """
 
     max_new_tokens: int = 128
@@ -264,8 +281,8 @@ class TextOptions:
             raise ValueError(f"{' and '.join(grammars)}: give at most one of them")
         if grammars and self.ignore_eos:
             raise ValueError(
-                f"ignore_eos=true: an output that follows {grammars[0]} ends where that ends, "
-                "leave one of them out"
+                f"ignore_eos=true cannot be combined with {grammars[0]}, because the output ends "
+                f"where the grammar ends: remove ignore_eos or {grammars[0]}"
             )
         require_at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
         require_temperature(self)
@@ -279,10 +296,13 @@ class TextOptions:
                 "means no penalty"
             )
         if any(not stop_string for stop_string in self.stop):
-            raise ValueError("stop: contains an empty string, which would end every output at once")
+            raise ValueError(
+                "stop contains an empty string, which would end every output at once: remove it"
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROB_ALTERNATIVES:
             raise ValueError(
-                f"logprobs={self.logprobs}: use 0 to {MAX_LOGPROB_ALTERNATIVES}, or null"
+                f"logprobs={self.logprobs}: must be null or a number from 0 to "
+                f"{MAX_LOGPROB_ALTERNATIVES}"
             )
 
 
@@ -290,23 +310,25 @@ class TextOptions:
 class EngineConfig:
     """How sequences are decoded. These options change the speed, never the output.
 
-    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py, see
-        docs/methods.md
-    budget: drafted nodes that the target verifies per round (a chain has at most block_size - 1);
-        auto: chosen every round by measured cost and acceptance, down to 0
-    ngrams: n-gram file (made by ./launch.sh ngram) that scores paths, for continuity and ddtree;
-        ddtree also counts the n-grams of the sequence itself. null: for ddtree, the file beside the
-        drafter's weights, if there is one; text: only the n-grams of the sequence itself; none: no
-        n-grams
-    width: static only: children of every node
-    max_num_seqs: sequences decoded in one batch; others wait in a queue
-    max_num_batched_tokens: positions that the target computes in one step: draft trees of all
-        sequences and chunks of new prompts. It is never less than one tree. Positions after a long
-        context count more. null: no limit. Larger values start new sequences sooner and slow down
-        running ones
-    prefix_cache_mib: MiB for the KV cache of earlier sequences, so that a prompt with the same
-        prefix is prefilled from there; 0: no prefix cache. Hybrid targets have none
-    compile: on CUDA, false turns CUDA graphs off; no effect elsewhere
+    method: how draft tokens are arranged for verification. One of plain (no drafter), chain,
+        ddtree, continuity, static or another name in infer/trees/methods.py, see docs/methods.md
+    budget: the node budget, which is the number of drafted tokens that the target verifies per
+        round and sequence (a chain has at most block_size - 1). auto chooses the number every round
+        from measured time and acceptance, and may choose 0
+    ngrams: n-gram file (made by ./launch.sh ngram) whose n-grams score the paths of a draft tree,
+        for continuity and ddtree; ddtree also uses the n-grams of the sequence itself. text means
+        only the n-grams of the sequence itself. none means no n-grams. null means the file beside
+        the drafter's weights with ddtree if there is one, else no n-grams
+    width: number of children of every tree node. Only for static
+    max_num_seqs: maximum number of sequences that are decoded in one batch; others wait in a queue
+    max_num_batched_tokens: maximum number of positions that the target computes in one step. They
+        are the draft trees of all sequences and chunks of new prompts. One tree is always computed,
+        even if it is larger. A position after a long context counts as more than one. Larger values
+        start new sequences sooner and slow down running ones. null means no limit
+    prefix_cache_mib: MiB of memory for the KV cache of finished sequences. The prefill of a prompt
+        with the same prefix then starts after that prefix. 0 means no prefix cache. Hybrid targets
+        do not support it
+    compile: false turns CUDA graphs off. It has no effect on other devices than CUDA
     """
 
     method: str = "ddtree"
@@ -315,16 +337,19 @@ class EngineConfig:
     width: int = 2
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = (
-        144  # a stream that others join waits at most 5 times as long: docs/serving.md
+        # With 144, the tokens of a running stream come at most 5 times as slowly while new prompts
+        # are prefilled, see docs/serving.md.
+        144
     )
     prefix_cache_mib: int = 0
     compile: bool | None = None
 
     @property
     def tree(self) -> TreeMethod:
-        """The table entry of the tree method.
+        """The entry of `TREE_METHODS` that is used.
 
-        With n-grams, a method may be replaced by its variant that uses them.
+        It is the entry of `method`. If n-grams are used and that entry names a method for n-grams
+        (`ngram_variant`), it is the entry of that method.
         """
         method = TREE_METHODS[self.method]
         if method.ngram_variant and self.uses_ngram_file:
@@ -333,14 +358,16 @@ class EngineConfig:
 
     @property
     def uses_ngram_file(self) -> bool:
-        """Whether `ngrams` names an n-gram file, or the sequence's own n-grams."""
+        """Whether n-grams are used, which is so unless `ngrams` is null or "none"."""
         return self.ngrams not in (None, NGRAMS_OPTION_NONE)
 
     def with_drafter_ngrams(self, ngram_file: Path | None) -> Self:
-        """Return the options with the n-gram file that is stored next to a drafter's weights.
+        """Return a copy of the options in which `ngrams` is `ngram_file`.
 
-        Returns the options unchanged if there is no file, if `ngrams` is set already, or if
-        the method has no variant with n-grams.
+        ngram_file: the n-gram file that is stored beside a drafter's weights; None if there is none
+
+        Returns the options unchanged if `ngram_file` is None, if `ngrams` is set already, or if the
+        tree method cannot use n-grams.
         """
         has_variant = TREE_METHODS[self.method].ngram_variant is not None
         if ngram_file is None or self.ngrams is not None or not has_variant:
@@ -350,7 +377,8 @@ class EngineConfig:
     def describe_method(self, drafter: Any) -> str:
         """Return the name of the tree method that is used with a drafter.
 
-        For example "ddtree+ngrams" for method=ddtree and a drafter with an n-gram file.
+        The name is, for example, "ddtree+ngrams" for method=ddtree and a drafter with an n-gram
+        file.
         """
         ngram_file = None if drafter is None else drafter.ngram_path
         return self.with_drafter_ngrams(ngram_file).tree.name
@@ -372,7 +400,7 @@ class EngineConfig:
             self, width=1, max_num_seqs=1, max_num_batched_tokens=1, prefix_cache_mib=0
         )
         if isinstance(self.budget, str) and self.budget != "auto":
-            raise ValueError(f"budget={self.budget}: give a number of nodes, or auto")
+            raise ValueError(f"budget={self.budget}: must be a number of nodes, or auto")
         if self.tree.needs_ngrams and not self.uses_ngram_file:
             raise ValueError(
                 f"method={self.method} needs ngrams=<n-gram file>; ./launch.sh ngram creates one"
@@ -384,7 +412,8 @@ class EngineConfig:
             )
         if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(
-                f"width={self.width} is larger than budget={self.budget}: give a larger budget"
+                f"width={self.width} is larger than budget={self.budget}: with method=static, "
+                "budget must be at least width"
             )
         if self.uses_ngram_file and not self.tree.needs_ngrams:
             methods = [
@@ -397,8 +426,8 @@ class EngineConfig:
         if self.budget == "auto" and self.uses_drafter and not self.tree.ranked:
             methods = [name for name, row in TREE_METHODS.items() if row.ranked]
             raise ValueError(
-                f"budget=auto works with method={' or '.join(methods)} only; give "
-                f"method={self.method} a number of nodes"
+                f"budget=auto works with method={' or '.join(methods)} only, not with "
+                f"{self.method}: give budget as a number of nodes"
             )
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(
@@ -410,7 +439,7 @@ class EngineConfig:
 @append_inherited_help
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
-    """Options of EngineConfig and TextOptions together."""
+    """How sequences are decoded, and how the tokens of each are sampled."""
 
     def check(self) -> None:
         """Raise ValueError for invalid options."""
@@ -420,25 +449,27 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded to measure a drafter. During training, checkpoints before the last one decode
-    a quarter of the prompts, once, greedily, and no external prompts.
+    """What is decoded to measure a drafter. In training, the last checkpoint is measured as these
+    options say. Each earlier checkpoint decodes a quarter of the prompts, once and greedily, in at
+    most a quarter of the time, without external prompts.
 
-    prompts: number of held-out prompts, of several kinds; 0: no evaluation in training
-    external_prompts: number of prompts that are not from the training data set, reported
-        separately; at most `prompts`, and at most the 24 of data/embedded/outside.jsonl
-    max_prompt_tokens: maximum tokens of a prompt
-    max_new_tokens: maximum tokens of an output
-    budgets: node budgets of draft trees; 3, 7 and 15 with their roots fill batches of 4, 8 and 16
-        positions
-    temperature: 0 is greedy decoding
-    sampling_temperature: decode every second prompt again at this temperature; null: greedy only
-    max_minutes: time limit. A prompt that was started is finished with every method; earlier
-        checkpoints get a quarter. All kinds of prompts and all sets of a suite share the time, and
-        the report says how many prompts were decoded. null: no limit, the default with suite=
-    ngrams: n-gram file (made by ./launch.sh ngram): trees that use it, and n-grams without a
-        drafter, are measured too, with the middle budget. null: the file beside the drafter's
-        weights, if there is one, else the n-grams of the sequence itself; text: only those; none:
-        no n-grams
+    prompts: number of held-out prompts, of several kinds. 0 means no evaluation in training
+    external_prompts: number of prompts that are not from the training data set. Their results are
+        reported separately. At most `prompts`, and at most the 24 in data/embedded/outside.jsonl
+    max_prompt_tokens: maximum number of tokens of a prompt
+    max_new_tokens: maximum number of tokens of an output
+    budgets: node budgets of the draft trees that are measured. A tree of 3, 7 or 15 drafted nodes
+        and its root fills a batch of 4, 8 or 16 positions
+    temperature: temperature of the first measurement of every prompt; 0 means greedy decoding
+    sampling_temperature: decode every second prompt again at this temperature. null means that
+        prompts are decoded once
+    max_minutes: time limit of the evaluation in minutes. All kinds of prompts and all question sets
+        of a suite share it. A prompt that was started is finished with every method. The report
+        says how many prompts were decoded. null means no limit, which is the default with suite=
+    ngrams: n-gram file (made by ./launch.sh ngram). Trees that use it, and drafting from n-grams
+        without a drafter, are then measured with the middle node budget. text means the n-grams of
+        the sequence itself. none means no n-grams. null means the file beside the drafter's
+        weights, or text if there is no such file
     """
 
     prompts: int = 32

@@ -1,7 +1,8 @@
-"""The entry point of every command: `blockdraft COMMAND [overrides]`.
+"""The entry point of every command: `blockdraft COMMAND [KEY=VALUE ...]`.
 
-launch.sh prepares the environment and calls it. A command is an entry of the table here and a file
-with its option dataclass and its function `run`. That file is imported when the command runs.
+launch.sh prepares the Python environment and calls this module. Every command has an entry in the
+table `_ALL_COMMANDS`, and a file with the command's option dataclass and its function `run`. The
+file is imported only when the command is called.
 """
 
 import sys
@@ -16,11 +17,13 @@ from infer.utils.optional import explain_missing_module, is_installed
 
 @dataclass(frozen=True)
 class Command:
-    """An entry of the table of commands. Its file in conf/ has the command's name.
+    """A command: its help text, its option dataclass and the function that runs it.
+
+    The default options of a command are in the file of conf/ that has the command's name.
 
     help: one line that says what the command does
-    options: option dataclass as "module:name"
-    run: function that takes the options, as "module:name"
+    options: the option dataclass, as "module:name"
+    run: the function that is called with the options, as "module:name"
     """
 
     help: str
@@ -32,12 +35,15 @@ class Command:
         return resolve_name(self.options)
 
     def start(self, options: object) -> None:
-        """Import the command's function and call it."""
+        """Import the function that runs the command, and call it with the options."""
         resolve_name(self.run)(options)
 
 
 def cli_command(name: str, help: str) -> Command:
-    """Return a command of infer/cli, whose file <name>.py has <Name>Command and run."""
+    """Return the command of the file infer/cli/<name>.py.
+
+    The file defines the option dataclass <Name>Command and the function `run`.
+    """
     module = f"infer.cli.{name}"
     return Command(help, f"{module}:{name.capitalize()}Command", f"{module}:run")
 
@@ -48,19 +54,19 @@ _ALL_COMMANDS = {
         "train.config:TrainConfig",
         "train.main:train_in_hydra_folder",
     ),
-    "eval": cli_command("eval", "decode held-out prompts with a checkpoint"),
-    "compare": cli_command("compare", "evaluate several checkpoints with every tree"),
-    "data": cli_command("data", "show what would be learnt from a data set"),
-    "ngram": cli_command("ngram", "count n-grams of a data set, for trees"),
-    "generate": cli_command("generate", "answer or continue a text with a checkpoint"),
-    "serve": cli_command("serve", "answer over HTTP as OpenAI's API does"),
+    "eval": cli_command("eval", "measure a drafter's speedup on held-out prompts"),
+    "compare": cli_command("compare", "evaluate several drafters with every tree method"),
+    "data": cli_command("data", "show what a drafter would learn from a data set"),
+    "ngram": cli_command("ngram", "count n-grams of a data set, to score draft trees"),
+    "generate": cli_command("generate", "answer or continue a prompt with a drafter"),
+    "serve": cli_command("serve", "serve a target and its drafter with OpenAI's HTTP API"),
     "chat": cli_command("chat", "talk to a target and its drafter, or to a server"),
     "regenerate": cli_command("regenerate", "let the target rewrite the answers of a data set"),
-    "export": cli_command("export", "write a drafter for vLLM, SGLang or speculators"),
+    "export": cli_command("export", "convert a drafter for vLLM, SGLang or another engine"),
     "check": cli_command("check", "say which engines would load a drafter"),
     "doctor": cli_command("doctor", "say why a drafter's acceptance is low"),
     "features": Command(
-        "store the target features that training needs",
+        "store the target's hidden states for training",
         "train.config:FeaturesConfig",
         "train.features:store_features",
     ),
@@ -80,7 +86,7 @@ _ALL_COMMANDS = {
         "train.masked.diffusion:train_diffusion_model",
     ),
 }
-# Without those of optional packages that are not installed.
+# The commands that can be run: those of optional packages that are not installed are missing.
 COMMANDS = {
     name: command for name, command in _ALL_COMMANDS.items() if is_installed(command.options)
 }
@@ -90,7 +96,8 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> None:
     """Run a command.
 
-    arguments: the command's name, then its overrides; None: those of `sys.argv`
+    arguments: the command's name, followed by options as KEY=VALUE; None means the arguments of
+        the process (`sys.argv`)
 
     A mistake in the arguments ends the process with one sentence on stderr and exit code 2.
     """
@@ -114,14 +121,15 @@ def main(arguments: list[str] | None = None) -> None:
         options_class = command.options_class()
     except ModuleNotFoundError as error:
         exit_for_missing_module(error)
-    if name == "train":  # its processes need their own way to exit
+    if name == "train":
+        # Training may run in several processes, which must exit differently from other commands.
         resolve_name("train.main:main")(overrides)
         return
     run_command(name, options_class, command.start, overrides)
 
 
 def print_usage() -> None:
-    """Print the installed commands."""
+    """Print how a command is called, and the list of installed commands."""
     print("Usage: blockdraft COMMAND [KEY=VALUE ...]\n")
     for name, command in COMMANDS.items():
         print(f"  {name:<11}{command.help}")

@@ -1,4 +1,5 @@
-"""The packed sequences and anchors of every training step, read ahead by a background thread."""
+"""The inputs of every training step: packed sequences and anchors. An anchor is the token position
+behind which a training block starts. A background thread prepares the next step's inputs."""
 
 import os
 from collections.abc import Iterable
@@ -30,24 +31,28 @@ if TYPE_CHECKING:
 class MicroBatch(NamedTuple):
     """The inputs of one forward and backward pass, prepared on the host."""
 
-    batch: dict[str, torch.Tensor]  # columns of the packed sequences, (B, T) each
+    # The key is a column of the data set, for example "ids". The value has the shape
+    # (packed sequences, tokens); columns of stored features have further dimensions.
+    batch: dict[str, torch.Tensor]
     blocks: Blocks
     chunk_plan: ChunkPlan
 
     def to_device(self, device: torch.device) -> "MicroBatch":
-        """Return a copy on a device; the transfer does not block the host."""
+        """Return a copy of the micro-batch on a device. The transfer does not block the host."""
         return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), self)
 
     def pin_memory(self) -> "MicroBatch":
-        """Return a copy in page-locked host memory, which a GPU can read asynchronously."""
+        """Return a copy of the micro-batch in page-locked host memory, which a GPU can read
+        asynchronously."""
         return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self)
 
 
 def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset:
     """Return the packed training sequences and the counts of used and excluded examples.
 
-    The first process of each machine creates the cached data set; the others read the cache. Raises
-    ValueError if there is no sequence, and if the cache is damaged or cannot be written.
+    The first process of each machine writes the packed sequences to a cache on the disk; the other
+    processes read the cache. Raises ValueError if there is no packed sequence, and if the cache is
+    damaged or cannot be written.
     """
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
@@ -62,9 +67,9 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
             prepared = prepare_packed_dataset(config.data, tokenizer, digest, progress)
         except (OSError, ArrowException) as error:
             raise ValueError(
-                f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): "
-                "check the free disk "
-                "space; if the cache is damaged, delete it and the rows are prepared again"
+                f"the cache of packed training sequences in {HF_DATASETS_CACHE} cannot be used "
+                f"({error}). Check the free disk space. If the cache is damaged, delete it: the "
+                "same command creates it again"
             ) from error
         refuse_empty_dataset(prepared.counts)
         return prepared
@@ -80,10 +85,12 @@ def load_packed_sequences(config: TrainConfig, target: Target) -> CountedDataset
 def first_draw_index(
     config: TrainConfig, step: int, micro_step: int, rank: int, world_size: int
 ) -> int:
-    """Return the index, in the order of the whole run, of the first sequence of a micro-batch.
+    """Return the index of a micro-batch's first packed sequence, counted from the start of the run.
 
-    It is a pure function of its arguments: resuming needs no saved state, and a step has the same
-    sequences however many processes share it.
+    step, micro_step: the step, and the micro-batch within the step, both counted from 0.
+
+    The index depends on the arguments only. A resumed run therefore needs no saved position in the
+    data, and a step has the same sequences for every number of processes.
     """
     micro_batch_size, _ = split_batch(config, world_size)
     return step * config.optim.batch_size + (micro_step * world_size + rank) * micro_batch_size
@@ -92,17 +99,20 @@ def first_draw_index(
 def draw_blocks(
     packed_batch: dict[str, torch.Tensor], config: TrainConfig, first_index: int
 ) -> Blocks:
-    """Draw random anchors for a batch and return the blocks behind them.
+    """Draw random anchors for a batch and return the training blocks behind the anchors.
 
-    first_index: index of the batch's first sequence in the order of the whole run. The anchors of
-    a sequence depend on the seed and its index only, not on the batch that contains it.
+    first_index: index of the batch's first packed sequence, counted from the start of the run.
+
+    The anchors of a sequence depend only on the seed and the sequence's index. The batch that
+    contains the sequence has no influence.
     """
     batch_size = len(packed_batch["ids"])
     rows = []
     for row in range(batch_size):
         generator = seeded_generator(config.seed, first_index + row)
         rows.append(torch.rand(config.anchors_per_sequence, generator=generator))
-    jitter = torch.stack(rows).to(packed_batch["ids"].device)  # (B, N)
+    # (sequences, anchor slots)
+    jitter = torch.stack(rows).to(packed_batch["ids"].device)
 
     anchors, valid = draw_anchors(
         packed_batch["loss"], packed_batch["documents"], jitter, config.anchors_per_document
@@ -114,7 +124,8 @@ def draw_blocks(
 class BatchPrefetcher:
     """Prepare the micro-batches of one step in a background thread while the previous step runs.
 
-    steps: the step numbers, in order. pinned: copy tensors to page-locked memory.
+    steps: the numbers of the steps to prepare, in order. pinned: whether the micro-batches are in
+    page-locked memory.
     """
 
     def __init__(
@@ -132,7 +143,8 @@ class BatchPrefetcher:
         self.next_batches = self.executor.submit(self.prepare_step)
 
     def prepare_step(self) -> list[MicroBatch]:
-        """Return the micro-batches of the next step; an empty list after the last step."""
+        """Return this process's micro-batches of the next step, or an empty list if there is no
+        further step."""
         step = next(self.steps, None)
         if step is None:
             return []
@@ -158,18 +170,21 @@ class BatchPrefetcher:
         return micro_batches
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop the preparation of further steps."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def next_step(self) -> list[MicroBatch]:
-        """Return the micro-batches of the next step. Raises Stopped if they cannot be read."""
+        """Return this process's micro-batches of the next step, and start to prepare those of the
+        step after it. Raises RunAborted if the data cannot be read."""
         error = self.next_batches.exception()
         if error is not None:
-            # a data set of stored features names the damaged file in its own error
+            # Only a Hugging Face data set has `cache_files`. For stored features, the error itself
+            # names the damaged file.
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
             source = f" from {', '.join(files)}" if files else ""
             raise RunAborted(
-                f"training rows cannot be read{source}: {type(error).__name__}: {error}"
+                f"packed training sequences cannot be read{source} ({type(error).__name__}: "
+                f"{error})"
             ) from error
         micro_batches = self.next_batches.result()
         self.next_batches = self.executor.submit(self.prepare_step)

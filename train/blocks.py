@@ -1,4 +1,8 @@
-"""The blocks that a drafter is trained on: anchors, labels, and the teacher rows of the labels.
+"""The blocks that a drafter is trained on.
+
+A block starts at an anchor, a token position of a packed sequence. The drafter gets the anchor's
+token and predicts the tokens after it, the labels. Each packed sequence has a fixed number of
+anchor slots, some of which can be empty.
 
 Shapes: B packed sequences, T tokens each, N anchor slots, K block size, L = K - 1 drafted
 positions.
@@ -10,22 +14,27 @@ import torch
 
 
 class Blocks(NamedTuple):
-    """The blocks of a batch. Anchor slots without an anchor have no supervised position."""
+    """The blocks of a batch. Empty anchor slots have no supervised position."""
 
     anchors: torch.Tensor  # (B, N) token positions in the packed sequence, sorted
     valid: torch.Tensor  # (B, N) bool: whether the slot has an anchor
     labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
-    supervised: torch.Tensor  # (B, N, L) bool: in the anchor's document, and its loss counts
-    # (B, N, L) index into the flattened (B*T) target states of the state that predicts the label
+    # (B, N, L) bool: whether the label has a loss; only labels in the anchor's document have one
+    supervised: torch.Tensor
+    # (B, N, L) index of the target's hidden state that predicts the label, in the hidden states of
+    # all tokens of the batch, flattened to (B * T)
     teacher_rows: torch.Tensor
 
 
 def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Return where anchors are allowed in packed sequences, (B, T) bool.
+    """Return at which tokens of packed sequences an anchor is allowed, (B, T) bool.
 
-    loss (B, T) bool: tokens to learn. documents (B, T): document number of each token, -1 for
-    padding. The anchor and the next token must be learned, and both must belong to the document of
-    the previous token, because in decoding a bonus token always follows a prompt.
+    loss: (B, T) bool, whether the token is to be learned. documents: (B, T) document number of each
+    token, -1 for padding.
+
+    The anchor and the token after it must be tokens to learn. The tokens before and after the
+    anchor must belong to the anchor's document: in decoding, too, the first token of a block is
+    never the first token of the text, because a prompt precedes it.
     """
     candidates = torch.zeros_like(loss)
     same_document = documents[:, :-1] == documents[:, 1:]
@@ -36,12 +45,15 @@ def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch
 def count_available_anchors(
     loss: torch.Tensor, documents: torch.Tensor, max_per_document: int | None = None
 ) -> torch.Tensor:
-    """Return how many anchors each packed sequence can have, (B,): its candidates, limited to
-    `max_per_document` of each document."""
+    """Return how many anchors each packed sequence can have, (B,) int64.
+
+    This is the number of tokens at which an anchor is allowed. With `max_per_document`, each
+    document counts with at most that many.
+    """
     candidates = find_anchor_candidates(loss, documents)
     if max_per_document is None:
         return candidates.sum(1)
-    document_index = documents + 1  # padding becomes document 0
+    document_index = documents + 1  # padding, which is document -1, gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
     return counts.clamp(max=max_per_document).sum(1)
 
@@ -52,14 +64,20 @@ def draw_anchors(
     jitter: torch.Tensor,
     max_per_document: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return anchor positions (B, N) int64, sorted, and whether each slot has one, (B, N) bool.
+    """Draw random anchors in packed sequences.
 
-    jitter: (B, N) uniform random numbers in [0, 1).
+    loss: (B, T) bool, whether the token is to be learned. documents: (B, T) document number of each
+    token, -1 for padding. jitter: (B, N) uniform random numbers in [0, 1). max_per_document:
+    maximum number of anchors in a document, None for no limit.
 
-    The sampling is stratified: slot j draws uniformly from the j-th of N equal strata of the
-    candidates, or takes the next free candidate if its neighbour drew the same one. So no candidate
-    is drawn twice, every document gets its share of the slots, and shapes are fixed. Slots beyond
-    `count_available_anchors` stay empty.
+    Returns the anchors' token positions (B, N) int64, sorted, and whether each slot has an anchor,
+    (B, N) bool.
+
+    The sampling is stratified. The tokens at which an anchor is allowed (the candidates) are
+    divided into N equal strata, and slot j draws uniformly from stratum j. If the slot before it
+    drew the same candidate, slot j takes the next free candidate. No candidate is therefore drawn
+    twice, and the number of anchors in a document is proportional to its candidates. Slots beyond
+    the number that `count_available_anchors` returns stay empty.
     """
     candidates = find_anchor_candidates(loss, documents)  # (B, T)
     counts = candidates.sum(1, keepdim=True)  # (B, 1)
@@ -71,7 +89,8 @@ def draw_anchors(
     else:
         ranks = _draw_ranks_by_document(candidates, documents, slots + jitter, max_per_document)
 
-    ranks = (ranks - slots).cummax(1).values + slots  # each at least one above the previous one
+    # make each rank larger than the rank of the slot before
+    ranks = (ranks - slots).cummax(1).values + slots
     valid = ranks < counts
     ranks = torch.minimum(ranks, (counts - 1).clamp(min=0))
     anchors = torch.searchsorted(candidate_ranks, ranks, side="left").clamp(max=loss.shape[1] - 1)
@@ -84,16 +103,20 @@ def _draw_ranks_by_document(
     slot_offsets: torch.Tensor,
     max_per_document: int,
 ) -> torch.Tensor:
-    """Return the candidate rank that each slot draws, (B, N), with a limit for each document.
+    """Return which candidate each slot draws if the number of anchors per document is limited.
 
-    candidates: (B, T) bool. slot_offsets: (B, N) slot number plus jitter. Slots that are not
-    needed get the number of candidates as their rank.
+    candidates: (B, T) bool, tokens at which an anchor is allowed. documents: (B, T) document
+    numbers, -1 for padding. slot_offsets: (B, N) slot number plus jitter.
+
+    Returns the rank of the drawn candidate among the candidates of its sequence, (B, N). Slots that
+    stay empty get the number of candidates instead of a rank.
     """
-    document_index = documents + 1  # padding becomes document 0
+    document_index = documents + 1  # padding, which is document -1, gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
     document_sizes = counts.gather(1, document_index)  # (B, T) candidates in a token's document
 
-    # a candidate's expected number of anchors, below 1 in documents above the limit
+    # the expected number of anchors at a candidate: below 1 if its document has more candidates
+    # than `max_per_document`
     density = (max_per_document / document_sizes.clamp(min=1)).clamp(max=1).double() * candidates
     cumulative_density = density.cumsum(1)  # (B, T)
     num_anchors = cumulative_density[:, -1:].round()  # (B, 1)
@@ -113,11 +136,13 @@ def build_blocks(
     block_size: int,
     ends_at_gap: bool = False,
 ) -> Blocks:
-    """Return the blocks behind anchors (B, N) in packed sequences.
+    """Return the blocks behind anchors in packed sequences.
 
-    batch: the columns ids, documents and loss, (B, T) each. Labels beyond the end of the anchor's
-    document are not supervised. With `ends_at_gap`, neither are labels behind the block's first
-    label without loss.
+    batch: the columns ids, documents and loss of packed sequences, (B, T) each. anchors, valid:
+    (B, N), the result of `draw_anchors`. ends_at_gap: whether a block ends at its first label
+    without loss.
+
+    Labels beyond the end of the anchor's document or of the block are not supervised.
     """
     ids = batch["ids"]
     documents = batch["documents"]

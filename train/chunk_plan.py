@@ -1,6 +1,10 @@
-"""The division of the objective's rows into chunks.
+"""The division of the objective's rows into chunks, which limits the memory of the logits.
 
-Shapes: G blocks of L drafted positions, R = G * L rows (one for each drafted position).
+A row is one drafted position of one block. Its teacher row is the index of the target's hidden
+state that the row is compared with; several rows can have the same teacher row.
+
+Shapes: G blocks of L drafted positions, R = G * L rows, n rows of positive weight, m distinct
+teacher rows.
 """
 
 from typing import NamedTuple
@@ -9,23 +13,23 @@ import torch
 
 
 class ChunkBounds(NamedTuple):
-    """The part of a `ChunkPlan` that one chunk covers, as half-open ranges."""
+    """The part of a `ChunkPlan` that one chunk covers, as half-open ranges of indices."""
 
-    row_start: int  # index into ChunkPlan.rows
+    row_start: int  # the range row_start:row_end of ChunkPlan.rows
     row_end: int
-    teacher_start: int  # index into ChunkPlan.teacher_rows
+    teacher_start: int  # the range teacher_start:teacher_end of ChunkPlan.teacher_rows
     teacher_end: int
 
 
 class ChunkPlan(NamedTuple):
     """The rows of positive weight, sorted by teacher row, and their division into chunks.
 
-    It is computed on the host together with the blocks, so that no size has to be read from the
-    device.
+    The plan is computed on the host together with the blocks. The sizes of the chunks therefore
+    need not be copied from the device.
     """
 
-    rows: torch.Tensor  # (n,) int64 row indices
-    teacher_rows: torch.Tensor  # (m,) int64 their teacher rows, without duplicates
+    rows: torch.Tensor  # (n,) int64 indices of the rows of positive weight
+    teacher_rows: torch.Tensor  # (m,) int64 the teacher rows of `rows`, without duplicates
     teacher_indices: torch.Tensor  # (n,) int64 index of each row's teacher row in `teacher_rows`
     chunks: list[ChunkBounds]
 
@@ -33,9 +37,10 @@ class ChunkPlan(NamedTuple):
 def plan_chunks(
     teacher_rows: torch.Tensor, position_weights: torch.Tensor, max_chunk_rows: int
 ) -> ChunkPlan:
-    """Divide the rows of a batch into chunks.
+    """Divide the rows of a batch into chunks of at most `max_chunk_rows` rows.
 
-    teacher_rows, weights: (R,) or (G, L). On CUDA this synchronises with the device twice.
+    teacher_rows, position_weights: the teacher row and the weight of each row, (R,) or (G, L). If
+    they are on a GPU, the host waits for the GPU twice.
     """
     flat_teacher_rows = teacher_rows.flatten()
     rows = position_weights.flatten().nonzero()[:, 0]
@@ -45,7 +50,7 @@ def plan_chunks(
     )
 
     ranges = []
-    boundary_rows = []  # the first and the last row of every chunk
+    boundary_rows = []  # for every chunk, the indices of its first and its last row
     for start in range(0, len(rows), max_chunk_rows):
         end = min(start + max_chunk_rows, len(rows))
         ranges.append((start, end))

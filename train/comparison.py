@@ -1,7 +1,10 @@
 """The comparison of one chunk of rows: divergences between target and drafter, and their gradients.
 
-Shapes: V vocabulary. A teacher row is a context position of the target; several rows can share
-one. p is the target's distribution, q the drafter's.
+A row is one drafted position. A teacher row is the context position whose hidden state gives the
+target's distribution for that row; several rows can have the same teacher row. p is the target's
+distribution, q the drafter's.
+
+Shapes: V vocabulary, rows = rows of the chunk, teacher rows = distinct teacher rows of the chunk.
 """
 
 from typing import NamedTuple
@@ -10,26 +13,31 @@ import torch
 
 from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChunk
 
-# On a CPU, so many logits are processed together, because they fit into its caches.
+# number of logits that are processed together on a CPU: they fit into the CPU's caches
 LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
-# Logit of a token outside a head's candidates: its probability is 0, its logarithm is finite.
+# The logit of tokens that are not among the candidates of a conditional head. The probability of
+# such a token is 0 after rounding, and its log-probability is finite.
 LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 
 class TeacherChunk(NamedTuple):
     """The target's distributions of one chunk, one for each distinct teacher row."""
 
-    # (teacher rows, V) probabilities; logits for a divergence without `value_and_gradient`
+    # (teacher rows, V) probabilities; logits if they are not needed as probabilities
     scores: torch.Tensor
-    negative_entropy: torch.Tensor | None  # (teacher rows,) sum_v p log p
-    likeliest_tokens: torch.Tensor  # (teacher rows,)
+    # (teacher rows,) sum_v p log p; None if `scores` are logits
+    negative_entropy: torch.Tensor | None
+    likeliest_tokens: torch.Tensor  # (teacher rows,) token ids
 
 
 def prepare_teacher(
     logits: torch.Tensor, divergence: Divergence, needs_overlap: bool
 ) -> TeacherChunk:
-    """Return the target's distributions from its logits (teacher rows, V), which are
-    overwritten."""
+    """Return the target's distributions for a chunk.
+
+    logits: (teacher rows, V) the target's logits; overwritten. needs_overlap: whether
+    `compare_rows` will compute the overlap of the two distributions.
+    """
     likeliest_tokens = logits.argmax(-1)
     reads_probabilities = needs_overlap or not divergence.labels_only
     if divergence.value_and_gradient is None or not reads_probabilities:
@@ -40,30 +48,33 @@ def prepare_teacher(
 
 
 def _softmax_in_place(logits: torch.Tensor) -> torch.Tensor:
-    """Replace logits (rows, V) by probabilities; return sum_v p log p, (rows,)."""
+    """Replace logits (rows, V) by probabilities p and return sum_v p log p, (rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)
-    # the largest logit is 0, so log p = logit + log(largest p)
+    # after the subtraction the largest logit is 0, so log p = logit + log(largest p)
     negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
     logits.copy_(p)
     return negative_entropy
 
 
 def _count_slice_rows(logits: torch.Tensor) -> int:
-    """Return how many rows of logits (rows, V) to process together. On a CPU they fit into its
-    caches, so that main memory is read and written once."""
+    """Return how many rows of logits (rows, V) to process together.
+
+    On a CPU the processed rows fit into the caches, so that each row is read from main memory and
+    written to it only once. On other devices all rows are processed together.
+    """
     if logits.device.type == "cpu":
         return max(1, LOGITS_PER_CPU_LOSS_SLICE // logits.shape[1])
     return max(1, len(logits))
 
 
 class ComparedRows(NamedTuple):
-    """Rows of the drafter compared with the target, (rows,) each."""
+    """The results of a comparison of the drafter with the target. Each has the shape (rows,)."""
 
-    divergences: torch.Tensor
-    agrees: torch.Tensor  # bool: both have the same likeliest token
+    divergences: torch.Tensor  # nats
+    agrees: torch.Tensor  # bool: whether drafter and target have the same likeliest token
     label_log_probs: torch.Tensor  # the drafter's log-probability of the label
-    overlap: torch.Tensor | None
+    overlap: torch.Tensor | None  # sum_v min(p, q); None if it was not needed
 
 
 def compare_rows(
@@ -75,11 +86,15 @@ def compare_rows(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> ComparedRows:
-    """Compare the drafter's logits with the target's distributions.
+    """Compare the drafter's distributions with the target's.
 
-    teacher_indices: (rows,) index into `teacher` for each row. student: (rows, V) the drafter's
-    logits; overwritten by the gradients of the divergences with respect to them. excluded: (rows,
-    V) tokens whose probability is 0 on both sides.
+    teacher_indices: (rows,) for each row, the index of the target's distribution in `teacher`.
+    student: (rows, V) the drafter's logits. They are overwritten by the gradients of the
+        divergences with respect to the logits.
+    labels: (rows,) the true tokens.
+    excluded: (rows, V) bool, tokens that get the probability 0 in both distributions. None excludes
+        no token.
+    needs_overlap: whether to compute the overlap.
     """
     slice_rows = _count_slice_rows(student)
     comparisons = []
@@ -108,7 +123,7 @@ def _compare_slice(
     excluded: torch.Tensor | None,
     needs_overlap: bool,
 ) -> ComparedRows:
-    """Compare one slice of rows. Arguments are those of `compare_rows`."""
+    """Compare the distributions of some rows. The arguments are those of `compare_rows`."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
@@ -136,7 +151,7 @@ def _compare_slice(
         expected_logit = torch.linalg.vecdot(p, student)
     label_logits = student.gather(1, labels[:, None])[:, 0]
     q = torch.softmax(student, -1, out=student)
-    # the largest logit is 0, so log q = logit + log(largest q)
+    # after the subtraction the largest logit is 0, so log q = logit + log(largest q)
     log_max_q = q.amax(-1).log()
     label_log_probs = label_logits + log_max_q
     expected_log_q = None if expected_logit is None else expected_logit + log_max_q
@@ -161,8 +176,11 @@ def _compare_by_autograd(
     needs_overlap: bool,
     agrees: torch.Tensor,
 ) -> ComparedRows:
-    """Compare rows by the divergence's formula and differentiate it by autograd. teacher_logits:
-    (rows, V), overwritten."""
+    """Compare rows by the divergence's formula, and compute its gradient by autograd.
+
+    teacher_logits: (rows, V) the target's logits; overwritten. agrees: (rows,) bool, returned as
+    given. The other arguments are those of `compare_rows`.
+    """
     if excluded is not None:
         teacher_logits.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     log_p = teacher_logits.log_softmax(-1)

@@ -1,8 +1,8 @@
 """The options of training. This module does not import torch, so that an invalid option raises an
 error before torch is loaded.
 
-A default is defined once, here or in `infer.config` and `data.rows`; conf/ has only values that
-differ.
+The default of an option is defined only in its dataclass, here or in `infer.config` and
+`data.rows`. The files in conf/ have only values that differ from the defaults.
 """
 
 from dataclasses import dataclass, field
@@ -25,19 +25,21 @@ MAX_RUN_NAME_BYTES = 200
 
 @dataclass
 class ObjectiveConfig:
-    """The loss on the L drafted positions of a block.
+    """The training loss, a weighted sum over the drafted positions of all blocks. In a block, the
+    drafted positions are counted t = 1, 2, ...
 
-    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1, see DIVERGENCE_TABLE in
-        train/divergences.py
-    position_weights: weight of position t of a block. gamma: gamma**(t - 1), DART section 3.3;
-        exponential: exp(-(t - 1) / gamma), DFlash; dpace: by the probability that the block's
-        drafts are accepted up to there, see train/divergences.py
-    gamma: for position_weights=gamma (0.6 in DART's table 4) and exponential (DFlash: 7 for block
-        size 16, 4 for 8)
-    marginal_weight: with a conditional head: weight of an added loss term, the divergence of the
-        marginals without the head's correction
-    chunk_rows: number of rows whose vocabulary-sized tensors are in memory at the same time (each
-        150 MB for 256 rows and 151,936 tokens, four of them)
+    divergence: what is computed at each position. kl, cross_entropy, tv (total variation),
+        acceptance, lk or ce_l1; the formulas are in DIVERGENCE_TABLE in train/divergences.py
+    position_weights: how position t is weighted. 'gamma' is gamma**(t - 1) (DART, section 3.3);
+        'exponential' is exp(-(t - 1) / gamma) (DFlash); 'dpace' uses the estimated probability that
+        the block's drafts up to position t are accepted (D-PACE), see train/divergences.py
+    gamma: the number gamma in position_weights=gamma (DART's table 4 uses 0.6) and
+        position_weights=exponential (DFlash uses 7 for block size 16 and 4 for block size 8)
+    marginal_weight: weight of an additional loss term, for a drafter with a conditional head (the
+        part that conditions a token on the one before it). The term is the divergence of the
+        logits without the head's correction
+    chunk_rows: number of drafted positions whose logits are in memory at the same time. There are
+        up to four such tensors; each needs 150 MB for 256 positions and 151,936 tokens
     """
 
     divergence: str = "kl"
@@ -56,33 +58,36 @@ class ObjectiveConfig:
         )
         if not self.gamma > 0 or (self.position_weights == "gamma" and self.gamma > 1):
             raise ValueError(
-                f"objective.gamma={self.gamma}: it must be above 0, and at most 1 with "
-                "objective.position_weights=gamma"
+                f"objective.gamma={self.gamma} is not allowed: it must be above 0, and with "
+                "objective.position_weights=gamma at most 1"
             )
         require_at_least(self, "objective.", chunk_rows=1, marginal_weight=0)
 
 
 @dataclass
 class OptimConfig:
-    """Optimiser and learning rate schedule: linear warm-up, then half a cosine.
+    """The optimiser, the batch size, the length of the run, and the learning rate. The learning
+    rate rises linearly (warm-up) and then falls along half a cosine to zero.
 
-    name: adamw; or muon: Muon for matrices, AdamW for all other parameters (ZeRO stage 0 only)
+    name: 'adamw', or 'muon', which trains matrices with Muon and all other parameters with AdamW.
+        muon needs deepspeed.stage=0
     lr: peak learning rate
-    betas: the two decay rates of AdamW
-    warmup_ratio: warm-up, as a fraction of all steps
-    max_grad_norm: gradients with a larger norm are scaled down to it
-    batch_size: packed sequences per step, over all processes
-    micro_batch_size: packed sequences per forward pass of a process; gradients are accumulated over
-        passes; null: all of the process's share in one pass
-    epochs: length of the run in epochs, unless steps is given
-    steps: length of the run in steps; null: by epochs
-    max_minutes: length of the run in minutes of training steps, instead of steps and epochs; the
-        time before the first step, evaluations and saves are not counted
-    clock: how minutes are measured. wall: wall-clock time; processor: CPU time of the main thread,
-        on which other programs have no influence
-    precision: dtype of matmuls: float32, bfloat16, or auto: bfloat16 on CUDA and on CPUs with AMX,
-        float32 elsewhere. On a CPU the target uses it during training too. Weights and evaluations
-        stay in float32
+    betas: AdamW's two decay rates of the moments
+    warmup_ratio: length of the warm-up as a fraction of the run
+    max_grad_norm: gradients whose norm is larger are scaled down to this norm
+    batch_size: packed sequences per step, in all processes together
+    micro_batch_size: packed sequences per forward pass of a process. Gradients are accumulated over
+        the forward passes of a step. null means one forward pass per step
+    epochs: length of the run in epochs, used if steps and max_minutes are null
+    steps: length of the run in steps. null means that epochs decides
+    max_minutes: length of the run in minutes, used instead of steps and epochs. Only the time of
+        training steps counts, not that of preparation, evaluations and saves
+    clock: how max_minutes is measured. 'wall' is wall-clock time. 'processor' is the CPU time of
+        the main thread, on which other programs have no influence; on a GPU it means the same as
+        'wall'
+    precision: dtype of matmuls, 'float32', 'bfloat16' or 'auto'. 'auto' means bfloat16 on a GPU and
+        on CPUs with AMX, else float32. On a CPU, the target also uses this dtype in training steps.
+        The drafter's weights, and evaluations on a CPU, are float32 in any case
     """
 
     name: str = "adamw"
@@ -108,19 +113,23 @@ class OptimConfig:
         require_at_least(self, "optim.", batch_size=1, micro_batch_size=1, steps=1)
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio}: it must be a fraction of the run, from "
-                "0 to below 1"
+                f"optim.warmup_ratio={self.warmup_ratio} is not allowed: it is a fraction of the "
+                "run and must be from 0 to below 1"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)}: both must be from 0 to below 1")
+            raise ValueError(
+                f"optim.betas={list(self.betas)} is not allowed: both numbers must be from 0 to "
+                "below 1"
+            )
 
 
 @dataclass
 class DeepSpeedConfig:
-    """How DeepSpeed shards the drafter's training state.
+    """How DeepSpeed shards the drafter's training state over the processes.
 
-    stage: ZeRO stage, 0 to 3
-    offload: keep optimiser state in host memory (stages 1 to 3)
+    stage: ZeRO stage. 0 shards nothing, 1 the optimiser's state, 2 also the gradients, 3 also the
+        parameters
+    offload: keep the optimiser's state in host memory; needs stage 1, 2 or 3
     """
 
     stage: int = 0
@@ -130,18 +139,22 @@ class DeepSpeedConfig:
         """Raise ValueError for combinations that DeepSpeed does not support."""
         require_one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
-            raise ValueError("deepspeed.offload=true needs deepspeed.stage 1, 2 or 3")
+            raise ValueError(
+                "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is "
+                "given"
+            )
 
 
 @dataclass
 class FeaturesConfig:
     """Options of `./launch.sh features`, which stores the target's hidden states for training.
 
-    out: the folder that is written
-    store_dtype: dtype of stored hidden states: bfloat16; or int8 with one scale per vector, half
-        the size
-    target: the target, see TargetConfig
-    drafter: the drafter that will be trained, see DrafterConfig; it decides which layers are stored
+    out: the folder that the command writes
+    store_dtype: dtype of the stored hidden states. 'bfloat16', or 'int8' with one scale per vector,
+        which needs half the disk space
+    target: the target model, see TargetConfig
+    drafter: the drafter that will be trained, see DrafterConfig. Only the hidden states of the
+        target layers that this drafter reads are stored
     data: the training data, see DataConfig
     """
 
@@ -160,33 +173,38 @@ class FeaturesConfig:
 
 @dataclass
 class TrainConfig:
-    """A training run.
+    """All options of a training run.
 
-    name: name of the run; its folder is runs_dir/name
+    name: name of the run. The run's folder is runs_dir/name
     runs_dir: folder of all runs
-    seed: seed of initial weights, data order and anchors
-    trainable: all parameters of the drafter; or head: only the conditional head, with the rest of
-        the drafter of drafter.init frozen
-    features: folder written by ./launch.sh features: train from stored hidden states, without the
-        target in memory
-    anchors_per_sequence: maximum number of training blocks per packed sequence
-    anchors_per_document: maximum number of blocks per document (512 in the published recipe); null:
-        no limit
-    count_ngrams: count the n-grams of the training data and save them beside the drafter's weights,
-        for draft trees that use them
-    checkpoints: number of checkpoints, evenly spaced, the last one at the end of the run; each is
-        evaluated
-    save_interval_minutes: minutes between saves of the training state, in addition to checkpoints;
-        null: at checkpoints only
-    compile: run the drafter's training step under torch.compile; null: on CUDA, unless ZeRO stage
-        is 3
-    gradient_checkpointing: recompute the drafter's layers in the backward pass: less memory, a
-        third more computation; null: only if a step would not fit in the device's memory
-    self_check: before training, compare the loss of the first batch with a slow independent
-        computation
-    stall_timeout_minutes: end the run if no step and no evaluation makes progress for this many
+    seed: seed of the initial weights, the order of the data, and the anchors
+    trainable: 'all' trains every parameter of the drafter. 'head' trains only the conditional head
+        (the part that conditions a token on the one before it) and freezes the rest of the drafter
+        that drafter.init names
+    features: a folder written by `./launch.sh features`. Training then reads stored hidden states
+        and does not keep the target's layers in memory. null means that the target computes the
+        hidden states in every step
+    anchors_per_sequence: maximum number of anchors per packed sequence. An anchor is a position
+        where a training block starts
+    anchors_per_document: maximum number of anchors per document. DFlash's recipe uses 512. null
+        means no limit
+    count_ngrams: whether to count the n-grams of the training data and to save them beside the
+        drafter's weights, for draft trees that use n-grams
+    checkpoints: number of checkpoints, evenly spaced over the run. The last one is saved at the end
+        of the run. Each checkpoint is evaluated
+    save_interval_minutes: minutes between additional saves of the training state. null means that
+        only checkpoints are saved
+    compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
+        unless deepspeed.stage=3, and false elsewhere
+    gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
+        less memory and a third more computation. null means true only if a step would not fit in
+        the device's memory otherwise
+    self_check: before training, compare the loss of the first batch with a slow, independent
+        computation of it
+    stall_timeout_minutes: end the run if no step or evaluation has made progress for so many
         minutes
-    wandb: also log to Weights & Biases, to the project in WANDB_PROJECT, default blockdraft
+    wandb: also log to Weights & Biases. The environment variable WANDB_PROJECT names the project;
+        its default is blockdraft
     target: see TargetConfig in infer/config.py
     drafter: see DrafterConfig in infer/config.py
     data: see DataConfig in data/rows.py
@@ -220,36 +238,39 @@ class TrainConfig:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
 
     def check(self) -> None:
-        """Raise ValueError, with one sentence, for invalid or contradictory options."""
+        """Raise ValueError, with a message for the user, for invalid or contradictory options."""
         check_nested_options(self)
         require_at_least(self, anchors_per_sequence=1, anchors_per_document=1, checkpoints=1)
         require_one_of(self, trainable=("all", "head"))
         require_positive(self, "", "stall_timeout_minutes", "save_interval_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
-                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage} "
-                "(sharded optimiser): use deepspeed.stage=0 or optim.name=adamw"
+                f"optim.name=muon does not support deepspeed.stage={self.deepspeed.stage}, which "
+                "shards the optimiser's state: use deepspeed.stage=0 or optim.name=adamw"
             )
         check_zero_stage(self.drafter.family, self.deepspeed.stage)
         if self.drafter.init is None or self.drafter.head.name != "none":
-            check_head_training(self)  # with init, it is called when the drafter's config is read
+            # With drafter.init, the options of the head are those of the existing drafter's config.
+            # `resolve_config` reads that config later, and calls this check again.
+            check_head_training(self)
         check_run_name(self.name)
         refuse_embedded_answers(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(
-                f"features={self.features}: no stored features there; ./launch.sh features writes "
-                "them"
+                f"features={self.features}: this folder has no stored features. ./launch.sh "
+                f"features out={self.features} writes them"
             )
         if self.features and self.target.shard:
             raise ValueError(
-                "features= needs no target in memory, so target.shard=true cannot be combined "
-                "with it: give one of them"
+                f"features={self.features} cannot be combined with target.shard=true, because "
+                "training from stored features keeps no target layers in memory: use "
+                "target.shard=false"
             )
         if self.anchors_per_sequence > self.data.length - 2:
             raise ValueError(
-                f"anchors_per_sequence={self.anchors_per_sequence}: a row of "
-                f"data.length={self.data.length} tokens has room for {self.data.length - 2} at "
-                "most"
+                f"anchors_per_sequence={self.anchors_per_sequence} is too large: a packed "
+                f"sequence of data.length={self.data.length} tokens has room for at most "
+                f"{self.data.length - 2} anchors"
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
@@ -259,19 +280,20 @@ class TrainConfig:
 
 
 def check_run_name(name: str) -> None:
-    """Raise ValueError if a run's name cannot be the name of its folder."""
+    """Raise ValueError if a run's name cannot be used as the name of a folder."""
     is_short = len(name.encode()) <= MAX_RUN_NAME_BYTES
     if not name or "/" in name or name.startswith(".") or not name.isprintable() or not is_short:
         raise ValueError(
-            f"name={name}: a plain folder name is needed, of 1 to {MAX_RUN_NAME_BYTES} printable "
-            "bytes, without a slash or a leading dot"
+            f"name={name} is not allowed: the name of a run must be a folder name of 1 to "
+            f"{MAX_RUN_NAME_BYTES} printable bytes, without a slash and without a leading dot"
         )
 
 
 def check_head_training(config: TrainConfig) -> None:
     """Raise ValueError if the conditional head cannot be trained as configured.
 
-    With drafter.init, `config.drafter` must be the result of `resolve_drafter_options`.
+    If drafter.init is given, `config.drafter` must be the result of `resolve_drafter_options`,
+    because only then its head is that of the existing drafter.
     """
     name = config.drafter.head.name
     stage = config.deepspeed.stage
@@ -279,23 +301,23 @@ def check_head_training(config: TrainConfig) -> None:
     if config.trainable == "head":
         if config.drafter.init is None:
             raise ValueError(
-                "trainable=head trains a head on an existing drafter: give drafter.init=<folder "
-                "or hub id>"
+                "trainable=head trains the conditional head of an existing drafter: give the "
+                "drafter with drafter.init=<folder or hub id>"
             )
         if head is None:
             raise ValueError(
-                "trainable=head: the drafter has no conditional head, give head=markov or another "
-                "one"
+                "trainable=head: the drafter has no conditional head. Give it one, for example "
+                "with head=markov"
             )
         if stage > 0:
             raise ValueError(
-                f"trainable=head does not support deepspeed.stage={stage} (sharded states of "
-                "frozen weights): use 0"
+                f"trainable=head does not support deepspeed.stage={stage}, because DeepSpeed "
+                "cannot shard the state of frozen weights: use deepspeed.stage=0"
             )
     if head is not None and stage > 2:
         raise ValueError(
-            f"head={name} does not support deepspeed.stage={stage} (sharded parameters): use 0, 1 "
-            "or 2"
+            f"head={name} does not support deepspeed.stage={stage}, which shards the parameters: "
+            "use deepspeed.stage=0, 1 or 2"
         )
     if config.objective.marginal_weight and (head is None or not head.adds_to_logits):
         supported = " or ".join(
@@ -303,5 +325,6 @@ def check_head_training(config: TrainConfig) -> None:
         )
         raise ValueError(
             f"objective.marginal_weight={config.objective.marginal_weight} needs "
-            f"head={supported}, and head={name} is given"
+            f"head={supported}, and head={name} is given. Use objective.marginal_weight=0 or "
+            "another head"
         )

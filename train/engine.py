@@ -1,7 +1,8 @@
-"""The DeepSpeed engine around drafter and optimiser, and its training state.
+"""The DeepSpeed engine around drafter and optimiser, and the training state of both.
 
-A training state is a dictionary of complete tensors by parameter name. It is the same for every
-ZeRO stage and number of processes, so a run can be resumed with other ones.
+A training state is a dictionary of unsharded tensors: weights, buffers, and the optimiser's state
+of each parameter. Its format does not depend on the ZeRO stage and the number of processes, so a
+run can be resumed with another stage or another number of processes.
 """
 
 import warnings
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the drafter's matrix products in training. Its weights, gradients and
+    """Return the dtype of the drafter's matmuls in training. The drafter's weights, gradients and
     optimiser moments are always float32."""
     name = config.optim.precision
     if name == "auto":
@@ -34,8 +35,8 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """Return the dtype of the frozen target in training steps.
 
-    On a CPU with target.dtype=auto it is `compute_dtype`; evaluations use float32 there, so that
-    their outputs are exact.
+    On a CPU with target.dtype=auto, this is the dtype of the drafter's matmuls, `compute_dtype`.
+    Evaluations with these options use float32 instead, so that their outputs are exact.
     """
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
@@ -43,17 +44,18 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def uses_torch_compile(config: TrainConfig, cuda: bool) -> bool:
-    """Return whether the drafter's training step runs under torch.compile."""
+    """Return whether the drafter's training step runs under torch.compile. cuda: whether the device
+    is a GPU."""
     if config.compile is None:
         return cuda and config.deepspeed.stage < 3
     return config.compile
 
 
 def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Return the size of a micro-batch and the number of micro-batches of each process, such that
-    all processes together take `optim.batch_size` packed sequences per step.
+    """Return the size of a micro-batch, and the number of micro-batches per step of each process.
 
-    Raises ValueError if the batch cannot be divided evenly.
+    All processes together process `optim.batch_size` packed sequences per step. Raises ValueError
+    if the batch cannot be divided evenly.
     """
     batch = config.optim.batch_size
     micro = config.optim.micro_batch_size
@@ -62,8 +64,8 @@ def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
         micro_text = f" in micro-batches of optim.micro_batch_size={micro}" if micro else ""
         raise ValueError(
             f"optim.batch_size={batch} cannot be divided evenly among {world_size} "
-            f"processes{micro_text}: "
-            f"choose a multiple of {world_size * (micro or 1)}"
+            f"processes{micro_text}: choose an optim.batch_size that is a multiple of "
+            f"{world_size * (micro or 1)}"
         )
     micro_batch_size = micro or process_batch
     return micro_batch_size, process_batch // micro_batch_size
@@ -71,7 +73,7 @@ def split_batch(config: TrainConfig, world_size: int) -> tuple[int, int]:
 
 def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) -> "DeepSpeedEngine":
     """Move the drafter to the device, create its optimiser, and return a DeepSpeed engine around
-    both. The frozen target is not part of the engine, because it has no training state."""
+    both. The target is not part of the engine, because it is frozen and has no training state."""
     import deepspeed
 
     micro_batch_size, micro_steps = split_batch(config, dist.get_world_size())
@@ -79,12 +81,13 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
     drafter.recompute = bool(config.gradient_checkpointing)
     model: nn.Module = drafter
     if uses_torch_compile(config, device.type == "cuda"):
-        # A new module around the drafter: DeepSpeed adds hooks to the module that it is given, and
-        # these hooks cannot be compiled.
+        # DeepSpeed adds hooks to the module that it is given, and these hooks cannot be compiled.
+        # torch.compile returns a new module around the drafter, which gets the hooks.
         model = cast(nn.Module, torch.compile(drafter, dynamic=False))
 
     dtype = compute_dtype(config, device)
-    if dtype != torch.float32:  # the norms' weights are float32 on purpose
+    if dtype != torch.float32:
+        # the warning is about the norms' weights, which are float32 on purpose
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
@@ -112,9 +115,10 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device) ->
 def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
     """Finish a micro-batch after its backward pass, and return the gradient norm before clipping.
 
-    Call it after every micro-batch, like DeepSpeed's `engine.step()`. Only after the last one of a
-    step does it update the weights; after the others it counts the micro-batch and returns NaN. If
-    the norm is not finite, all processes leave weights and moments unchanged.
+    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. After the
+    last micro-batch of a step it updates the weights. After all other micro-batches it only counts
+    the micro-batch and returns NaN. If the norm is not finite, all processes leave weights and
+    moments unchanged.
     """
     no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():
@@ -122,7 +126,8 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
         return no_norm
 
     if engine.zero_optimization_stage() > 0:
-        engine.step()  # with sharded states, DeepSpeed skips the update itself
+        # with a sharded state, DeepSpeed itself skips the update if the norm is not finite
+        engine.step()
         norm = engine.get_global_grad_norm()
         zero_optimizer: Any = engine.optimizer
         if zero_optimizer.overflow or norm is None:
@@ -136,17 +141,17 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm(gradients)
     if not torch.isfinite(norm):
         engine.zero_grad()
-        # the engine then only counts the micro-batch, without an update
+        # makes the engine count the micro-batch without updating the weights
         engine.set_gradient_accumulation_boundary(False)
     engine.step()
-    # from now on the boundary follows from the number of micro-batches again
+    # the engine derives the end of a step from the number of micro-batches again
     engine.set_gradient_accumulation_boundary(None)
     return norm
 
 
 def _flat_parameters(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
-    """Return the flat parameters that a sharded optimiser updates: this process's shard of each
-    parameter group."""
+    """Return the tensors that a sharded optimiser updates: for each parameter group, this process's
+    shard of the group's parameters, as one flat tensor."""
     if engine.zero_optimization_stage() == 3:
         zero_optimizer: Any = engine.optimizer
         return zero_optimizer.fp32_partitioned_groups_flat
@@ -155,10 +160,10 @@ def _flat_parameters(engine: "DeepSpeedEngine") -> list[torch.Tensor]:
 
 
 def _map_moments_to_parameters(engine: "DeepSpeedEngine") -> None:
-    """Let DeepSpeed record which part of its flat moments belongs to which parameter.
+    """Let DeepSpeed record which part of its flat moment tensors belongs to which parameter.
 
-    DeepSpeed does so itself after the first step of the first parameter group, but before the other
-    groups have moments.
+    DeepSpeed also records this by itself, but too early: after the first step of the first
+    parameter group, when the other groups do not have moments yet.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -176,20 +181,24 @@ def collect_unsharded_state(
 ) -> dict[str, torch.Tensor]:
     """Return the training state of a model with an unsharded optimiser, copied to the host.
 
-    moments: the optimiser's `state`. The keys are parameter names for weights, name/exp_avg,
-    name/step etc. for the optimiser's state, and buffer names for buffers.
+    moments: the optimiser's attribute `state`.
+
+    The keys of the returned dictionary are the names of parameters for weights, the names of
+    buffers for buffers, and <parameter name>/exp_avg, <parameter name>/step etc. for the
+    optimiser's state.
     """
     state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
-        for key, value in moments.get(parameter, {}).items():  # empty for frozen parameters
+        # frozen parameters have no moments
+        for key, value in moments.get(parameter, {}).items():
             state[f"{name}/{key}"] = value
     return copy_to_host(state)
 
 
 def copy_to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the host: floating-point tensors as float32, others in their own
-    dtype."""
+    """Return copies of tensors in host memory. Floating-point tensors become float32; other tensors
+    keep their dtype."""
     copies = {}
     for name, value in state.items():
         dtype = torch.float32 if value.is_floating_point() else value.dtype
@@ -200,8 +209,11 @@ def copy_to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def restore_unsharded_moments(
     model: nn.Module, moments: dict, state: dict[str, torch.Tensor]
 ) -> None:
-    """Write the optimiser's part of a training state into an unsharded optimiser's `state`. The
-    model's weights are not changed."""
+    """Write the optimiser's part of a training state into an unsharded optimiser.
+
+    moments: the optimiser's attribute `state`, which is changed. state: the training state, see
+    `collect_unsharded_state`. The model's weights are not changed.
+    """
     parameters = dict(model.named_parameters())
     for state_name, value in state.items():
         if "/" not in state_name:
@@ -213,10 +225,10 @@ def restore_unsharded_moments(
 
 
 def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[str, torch.Tensor]:
-    """Return the training state (see `collect_unsharded_state`) whatever the ZeRO stage.
+    """Return the training state for any ZeRO stage; `collect_unsharded_state` describes its keys.
 
-    All processes must call it together. The first process gets the state, the others an empty
-    dictionary.
+    All processes must call this function together. The first process gets the state, the other
+    processes get an empty dictionary.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -237,15 +249,18 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
                 value = safe_get_full_optimizer_state(parameter, key)
             full_tensors[f"{name}/{key}"] = value
         if is_first:
-            state |= copy_to_host(full_tensors)  # now, because the next parameter reuses the memory
+            # copied at once, because the next parameter reuses the memory of these tensors
+            state |= copy_to_host(full_tensors)
     return state
 
 
 def restore_training_state(
     drafter: Drafter, engine: "DeepSpeedEngine", state: dict[str, torch.Tensor]
 ) -> None:
-    """Write the optimiser's part of a training state into a new engine, sharded or not. The drafter
-    must already have the weights of the state."""
+    """Write the optimiser's part of a training state into a new engine of any ZeRO stage.
+
+    The drafter must already have the weights of the training state.
+    """
     from deepspeed.utils import safe_set_full_optimizer_state
 
     basic_optimizer: Any = engine.basic_optimizer
@@ -254,7 +269,7 @@ def restore_training_state(
         restore_unsharded_moments(drafter, moments, state)
         return
 
-    # create the moments of the flat parameters, with the keys that the first parameter has
+    # create moments for the flat parameters; every parameter has the same keys as the first one
     parameters = dict(drafter.named_parameters())
     optimizer_state = {name: value for name, value in state.items() if "/" in name}
     prefix = f"{next(iter(parameters))}/"

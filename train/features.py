@@ -1,21 +1,22 @@
-"""Stored features: the target's hidden states of the training data, computed once, so that training
-does not need the target's decoder layers.
+"""Stored features: the target's hidden states of the training data. They are computed once, so that
+training does not need the target's decoder layers.
 
-    <out>/manifest.json   target, tokenizer, layers and data of the features, and every shard with
-                          the checksums of its packed sequences
+    <out>/manifest.json   what the features were computed from (target, tokenizer, layers and data),
+                          and the list of shards with a checksum of every packed sequence
     <out>/shard-00000.safetensors
         ids, positions, documents, loss   (n, T) the packed sequences
-        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K) and
-                                               last_scale (n, T)
+        context   (n, T, K, D) hidden states of the target layers that the drafter reads
+        last      (n, T, D) last hidden states of the target
+        context_scale (n, T, K), last_scale (n, T)   with store_dtype=int8: scale of each vector
 
-Shapes: n packed sequences, T tokens each, K feature layers of the target, D hidden size.
+Shapes: n packed sequences of a shard, T tokens each, K target layers, D hidden size.
 
-A shard is written under a temporary name, renamed, and then listed in the manifest. A run that was
-stopped continues after the last listed shard.
+A shard is written under a temporary name, renamed, and then listed in the manifest. If the command
+is stopped, the same command continues after the last listed shard.
 
-The manifest contains its own SHA-256. When a folder is opened, the size of every shard is checked;
-when a packed sequence is read, its CRC-32 is checked. This takes about a second per gigabyte, in
-the thread that reads ahead.
+The manifest contains a SHA-256 of its other content. When a folder is opened, the size of every
+shard is checked. When a packed sequence is read, its CRC-32 is checked. This takes about a second
+per gigabyte, in the background thread that prepares the next training step.
 """
 
 import json
@@ -49,31 +50,39 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FEATURES_MANIFEST_FILE = "manifest.json"
-OPTIONS_NOT_CHANGING_STORED_FEATURES = (
-    "data.max_invalid_fraction",
-)  # options that change no packed sequence
-APPROXIMATE_FEATURE_SHARD_BYTES = 512 * 10**6  # approximately
+# options whose value has no influence on the packed sequences
+OPTIONS_NOT_CHANGING_STORED_FEATURES = ("data.max_invalid_fraction",)
+APPROXIMATE_FEATURE_SHARD_BYTES = (
+    512 * 10**6
+)  # approximate, because a shard has at least one packed sequence
+# the stored columns of the packed sequences. Key: name of the column. Value: its dtype in a shard
 STORED_FEATURE_INPUT_COLUMN_DTYPES = {
     "ids": torch.int32,
     "positions": torch.int32,
     "documents": torch.int32,
     "loss": torch.bool,
 }
-STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # of the columns above
-BYTES_PER_FEATURE_VECTOR_SCALE = 4  # float32, of each int8 vector
-MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12  # lower bound of a vector's largest entry
+STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # sum of the sizes of the four dtypes above
+BYTES_PER_FEATURE_VECTOR_SCALE = 4  # size of the float32 scale of an int8 vector
+# lower bound of a vector's largest absolute entry, so that the scale is not 0
+MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12
 
 
 def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return vectors (..., D) as int8, and the scale of each vector, (...,) float32. The largest
-    entry of a vector becomes 127."""
+    """Quantise vectors (..., D) and return the int8 vectors and their float32 scales (...,).
+
+    A vector is its int8 entries times its scale. Its largest absolute entry becomes 127.
+    """
     scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_RANGE) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
 
 
 def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """Return the features of a batch of stored sequences in `dtype`: context (B, T, K*D) and last
-    (B, T, D)."""
+    """Return the features of a batch of stored sequences, converted to `dtype`.
+
+    batch: the columns of B stored sequences; the other letters are those of this module. The
+    returned context features have the shape (B, T, K * D), the last hidden states (B, T, D).
+    """
 
     def dequantise_column(name: str) -> torch.Tensor:
         states = batch[name]
@@ -87,8 +96,11 @@ def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> F
 def feature_dependencies(
     config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]
 ) -> dict:
-    """Return what stored features depend on, as written to the manifest. Training is refused with
-    features whose dependencies differ. layers: ids of the target's feature layers."""
+    """Return what stored features are computed from, as it is written to the manifest.
+
+    layers: numbers of the target layers whose hidden states are stored. Training accepts stored
+    features only if its own dependencies are the same.
+    """
     dependencies = {
         "target": {
             "path": config.target.path,
@@ -104,7 +116,10 @@ def feature_dependencies(
 
 
 def count_stored_bytes(length: int, num_layers: int, hidden_size: int, store: str) -> int:
-    """Return the bytes of one stored sequence of `length` tokens. store: bfloat16 or int8."""
+    """Return the bytes of one stored sequence of `length` tokens.
+
+    store: the dtype of the stored hidden states, 'bfloat16' or 'int8'.
+    """
     vector_bytes = {
         "bfloat16": 2 * hidden_size,
         "int8": hidden_size + BYTES_PER_FEATURE_VECTOR_SCALE,
@@ -120,11 +135,11 @@ def write_features(
     dataset: "Dataset",
     report_progress: Callable[[int, int], None],
 ) -> Path:
-    """Store the features of all packed sequences and return the folder.
+    """Store the features of all packed sequences in the folder `config.out` and return the folder.
 
-    A run that was stopped is continued. `report_progress(stored sequences, all sequences)` is
-    called after every shard. Raises ValueError if the folder holds features with other
-    dependencies.
+    If the folder has some of the features already, only the others are computed. After every shard,
+    `report_progress` is called with the number of stored sequences and the number of all sequences.
+    Raises ValueError if the folder has features that were computed from something else.
     """
     out = Path(config.out)
     dependencies = feature_dependencies(config, target, layers)
@@ -140,7 +155,10 @@ def write_features(
     if (out / FEATURES_MANIFEST_FILE).exists():
         existing = read_manifest(out)
         existing |= translate_saved_config({"data": existing["data"]})
-        message = f"{out} holds features of another {{keys}}: choose another out="
+        message = (
+            f"out={out} has features that were computed with another {{keys}}: choose another "
+            "folder with out="
+        )
         refuse_changed_settings(
             existing,
             manifest,
@@ -153,7 +171,7 @@ def write_features(
         config.data.length, len(layers), target.config.hidden_size, config.store_dtype
     )
     shard_size = max(1, APPROXIMATE_FEATURE_SHARD_BYTES // sequence_bytes)
-    for temporary in out.glob(".shard-*"):  # of a run that was killed
+    for temporary in out.glob(".shard-*"):  # files that a killed command has left
         temporary.unlink()
     num_stored = sum(shard["rows"] for shard in manifest["shards"])
     while num_stored < len(dataset):
@@ -167,7 +185,8 @@ def write_features(
 
 
 def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) -> None:
-    """Write one shard of stored sequences, add it to the manifest and write the manifest."""
+    """Write a shard with the stored sequences `rows`, and add the shard to the manifest, which is
+    written, too."""
     tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     name = f"shard-{len(manifest['shards']):05d}.safetensors"
     with abort_on_write_error(f"{name} of {out}"), atomic_replace_file(out / name) as temporary:
@@ -186,8 +205,11 @@ def write_shard(out: Path, manifest: dict, rows: list[dict[str, torch.Tensor]]) 
 def compute_stored_row(
     target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str
 ) -> dict[str, torch.Tensor]:
-    """Run the target on a packed sequence, columns (T,), and return it with its features, on the
-    host."""
+    """Run the target on a packed sequence, and return the columns to store, in host memory.
+
+    layers: numbers of the target layers whose hidden states are stored. row: the columns of the
+    packed sequence, (T,) each. store: 'bfloat16' or 'int8'.
+    """
     ids = row["ids"][None].to(target.device)
     positions = row["positions"][None].to(target.device)
     documents = row["documents"][None].to(target.device)
@@ -208,7 +230,7 @@ def compute_stored_row(
 
 
 def compute_row_checksum(row: dict[str, torch.Tensor]) -> int:
-    """Return the CRC-32 of a stored sequence's columns, sorted by name."""
+    """Return the CRC-32 of a stored sequence: of all its columns, in the order of their names."""
     checksum = 0
     for name in sorted(row):
         checksum = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy(), checksum)
@@ -216,25 +238,25 @@ def compute_row_checksum(row: dict[str, torch.Tensor]) -> int:
 
 
 def manifest_digest(manifest: dict) -> str:
-    """Return the SHA-256 of a manifest without its own digest."""
+    """Return the SHA-256 of a manifest's content, except for the entry `sha256`."""
     return json_digest({key: value for key, value in manifest.items() if key != "sha256"})
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the manifest with its own digest, atomically."""
+    """Write the manifest atomically, with the SHA-256 of its content in the entry `sha256`."""
     complete = manifest | {"sha256": manifest_digest(manifest)}
     with abort_on_write_error(f"{FEATURES_MANIFEST_FILE} of {folder}"):
         atomic_write(folder / FEATURES_MANIFEST_FILE, json.dumps(complete) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a features folder. Raises FileNotFoundError if there is none, and
-    ValueError if it is damaged."""
+    """Return the manifest of a folder with stored features. Raises FileNotFoundError if the folder
+    has no manifest, and ValueError if the manifest is damaged."""
     file = folder / FEATURES_MANIFEST_FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"features={folder}: no {FEATURES_MANIFEST_FILE} there; ./launch.sh features "
-            f"out={folder} writes one"
+            f"features={folder}: this folder has no {FEATURES_MANIFEST_FILE}, so it has no stored "
+            f"features. ./launch.sh features out={folder} writes them"
         )
     try:
         manifest = json.loads(file.read_text())
@@ -242,9 +264,12 @@ def read_manifest(folder: Path) -> dict:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_valid = False
     if not is_valid:
-        raise ValueError(f"{file} is damaged, or was written by another version")
+        raise ValueError(
+            f"{file} is damaged, or was written by another version of this program: delete its "
+            "folder and store the features again with ./launch.sh features"
+        )
 
-    # earlier versions had other data options
+    # earlier versions had other data options: unknown ones are dropped, missing ones get defaults
     options = asdict(DataConfig())
     for key, value in manifest["data"].items():
         if key in options:
@@ -253,10 +278,10 @@ def read_manifest(folder: Path) -> dict:
 
 
 class StoredFeatures:
-    """The packed sequences of a features folder, as a data set that is read on demand.
+    """The packed sequences and features of a folder, as a data set that is read on demand.
 
-    `data.packing.read_batch` draws batches from it by index. Raises ValueError if the folder is
-    incomplete or damaged.
+    `data.packing.read_batch` reads batches from it by index. The constructor raises ValueError if
+    the folder is incomplete or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -265,45 +290,63 @@ class StoredFeatures:
         shards = self.manifest["shards"]
         if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
             raise ValueError(
-                f"{self.folder} is not finished: the same ./launch.sh features command continues it"
+                f"{self.folder} has only some of the features: run the same ./launch.sh features "
+                "command again to compute the others"
             )
         for shard in shards:
             file = self.folder / shard["file"]
             if not file.is_file():
-                raise ValueError(f"{file} is missing")
+                raise ValueError(
+                    f"{file} is missing: restore it, or store the features again with ./launch.sh "
+                    "features in a new folder"
+                )
             num_bytes = file.stat().st_size
             if num_bytes != shard["bytes"]:
                 raise ValueError(
-                    f"{file} is truncated or altered: {num_bytes} bytes of {shard['bytes']}"
+                    f"{file} is truncated or altered: it has {num_bytes} bytes, and the manifest "
+                    f"says {shard['bytes']}. Restore it, or store the features again with "
+                    "./launch.sh features in a new folder"
                 )
 
-        self._locations = []  # (shard number, row in the shard) of every packed sequence
+        # for every packed sequence, the number of its shard and its index in the shard
+        self._locations = []
         for number, shard in enumerate(shards):
             self._locations += [(number, row) for row in range(shard["rows"])]
         self._open_shards: dict[int, Any] = {}
-        # positions of the selected layers among the stored ones; None: all stored layers
+        # indices of the selected layers in the list of stored layers; None selects all of them
         self._selected_layers: list[int] | None = None
 
     def check_dependencies(self, dependencies: dict) -> None:
-        """Raise ValueError, naming the differences, unless these features were computed with
-        `dependencies` (see `feature_dependencies`). The folder may have more layers."""
+        """Raise ValueError, naming the differences, if the features were computed from something
+        else.
+
+        dependencies: the result of `feature_dependencies` for the training run. The folder may have
+        more layers than the run needs.
+        """
         stored = {key: self.manifest[key] for key in dependencies}
         stored |= translate_saved_config({"data": stored["data"]})
-        # early versions did not record the quantization
+        # early versions did not record the target's quantization: assume that it is the same
         quantization = dependencies["target"]["quantization"]
         stored["target"] = {"quantization": quantization} | stored["target"]
         if set(dependencies["layers"]) <= set(stored["layers"]):
             stored["layers"] = dependencies["layers"]
-        message = f"{self.folder} has features of another {{keys}}"
+        message = (
+            f"{self.folder} has features that were computed with another {{keys}}: use the "
+            "options that they were stored with, or store features again with ./launch.sh "
+            "features in a new folder"
+        )
         refuse_changed_settings(stored, dependencies, message, OPTIONS_NOT_CHANGING_STORED_FEATURES)
 
     def select_layers(self, layers: tuple[int, ...]) -> None:
-        """Let sequences have the features of these layers only. All must be stored."""
+        """Return only the hidden states of these target layers with each sequence from now on.
+
+        Every layer given must be among the stored layers.
+        """
         stored_layers = self.manifest["layers"]
         self._selected_layers = [stored_layers.index(layer) for layer in layers]
 
     def iterate_column(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a column of all packed sequences as one flat array per shard."""
+        """Yield the values of a column in all packed sequences, as one flat array per shard."""
         for shard in self.manifest["shards"]:
             with safe_open(self.folder / shard["file"], "pt") as opened:
                 yield opened.get_tensor(name).flatten().numpy()
@@ -312,7 +355,8 @@ class StoredFeatures:
         return len(self._locations)
 
     def _read_row(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one stored sequence. Raises ValueError if it is damaged."""
+        """Return the columns of one stored sequence. Raises ValueError if the sequence is
+        damaged."""
         shard_number, row_number = self._locations[index]
         shard = self.manifest["shards"][shard_number]
         file = self.folder / shard["file"]
@@ -324,15 +368,22 @@ class StoredFeatures:
             for name in opened.keys():  # noqa: SIM118
                 row[name] = opened.get_slice(name)[row_number]
             if not {*STORED_FEATURE_INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
-                raise ValueError(f"its columns are {', '.join(row)}")
+                raise ValueError(f"it has only the columns {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
-            raise ValueError(f"{file} is truncated or altered ({error})") from error
+            raise ValueError(
+                f"{file} is truncated or altered ({error}): restore it, or store the features "
+                "again with ./launch.sh features in a new folder"
+            ) from error
         if compute_row_checksum(row) != shard["checksums"][row_number]:
-            raise ValueError(f"{file} is altered: the checksum of its row {row_number} differs")
+            raise ValueError(
+                f"{file} is altered: the checksum of its packed sequence {row_number} differs "
+                "from the manifest"
+            )
         return row
 
     def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return a batch of stored sequences, columns (B, T, ...)."""
+        """Return a batch of stored sequences. Each column has the shape (B, T, ...) for B indices
+        and T tokens per sequence."""
         rows = [self._read_row(index) for index in indices]
         batch = {}
         for name in rows[0]:
@@ -347,7 +398,7 @@ class StoredFeatures:
 
 def store_features(config: FeaturesConfig) -> None:
     """Run `./launch.sh features`: prepare the data, print the size of the features, and compute and
-    store them."""
+    store the features."""
     from infer.drafters.build import choose_feature_layers
     from infer.targets.loading import load_configured_target
     from infer.utils.progress import Progress
@@ -375,7 +426,10 @@ def store_features(config: FeaturesConfig) -> None:
         flush=True,
     )
     with explain_interrupt(
-        f"{config.out} has complete shards; the same command continues after them"
+        f"the shards in {config.out} are complete; the same command continues after the last one"
     ):
         out = write_features(config, target, layers, dataset, Progress("features", "rows"))
-    print(f"to train from them: ./launch.sh features={out} and the same target, drafter and data")
+    print(
+        f"to train from these features: ./launch.sh features={out}, with the same options for "
+        "target, drafter and data"
+    )

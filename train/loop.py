@@ -1,4 +1,5 @@
-"""The training loop: trains a drafter for a frozen target. One step of it is in step.py."""
+"""The training loop, which trains a drafter for a frozen target. A single step is computed in
+step.py."""
 
 import signal
 import time
@@ -34,16 +35,19 @@ from train.run.prepare import prepare_run
 from train.run.state import RunState, resolve_config
 from train.step import train_step
 
-# The run ends after so many consecutive steps whose loss or gradient is not finite.
+# A step whose loss or gradient is not finite is skipped. The run ends after so many skipped steps
+# in a row.
 MAX_CONSECUTIVE_SKIPPED_STEPS = 5
-MAX_ROWS_LISTED_FOR_SKIPPED_STEP = 16
+MAX_ROWS_LISTED_FOR_SKIPPED_STEP = (
+    16  # packed sequences that the message about a skipped step lists
+)
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a drafter and return the run's folder.
+    """Train a drafter as configured and return the run's folder.
 
-    Raises ValueError or FileNotFoundError, with one sentence for the user, before anything is
-    written, and Stopped when a run that has started cannot continue.
+    Raises ValueError or FileNotFoundError for a mistake of the user, before the first step. Raises
+    RunAborted if a run that has started cannot continue.
     """
     device = select_device(config.target.device)
     start_process_group(device)
@@ -59,7 +63,8 @@ def train(config: TrainConfig) -> Path:
 
 
 def run_steps(run: RunState) -> Path:
-    """Take the remaining steps, save and evaluate checkpoints, and return the run's folder."""
+    """Take the run's remaining steps, save and evaluate checkpoints, and return the run's
+    folder."""
     config = run.config
     schedule = run.schedule
     log = RunLog(config, run.folder, schedule.step, schedule.estimated_steps)
@@ -67,7 +72,8 @@ def run_steps(run: RunState) -> Path:
         log.print_line(line)
     evaluate_interrupted_checkpoint(run, log)
 
-    stop_flag = install_signal_handlers()  # until now, Ctrl-C ended the run immediately
+    # from now on, Ctrl-C stops the run after a step; until now, it ended the process at once
+    stop_flag = install_signal_handlers()
     steps = count(schedule.step)
     if config.optim.max_minutes is None:
         steps = range(schedule.step, schedule.estimated_steps)
@@ -81,7 +87,7 @@ def run_steps(run: RunState) -> Path:
             step = metrics["step"]
             skipped_steps = count_consecutive_skips(run, metrics, skipped_steps, log)
 
-            # All processes must take the same decisions.
+            # All processes must take the same decisions, so the values of all are combined.
             minutes_since_save = (time.perf_counter() - saved_at) / 60
             save_due = (
                 config.save_interval_minutes is not None
@@ -94,36 +100,40 @@ def run_steps(run: RunState) -> Path:
 
             if checkpoint_due or save_due or stop:
                 saved = save_run(run, checkpoint_due)
-                # a stopped run evaluates the checkpoint when it is resumed
+                # a run that stops now evaluates the checkpoint when it is resumed
                 if checkpoint_due and not stop:
                     with allow_immediate_interrupt(
-                        f"{saved} is complete; the same command evaluates it and continues"
+                        f"the checkpoint {saved} is complete; the same command evaluates it and "
+                        "continues"
                     ):
                         evaluate_newest_checkpoint(run, log)
                 saved_at = time.perf_counter()
             if stop:
                 log.print_line(
-                    f"stopped by {stop_flag.signal_name} after step {step}; saved {saved}; "
-                    "the same command continues from there"
+                    f"The run was stopped by {stop_flag.signal_name} after step {step} and saved "
+                    f"in {saved}. The same command continues from there"
                 )
                 break
 
     finish_run(run, log)
-    if stop:  # a sweep ends with this run
+    if stop:  # exiting the process also ends a sweep of several runs
         raise SystemExit(EXIT_CODE_INTERRUPTED if stop_flag.signal_number == signal.SIGINT else 0)
     return run.folder
 
 
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
-    """Evaluate the checkpoint that the run resumes from, if it was stopped before evaluating it."""
+    """Evaluate the checkpoint that the run resumes from, if the run was stopped before the
+    evaluation of this checkpoint was finished."""
     folder = checkpoint_folder(run.folder, run.schedule.step)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)
 
 
 def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
-    """Take the next step, write its metrics to the log and return them. Steps are counted from
-    1."""
+    """Take the next training step, write its metrics to the log, and return the metrics.
+
+    Steps are counted from 1.
+    """
     config = run.config
     schedule = run.schedule
     step = schedule.step + 1
@@ -132,14 +142,14 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
     start_time = time.perf_counter()
     schedule_start = schedule_clock()
 
-    HEARTBEAT.set_activity(f"training: step {step}, reading its rows")
+    HEARTBEAT.set_activity(f"training: step {step}, reading its packed sequences")
     micro_batches = prefetcher.next_step()
     HEARTBEAT.set_activity(f"training: step {step}")
     rate = schedule.learning_rate
     assert run.engine.optimizer is not None
     set_learning_rate(run.engine.optimizer, rate)
     metrics = train_step(run.drafter, run.engine, run.target, micro_batches, config)
-    metric_values = metrics.to_json()  # synchronises with the device
+    metric_values = metrics.to_json()  # waits until the device has finished the step
 
     tokens = config.optim.batch_size * config.data.length
     line = {
@@ -156,11 +166,11 @@ def run_step(run: RunState, prefetcher: BatchPrefetcher, log: RunLog) -> dict:
 
 
 def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, log: RunLog) -> int:
-    """Return how many consecutive steps were skipped, including this one, and log which sequences a
-    skipped step had.
+    """Return how many steps in a row were skipped, up to and including the step with `metrics`.
 
-    skipped_before: the count before this step. Raises Stopped after
-    MAX_CONSECUTIVE_SKIPPED_STEPS.
+    A step is skipped if its loss or gradient is not finite; `metrics["grad_norm"]` is then None.
+    The packed sequences of a skipped step are written to the log. skipped_before: the number of
+    skipped steps directly before this step. Raises RunAborted at MAX_CONSECUTIVE_SKIPPED_STEPS.
     """
     if metrics["grad_norm"] is not None:
         return 0
@@ -172,23 +182,26 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
         rows.append(str(get_shuffled_index(index, len(run.dataset), run.config.seed)))
     subject = "loss and gradient are" if metrics["loss"] is None else "gradient is"
     message = (
-        f"step {step} is skipped, because its {subject} not finite; its rows of the training set: "
-        f"{', '.join(rows)}"
+        f"step {step} is skipped, because its {subject} not finite; its rows of the training set "
+        f"(packed sequences) are {', '.join(rows)}"
     )
     skipped = skipped_before + 1
     if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
         raise RunAborted(
-            f"{message}. These were {skipped} skipped steps in a row, so the run ends. Weights and "
-            "optimiser state are those before them: try optim.precision=float32, a lower optim.lr, "
-            "or other data"
+            f"{message}. These were {skipped} skipped steps in a row, so the run ends. A skipped "
+            "step does not change weights and optimiser state. Try optim.precision=float32, a "
+            "lower optim.lr, or other data"
         )
     log.print_line(message)
     return skipped
 
 
 def save_run(run: RunState, is_checkpoint: bool) -> Path:
-    """Save a checkpoint, or only the training state, of the step that was just taken. Return the
-    written folder."""
+    """Save the state after the last completed step, and return the folder that was written.
+
+    is_checkpoint: whether to save a checkpoint, with the drafter. Otherwise only the training state
+    is saved.
+    """
     step = run.schedule.step
     HEARTBEAT.set_activity(f"training: step {step}, saving")
     if is_checkpoint:
@@ -197,8 +210,8 @@ def save_run(run: RunState, is_checkpoint: bool) -> Path:
 
 
 def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
-    """Decode held-out prompts with the newest checkpoint and update the report. After the last step
-    the best checkpoint is evaluated, too."""
+    """Decode held-out prompts with the newest checkpoint and update the report. After the run's
+    last step, also evaluate the best checkpoint."""
     if not run.config.evaluation.prompts:
         return
     step = run.schedule.step
@@ -210,7 +223,7 @@ def evaluate_newest_checkpoint(run: RunState, log: RunLog) -> None:
 
 
 def finish_run(run: RunState, log: RunLog) -> None:
-    """Report the number of skipped steps and write the final report."""
+    """Print how many steps were skipped, and write the final report."""
     log.progress.close()
     skipped_steps = 0
     if dist.get_rank() == 0:

@@ -1,5 +1,5 @@
-"""`python train/main.py [overrides]`, directly or under torchrun: train with a Hydra
-configuration."""
+"""The training command: `python train/main.py [overrides]`, directly or under torchrun. Hydra
+composes the configuration from conf/train.yaml and the overrides."""
 
 import gc
 import os
@@ -18,27 +18,27 @@ from train.config import TrainConfig
 
 
 def train_in_hydra_folder(config: TrainConfig) -> None:
-    """Train in the folder that Hydra chose: runs_dir/name, or the folder of a sweep's job."""
+    """Train in the folder that Hydra chose: runs_dir/name, or in a sweep the folder of the job."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if folder != Path(config.runs_dir, config.name).absolute():
         config.runs_dir = str(folder.parent)
         config.name = folder.name
     try:
         refuse_self_source(config.data)
-        # torch is imported only after the configuration was checked
+        # torch is slow to import, so it is imported only after the configuration was checked
         from train.loop import train
 
         train(config)
     finally:
-        gc.collect()  # the next job of a sweep needs the memory
+        gc.collect()  # frees the memory for the next job of a sweep
 
 
 @contextmanager
 def leave_process() -> Generator[None]:
-    """End the process after the block without running exit handlers.
+    """End the process at the end of the `with` block, without running Python's exit handlers.
 
-    In exit handlers, gloo sometimes aborts a finished process, and a failed process can wait for a
-    hanging thread.
+    The exit handlers can do harm: gloo sometimes aborts a process that has finished, and a process
+    that has failed can wait forever for a hanging thread.
     """
     exit_code = 0
     try:
@@ -52,7 +52,8 @@ def leave_process() -> Generator[None]:
 
 @exit_quietly_on_broken_pipe()
 def main(arguments: list[str] | None = None) -> None:
-    """Run the training command and end the process."""
+    """Run the training command and end the process. arguments: the overrides; None takes those of
+    the command line."""
     with leave_process():
         run_command("train", TrainConfig, train_in_hydra_folder, arguments)
 

@@ -1,24 +1,26 @@
-"""The training objective: weighted divergences between drafter and target, in chunks of rows.
+"""The training objective: a weighted sum of divergences between drafter and target. It is computed
+in chunks of rows.
 
 The formulas are in `train/divergences.py`, the comparison of one chunk in `train/comparison.py`.
 
-Shapes: G blocks of L drafted positions, R = G * L rows (one for each drafted position), P teacher
-rows (context positions), D hidden size, V vocabulary, r rank of a conditional head.
+A row is one drafted position of one block. Row i compares the drafter's hidden state `hidden[i]`
+with the target's hidden state `teacher_hidden[teacher_rows[i]]`. The target's hidden state is
+multiplied by the target's frozen head. The drafter's hidden state is multiplied by the same head
+(DFlash), or by a trained head of the drafter (DART).
 
-Row i compares the drafter's state `hidden[i]` with the target's state
-`teacher_hidden[teacher_rows[i]]`. Each state is projected by its own head: the target's frozen
-head, which DFlash shares, or a trained head of the drafter (DART).
+Logits exist for one chunk of rows at a time. The forward pass already computes the gradients with
+respect to `hidden` and to a trained head, and saves only these for the backward pass. D-PACE's
+weights depend on how well a block was drafted, so they are known only after the last chunk. They
+can still be applied to the gradients of `hidden`, row by row. The gradient of a trained head is a
+sum over rows; in this case an additional pass computes the weights first.
 
-Tensors of vocabulary size exist for one chunk of rows at a time. The gradients with respect to
-`hidden` (R, D) and to a trained head (V, D) are computed in the forward pass, and only they are
-saved for the backward pass. Weights that depend on how well a block was drafted (D-PACE) are known
-only after the last chunk. They are then applied to the gradients of `hidden`, row by row. The
-gradient of a trained head is a sum over rows, so an additional pass computes the weights first.
+A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
+see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The
+gradients with respect to `out` and `vectors` are computed in the same pass. This works for every
+conditional head and every divergence.
 
-A conditional head adds `out @ vectors[i]` to the logits of row i (`LogitCorrection`, see
-`infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution, and the
-gradients with respect to `out` (V, r) and `vectors` (R, r) are computed in the same pass. This
-works for every conditional head and every divergence.
+Shapes: G blocks of L drafted positions, R = G * L rows, P context positions of the target, D hidden
+size, V vocabulary, r rank of a conditional head's correction, rows = rows of one chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -36,49 +38,56 @@ from train.divergences import DIVERGENCE_TABLE, POSITION_WEIGHTINGS_BY_NAME
 class BlockLoss(NamedTuple):
     """The loss of a batch of blocks."""
 
-    loss: torch.Tensor  # () weighted sum of the divergences, differentiable
-    divergences: torch.Tensor  # (G, L) nats, 0 where the weight is 0; detached
-    # (G, L) bool: drafter and target have the same likeliest token; False where the weight is 0
+    loss: torch.Tensor  # scalar: weighted sum of the divergences, with gradient
+    divergences: torch.Tensor  # (G, L) nats, without gradient; 0 where the weight is 0
+    # (G, L) bool: whether drafter and target have the same likeliest token; False where the weight
+    # is 0
     agrees: torch.Tensor
-    # (G, L) sum_v min(p, q), detached; 0 unless `DivergenceInputs.needs_overlap`
+    # (G, L) overlap of the distributions, sum_v min(p, q), without gradient; 0 unless
+    # `DivergenceInputs.needs_overlap`
     overlap: torch.Tensor | None = None
 
 
 class LogitCorrection(NamedTuple):
-    """What a conditional head adds to the logits: `out @ vectors[i]` in row i."""
+    """The correction of a conditional head: `out @ vectors[i]` is added to the logits of row i."""
 
-    vectors: torch.Tensor  # (R, r)
-    out: torch.Tensor  # (V, r) trained
+    vectors: torch.Tensor  # (R, r) one vector per row
+    out: torch.Tensor  # (V, r) weight matrix of the conditional head
 
 
 def position_weights(config: ObjectiveConfig, num_drafted: int) -> torch.Tensor:
-    """Return the weights of the drafted positions t = 1 .. L, (L,) float32, without the factor
-    that depends on the drafter (`Weighting.block_factor`)."""
+    """Return the weights of the drafted positions of a block, (num_drafted,) float32.
+
+    They do not include D-PACE's factor, which depends on the drafter (`Weighting.block_factor`).
+    """
     steps = torch.arange(num_drafted, dtype=torch.float32)
     return POSITION_WEIGHTINGS_BY_NAME[config.position_weights].position_weights(steps, config)
 
 
 @dataclass(frozen=True)
 class DivergenceInputs:
-    """What the drafter is compared with, and how. Nothing in it is trained."""
+    """The inputs of the objective that are not trained: the target's part, and how to compare."""
 
-    teacher_hidden: torch.Tensor  # (P, D)
-    teacher_rows: torch.Tensor  # (G, L) int64 index into `teacher_hidden`
-    # (G, L) int64; -1, with weight 0, for a token that is not in the drafter's vocabulary
+    teacher_hidden: torch.Tensor  # (P, D) the target's hidden states
+    teacher_rows: torch.Tensor  # (G, L) int64: for each row, its index in `teacher_hidden`
+    # (G, L) int64 true tokens. A token that is not in the drafter's vocabulary is -1 and must have
+    # the weight 0.
     labels: torch.Tensor
-    weights: torch.Tensor  # (G, L)
-    head: torch.Tensor  # (V, D) the target's
+    weights: torch.Tensor  # (G, L) weights of the drafted positions, from `position_weights`
+    head: torch.Tensor  # (V, D) the target's head
     config: ObjectiveConfig
     scale: LogitScale = IDENTITY_LOGIT_SCALE  # applied to the logits of target and drafter
-    # With a correction, the distributions are limited to the `top_k` likeliest tokens of the
-    # uncorrected logits, and the label. 0: all tokens.
+    # If there is a correction, both distributions are limited to candidates: the `top_k` likeliest
+    # tokens of the uncorrected logits, and the label. 0 means no limit.
     top_k: int = 0
-    needs_overlap: bool = False
-    chunk_plan: ChunkPlan | None = None  # `plan_chunks` of teacher rows and weights; None: computed
+    needs_overlap: bool = False  # whether to compute `BlockLoss.overlap`
+    # result of `plan_chunks` for `teacher_rows` and `weights`; None means that it is computed here
+    chunk_plan: ChunkPlan | None = None
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """The dtype of logits and probabilities."""
+        """The dtype of logits and probabilities: float64 for float64 hidden states, otherwise
+        float32."""
         if self.teacher_hidden.dtype == torch.float64:
             return torch.float64
         return torch.float32
@@ -90,16 +99,17 @@ def compute_divergence(
     drafter_head: torch.Tensor | None = None,
     correction: LogitCorrection | None = None,
 ) -> BlockLoss:
-    """Return the weighted sum of all rows' divergences from the target's distribution.
+    """Return the training loss: the weighted sum of the divergences of all rows.
 
-    hidden: (R, D) in the dtype of teacher states and head.
-    drafter_head: (V, D) float32, the drafter's own head; None: it uses the target's.
-    correction: of a conditional head, added to the scaled logits.
+    hidden: (R, D) the drafter's hidden states, in the dtype of `inputs.teacher_hidden` and
+        `inputs.head`.
+    drafter_head: (V, D) float32, the drafter's own head. None means that the drafter uses the
+        target's head.
+    correction: the correction of a conditional head, which is added to the scaled logits.
 
-    `config.divergence` selects a row of DIVERGENCE_TABLE, `config.weights` one of
-    POSITION_WEIGHTINGS_BY_NAME. `config.unary` times the divergence of the uncorrected logits is
-    added. Logits and probabilities are float32, or float64 for float64 inputs. Rows of weight 0 are
-    not computed.
+    `inputs.config` selects the divergence and the position weights. If its `marginal_weight` is not
+    0, the divergence of the uncorrected logits times `marginal_weight` is added. Logits and
+    probabilities are float32, or float64 for float64 inputs. Rows of weight 0 are not computed.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:
@@ -114,7 +124,7 @@ def compute_divergence(
 
 
 class _DivergenceFunction(torch.autograd.Function):
-    """Autograd function whose forward pass already computes all gradients."""
+    """The autograd function of the objective. Its forward pass already computes all gradients."""
 
     @staticmethod
     def forward(ctx, hidden, drafter_head, vectors, out, inputs: DivergenceInputs):
@@ -159,16 +169,17 @@ class _DivergenceFunction(torch.autograd.Function):
 
 
 class _TrainedTensors(NamedTuple):
-    """The differentiable inputs."""
+    """The inputs of the objective that can have gradients."""
 
-    hidden: torch.Tensor  # (R, D)
-    head: torch.Tensor  # (V, D)
-    vectors: torch.Tensor | None = None  # (R, r)
-    out: torch.Tensor | None = None  # (V, r)
+    hidden: torch.Tensor  # (R, D) the drafter's hidden states
+    head: torch.Tensor  # (V, D) the head that the drafter uses
+    vectors: torch.Tensor | None = None  # (R, r) see LogitCorrection
+    out: torch.Tensor | None = None  # (V, r) see LogitCorrection
 
 
 class _Gradients(NamedTuple):
-    """The gradients with respect to `_TrainedTensors`; None where none is needed."""
+    """The gradients with respect to the fields of `_TrainedTensors`. A field is None if its
+    gradient is not needed."""
 
     hidden: torch.Tensor | None
     head: torch.Tensor | None
@@ -177,14 +188,16 @@ class _Gradients(NamedTuple):
 
 
 class _ChunkedPass:
-    """One pass over all rows of positive weight, chunk by chunk.
+    """A pass over all rows of positive weight, chunk by chunk. The constructor runs the pass.
 
-    needs_gradient: for each field of `drafted`, whether to compute its gradient. Gradients of
-        `hidden` and `vectors` are those of the unweighted divergences; gradients of the matrices
-        are those of the weighted sum, which needs `row_weights` (G, L).
+    drafted: the drafter's tensors, see `_TrainedTensors`.
+    needs_gradient: for each field of `drafted`, whether to compute its gradient. The gradients of
+        `hidden` and `vectors` are those of the unweighted divergences. The gradients of `head` and
+        `out` are those of the weighted sum.
+    row_weights: (G, L) the weights of that sum; needed for gradients of `head` and `out`.
 
-    Results, each (G, L): `divergences`; `label_probs`, the drafter's probability of the label;
-    `agrees`; `overlap`, if `inputs.needs_overlap`.
+    The results are attributes of shape (G, L), and `gradients`. `divergences`, `agrees` and
+    `overlap` are those of `BlockLoss`; `label_probs` is the drafter's probability of the label.
     """
 
     def __init__(
@@ -209,7 +222,7 @@ class _ChunkedPass:
         self.overlap = torch.zeros_like(self.divergences)
         self.agrees = torch.zeros_like(self.divergences, dtype=torch.bool)
 
-        # gradients of matrices are summed over rows in the dtype of the logits
+        # gradients of `head` and `out` are sums over rows, which are computed in the logits' dtype
         gradient_dtypes = (None, dtype, None, dtype)
         gradients = []
         for tensor, needed, gradient_dtype in zip(
@@ -222,8 +235,8 @@ class _ChunkedPass:
             gradients.append(gradient)
         self.gradients = _Gradients(*gradients)
 
-        # All chunks write their logits into the same buffers, because allocating fresh memory takes
-        # a CPU as long as the arithmetic.
+        # All chunks write their logits into the same buffers, because on a CPU the allocation of
+        # new memory takes as long as the computation.
         max_rows = max_teacher_rows = 0
         for bounds in self.plan.chunks:
             max_rows = max(max_rows, bounds.row_end - bounds.row_start)
@@ -236,7 +249,8 @@ class _ChunkedPass:
             self.add_chunk(bounds)
 
     def add_chunk(self, bounds: ChunkBounds) -> None:
-        """Compare the rows of one chunk with the target, and store results and gradients."""
+        """Compare the rows of one chunk with the target, and store the results and gradients in the
+        attributes of this object."""
         inputs = self.inputs
         drafted = self.drafted
         unary = inputs.config.marginal_weight
@@ -268,7 +282,7 @@ class _ChunkedPass:
                 self.divergences.view(-1)[rows] = unary * uncorrected.divergences
                 unary_delta *= unary
             vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (rows, r)
-            if drafted.out.dtype == student.dtype:  # in place
+            if drafted.out.dtype == student.dtype:  # the product needs no further memory
                 student.addmm_(vectors, drafted.out.T)
             else:
                 student.add_((vectors @ drafted.out.T).to(student.dtype))
@@ -299,9 +313,11 @@ class _ChunkedPass:
     ) -> None:
         """Add the contribution of a chunk's rows to the gradients.
 
+        rows: (rows,) int64 indices of the chunk's rows.
         delta: (rows, V) gradient of the divergences with respect to the logits; overwritten.
-        unary_delta: (rows, V) the same for the divergences of the uncorrected logits.
-        scale_slope: derivative of the logit scale.
+        unary_delta: (rows, V) gradient of the added loss term (`marginal_weight`) with respect to
+            the uncorrected logits; None without this term.
+        scale_slope: derivative of the logit scale; None if the derivative is 1.
         """
         gradients = self.gradients
         drafted = self.drafted
@@ -310,7 +326,8 @@ class _ChunkedPass:
         if self.row_weights is not None:
             weights = self.row_weights.flatten()[rows, None].to(dtype)  # (rows, 1)
 
-        # the correction is added to the scaled logits
+        # The correction is added to the scaled logits, so its gradients need no derivative of the
+        # logit scale.
         if gradients.vectors is not None:
             assert drafted.out is not None
             vector_gradient = delta.to(drafted.out.dtype) @ drafted.out
@@ -335,12 +352,12 @@ class _ChunkedPass:
 def _compute_logits(
     states: torch.Tensor, head: torch.Tensor, scale: LogitScale, buffer: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scaled logits (rows, V) of states (rows, D). They are written to `buffer`, unless
-    the scale creates a new tensor."""
+    """Return the scaled logits (rows, V) of hidden states (rows, D). The logits are written to
+    `buffer`, unless `scale` creates a new tensor."""
     logits = buffer[: len(states)]
     if states.dtype == head.dtype == logits.dtype:
         torch.mm(states, head.T, out=logits)
-    else:  # `out=` does not accept dtypes that autocast would cast
+    else:  # torch.mm does not accept `out=` if autocast would have to cast the inputs
         logits.copy_(states @ head.T)
     return scale(logits)
 
@@ -348,12 +365,14 @@ def _compute_logits(
 def _find_excluded_tokens(
     uncorrected: torch.Tensor, labels: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Return which tokens are not among a row's candidates, (rows, V) bool.
+    """Return for each row which tokens are not candidates, (rows, V) bool.
 
-    The candidates are the `top_k` likeliest tokens of the uncorrected logits (rows, V). If the
-    label (rows,) is not among them, it replaces the least likely one.
+    uncorrected: (rows, V) the logits without the correction. labels: (rows,) the true tokens.
+
+    The candidates of a row are the `top_k` likeliest tokens of the uncorrected logits. If the label
+    is not among them, it replaces the least likely candidate.
     """
-    candidates = uncorrected.topk(top_k, dim=-1).indices  # (rows, k)
+    candidates = uncorrected.topk(top_k, dim=-1).indices  # (rows, top_k)
     label_missing = (candidates != labels[:, None]).all(-1)
     candidates[:, -1] = torch.where(label_missing, labels, candidates[:, -1])
     return torch.ones_like(uncorrected, dtype=torch.bool).scatter_(1, candidates, False)

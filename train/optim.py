@@ -1,5 +1,5 @@
-"""The optimisers (AdamW, or Muon for matrices and AdamW for all other weights), and learning-rate
-schedules."""
+"""The optimisers and learning-rate schedules of training. The optimiser is AdamW, or Muon for
+matrices and AdamW for all other weights."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from torch import nn
 from infer.drafters.heads import table as heads
 from train.config import OptimConfig
 
-# endings of the names of weights with one vector per token or layer, which Muon does not treat as
-# matrices
+# Endings of the names of matrices that AdamW trains even with optim.name=muon. These matrices are
+# tables with one vector per token or per layer.
 ADAMW_TOKEN_TABLE_NAMES = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -22,16 +22,21 @@ ADAMW_TOKEN_TABLE_NAMES = (
 
 
 def has_fast_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 matrices in hardware (AMX). With AVX-512's BF16
-    instructions alone, a training step takes 1.8 times as long as in float32."""
+    """Return whether this CPU has AMX, instructions that multiply bfloat16 matrices.
+
+    The BF16 instructions of AVX-512 do not count: with them, a training step takes 1.8 times as
+    long as in float32.
+    """
     return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
 
 
 def orthogonalise(matrix: torch.Tensor, group: dict) -> torch.Tensor:
-    """Return an approximation of the nearest matrix with orthogonal rows or columns.
+    """Return an approximation of the matrix with orthonormal rows or columns that is nearest to
+    `matrix`.
 
-    This is Muon's Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon) in the
-    matrix's dtype. The parameter group `group` has its coefficients and number of steps.
+    This is Muon's Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon), computed in
+    the dtype of `matrix`. group: the parameter group of the optimiser; it has the coefficients and
+    the number of steps of the iteration.
     """
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -45,21 +50,24 @@ def orthogonalise(matrix: torch.Tensor, group: dict) -> torch.Tensor:
 
 
 class GradientDtypeMuon(torch.optim.Muon):
-    """Muon with matrix products in the gradients' dtype. Those of torch are in bfloat16, which is
-    seven times as slow as float32 on a CPU without bfloat16 hardware."""
+    """Muon with matmuls in the dtype of the gradients.
+
+    The matmuls of torch's Muon are in bfloat16, which takes seven times as long as float32 on a CPU
+    without bfloat16 hardware.
+    """
 
     @torch.no_grad()
     def step(  # ty: ignore[incompatible-method-override]
         self, closure: Callable[[], float] | None = None
     ) -> None:
-        """Take one step, as torch's Muon except for the dtype."""
+        """Take one step. It is the step of torch's Muon, except for the dtype of the matmuls."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._update(weight, group)
 
     def _update(self, weight: torch.Tensor, group: dict) -> None:
-        """Update one matrix in place."""
+        """Update one matrix in place. group: the parameter group that has the matrix."""
         gradient = weight.grad
         assert gradient is not None
         state = self.state[weight]
@@ -72,9 +80,10 @@ class GradientDtypeMuon(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for all other weights, as one optimiser.
+    """Muon for matrices and AdamW for all other weights, combined into one optimiser.
 
-    Muon's updates are scaled to the size of AdamW's, so that both use the same learning rate.
+    Muon's updates are scaled to the size of AdamW's updates, so that both can use the same learning
+    rate. weight_decay: decay of the matrices; the other weights have none.
     """
 
     def __init__(
@@ -103,7 +112,7 @@ class MuonAdamW(torch.optim.Optimizer):
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         super().__init__(groups, {"lr": config.lr})
 
-        # both optimisers share this one's parameter groups and state
+        # this optimiser and the two that it combines share the parameter groups and the state
         self.param_groups = groups
         for optimizer in self.optimizers:
             optimizer.state = self.state
@@ -112,7 +121,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(  # ty: ignore[incompatible-method-override]
         self, closure: Callable[[], float] | None = None
     ) -> None:
-        """Take one step of both optimisers."""
+        """Take one step with Muon and one with AdamW, each on its own weights."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -120,10 +129,10 @@ class MuonAdamW(torch.optim.Optimizer):
 def make_optimizer(
     model: nn.Module, config: OptimConfig, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """Create the optimiser that the configuration names, for all trainable weights of a model.
+    """Create the optimiser `config.name` for all trainable weights of a model.
 
-    weight_decay: of the matrices that Muon trains. Muon does not train embeddings and heads,
-    although they are matrices: they are tables of one vector per token.
+    weight_decay: weight decay of the matrices that Muon trains. AdamW has no weight decay. Muon
+    does not train embeddings and heads: these matrices are tables with one vector per token.
     """
     matrices = []
     others = []
@@ -137,7 +146,7 @@ def make_optimizer(
     if config.name == "muon":
         return MuonAdamW(matrices, others, config, weight_decay)
 
-    # on a CPU, the fused step takes a quarter of the time; on CUDA torch chooses
+    # The fused step takes a quarter of the time on a CPU. On a GPU, None lets torch choose.
     fused = True if next(model.parameters()).is_cpu else None
     return torch.optim.AdamW(
         [*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused
@@ -147,7 +156,7 @@ def make_optimizer(
 def cosine_learning_rate(optim: OptimConfig, elapsed: float, total: float) -> float:
     """Return the learning rate of the next step: linear warm-up, then half a cosine to zero.
 
-    elapsed, total: steps taken and steps of the run, or both in seconds.
+    elapsed, total: the completed steps and all steps of the run, or both durations in seconds.
     """
     warmup = max(1, round(optim.warmup_ratio * total))
     if elapsed < warmup:
@@ -156,15 +165,16 @@ def cosine_learning_rate(optim: OptimConfig, elapsed: float, total: float) -> fl
 
 
 def warmup_decay_factor(step: int, total: int, warmup: float, decay: float) -> float:
-    """Return the learning rate of a step as a fraction of the peak rate: linear warm-up, constant,
-    linear decay to zero.
+    """Return the learning rate of a step as a fraction of the peak rate. It rises linearly, stays
+    constant, and falls linearly to zero.
 
-    step: counted from 0, of `total`. warmup, decay: fractions of all steps.
+    step: number of the step, counted from 0. total: number of all steps. warmup, decay: fractions
+    of all steps in which the rate rises and in which it falls.
     """
     return min((step + 1) / max(1, warmup * total), 1.0, (total - step) / max(1, decay * total))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups of an optimiser."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,6 +1,7 @@
-"""The `plan` command: estimate what a training run needs, before anything is loaded.
+"""The `plan` command: estimate the memory and the length of a training run without loading the
+target.
 
-`./launch.sh plan` takes the overrides of the run.
+`./launch.sh plan` takes the same options as the run.
 """
 
 import os
@@ -44,22 +45,24 @@ PROCESS_MEMORY_FILE = Path("/proc/self/statm")  # exists on Linux
 
 
 def count_total_steps(config: TrainConfig, num_sequences: float) -> int:
-    """Return the number of optimiser steps of a run over so many packed sequences."""
+    """Return the number of optimiser steps of a run whose training data are `num_sequences` packed
+    sequences."""
     if config.optim.steps is not None:
         return config.optim.steps
     return max(1, round(config.optim.epochs * num_sequences / config.optim.batch_size))
 
 
 def describe_run_length(config: TrainConfig, num_sequences: int) -> str:
-    """Return the length of a run over so many packed sequences as text."""
+    """Return the length of a run as text, in steps or minutes. num_sequences: the number of packed
+    sequences of the training data."""
     if config.optim.max_minutes is not None:
         return f"{config.optim.max_minutes:g} minutes of steps"
     return f"{count_total_steps(config, num_sequences):,} steps"
 
 
 def load_target_config(config: TrainConfig) -> "PretrainedConfig":
-    """Return the target's config.json: from its folder, from the sizes in conf/target/, or from the
-    hub."""
+    """Return the content of the target's config.json. It is read from the target's folder, taken
+    from the model sizes in conf/target/ if there is no folder, or else downloaded from the hub."""
     from transformers import AutoConfig
 
     options = config.target
@@ -70,20 +73,25 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """What is known about a run before anything is loaded."""
+    """What is known about a run before the target is loaded."""
 
-    config: TrainConfig  # with `gradient_checkpointing` chosen
-    shape: StepShape  # of a process's micro-batch
-    world_size: int
+    config: TrainConfig  # with `gradient_checkpointing` true or false instead of None
+    shape: StepShape  # the sizes of one process's micro-batch
+    world_size: int  # number of processes
     device: torch.device
     device_bytes: float | None  # memory for a process; None if the device is not on this machine
-    memory: dict[str, float]  # `estimate_step_memory`
-    memory_line: str  # of `choose_recompute`
+    # Key: a part of the memory, for example "gradients". Value: its bytes. From
+    # `estimate_step_memory`.
+    memory: dict[str, float]
+    memory_line: str  # line for the user about the memory, from `choose_recompute`
 
 
 def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstimate:
-    """Estimate a run on this machine's device, or on a GPU if target.device=cuda. Raises ValueError
-    for a batch that cannot be divided evenly."""
+    """Estimate the memory of a run on this machine's device, or on a GPU if target.device=cuda.
+
+    hf_config: the target's config.json. Raises ValueError for a batch that cannot be divided evenly
+    among the processes.
+    """
     world_size = int(os.environ.get("NPROC") or 1)
     has_gpu = torch.cuda.is_available()
     device_type = config.target.device.partition(":")[0]
@@ -107,10 +115,11 @@ def estimate_run(config: TrainConfig, hf_config: "PretrainedConfig") -> RunEstim
 
 
 def estimate_process_memory(estimate: RunEstimate) -> float:
-    """Return the peak bytes of a CPU process, including the libraries that this process has loaded.
+    """Return the peak bytes of a training process on a CPU.
 
-    The peak is either a training step or an evaluation, which needs a float32 copy of the target's
-    weights, and another one if training uses another dtype.
+    The estimate includes the loaded libraries, measured as the memory of this process. The peak is
+    reached in a training step or in an evaluation. An evaluation needs a float32 copy of the
+    target's weights, and two such copies if training steps do not use float32.
     """
     memory = estimate.memory
     float32_copy = FLOAT32_BYTES * estimate.shape.target_parameters
@@ -124,11 +133,11 @@ def estimate_process_memory(estimate: RunEstimate) -> float:
 
 
 def prepare_local_data(config: TrainConfig, tokenizer) -> CountedDataset:
-    """Return the packed training sequences, which the run will find in the cache, and the counts of
-    used and excluded examples.
+    """Return the packed training sequences and the counts of used and excluded examples.
 
-    There are no sequences if no example can be learned from (for example, if the target has not
-    answered the questions yet), and if the data are not on this machine.
+    The sequences are also written to the cache, where the run will find them. The result has no
+    sequences if the data are not on this machine, and if no example can be learned from (for
+    example, if the target has not answered the questions yet).
     """
     is_remote = any(data.source == "hub" for data, _ in expand_mixture(config.data))
     if config.data.source == "self" or is_remote:
@@ -138,19 +147,21 @@ def prepare_local_data(config: TrainConfig, tokenizer) -> CountedDataset:
 
 
 def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> str:
-    """Return the number of steps or minutes of a run as text, or why it is unknown. prepared: the
-    training data, None without a tokenizer."""
+    """Return the length of a run as text, in steps or minutes, or the reason why it is unknown.
+
+    prepared: the training data; None if there is no tokenizer on this machine to prepare them with.
+    """
     if config.data.source == "self":
         return (
-            "unknown: data=self has no rows yet, ./launch.sh regenerate lets the target generate "
-            "questions and answers"
+            "unknown: data=self has no examples yet; ./launch.sh regenerate lets the target "
+            "generate questions and answers"
         )
     num_sequences = None
     if prepared is not None and prepared.counts.total > 0:
         if prepared.dataset is None and NO_ANSWER_EXCLUSION_REASON in prepared.counts.excluded:
             return (
-                "unknown: questions without answers, ./launch.sh regenerate lets the target "
-                "generate them"
+                "unknown: the questions of the data have no answers yet; ./launch.sh regenerate "
+                "lets the target generate the answers"
             )
         if prepared.dataset is None:
             return "unknown: there is no example to learn from"
@@ -165,8 +176,12 @@ def describe_duration(config: TrainConfig, prepared: CountedDataset | None) -> s
 def describe_mask_token(
     config: TrainConfig, hf_config: "PretrainedConfig", tokenizer, dataset: "Dataset | None"
 ) -> str:
-    """Return the mask token that the drafter will have as text. Raises ValueError if no token can
-    be used."""
+    """Return a text that names the mask token of the drafter that will be trained; empty if the
+    drafter has none.
+
+    dataset: the packed training sequences, None if they are not known. Raises ValueError if no
+    token can be the mask token.
+    """
     mask_token_id = config.drafter.mask_token_id
     if DRAFTER_FAMILIES[config.drafter.family].uses_mask_token and mask_token_id is None:
         text_config = hf_config.get_text_config()
@@ -180,7 +195,7 @@ def describe_mask_token(
 
 
 def print_plan(config: TrainConfig) -> None:
-    """Run `./launch.sh plan`: print the estimate of a training run."""
+    """Run `./launch.sh plan`: print the sizes, the memory and the length of a training run."""
     drafter_options = resolve_drafter_options(config.drafter, config.target)
     config = replace(config, drafter=drafter_options)
     hf_config = load_target_config(config)
@@ -193,7 +208,8 @@ def print_plan(config: TrainConfig) -> None:
         tokenizer = load_tokenizer(
             config.target.path, config.target.trust_remote_code, config.target.chat_template_kwargs
         )
-    except FileNotFoundError:  # a model of conf/target/ that cannot be downloaded
+    # The sizes of a model in conf/target/ are known even if the model itself cannot be downloaded.
+    except FileNotFoundError:
         pass
     else:
         prepared = prepare_local_data(config, tokenizer)
@@ -204,7 +220,7 @@ def print_plan(config: TrainConfig) -> None:
     feature_bytes = count_stored_bytes(
         1, estimate.shape.feature_layers, estimate.shape.hidden_size, "bfloat16"
     )
-    data_text = f"{format_bytes(1e6 * feature_bytes)} of stored features a million tokens"
+    data_text = f"{format_bytes(1e6 * feature_bytes)} of stored features per million tokens"
     if prepared is not None and prepared.dataset is not None:
         data_text = f"{len(prepared.dataset):,} rows, {data_text}"
     if prepared is not None and prepared.counts.total:
@@ -213,34 +229,36 @@ def print_plan(config: TrainConfig) -> None:
 
 
 def print_sizes(config: TrainConfig, estimate: RunEstimate, mask_token: str) -> None:
-    """Print the sizes of target, drafter and step."""
+    """Print the sizes of the target, of the drafter, and of a step. mask_token: the result of
+    `describe_mask_token`."""
     shape = estimate.shape
     processes = "process" if estimate.world_size == 1 else "processes"
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million "
-        "parameters, "
-        f"{shape.target_layers} layers, hidden {shape.hidden_size}, vocabulary "
-        f"{shape.vocabulary:,}\n"
-        f"drafter    {config.drafter.family}, layers {shape.drafter_layers}, block "
-        f"{shape.block_size}: "
-        f"{shape.drafter_parameters / 1e6:,.1f} million{mask_token}\n"
+        f"parameters, {shape.target_layers} layers, hidden size {shape.hidden_size}, vocabulary "
+        f"size {shape.vocabulary:,}\n"
+        f"drafter    {config.drafter.family}, {shape.drafter_layers} layers, block size "
+        f"{shape.block_size}: {shape.drafter_parameters / 1e6:,.1f} million parameters"
+        f"{mask_token}\n"
         f"step       {config.optim.batch_size} rows of {shape.length:,} tokens, "
-        f"{config.anchors_per_sequence} blocks "
-        "each, by "
-        f"{estimate.world_size} {device_name(estimate.device)} {processes}"
+        f"{config.anchors_per_sequence} blocks in each, computed by {estimate.world_size} "
+        f"{device_name(estimate.device)} {processes}"
     )
 
 
 def print_memory(estimate: RunEstimate) -> None:
-    """Print the peak memory of a step, in total and by what needs it."""
+    """Print the peak memory of a step: the total, and then each part of it."""
     print(estimate.memory_line)
     for name, size in estimate.memory.items():
         print(f"           {format_bytes(size):>10}  {name}")
     if estimate.device.type == "cpu" and PROCESS_MEMORY_FILE.exists():
         total = format_bytes(estimate_process_memory(estimate))
-        print(f"           {total:>10}  in total, with libraries and the copies for an evaluation")
+        print(
+            f"           {total:>10}  in total for a process, with the loaded libraries and the "
+            "target's copies for an evaluation"
+        )
 
 
 def device_name(device: torch.device) -> str:
-    """Return GPU or CPU."""
+    """Return 'GPU' for a CUDA device, else 'CPU'."""
     return "GPU" if device.type == "cuda" else "CPU"

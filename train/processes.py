@@ -1,7 +1,8 @@
-"""The processes of a run: start, collective decisions, signals, and a watchdog for stalls.
+"""The processes of a run: their start, decisions that all take together, signals, and a watchdog
+that ends a process without progress.
 
-A run that has started and cannot continue raises `infer.utils.errors.RunAborted` with one sentence,
-and exits with code 3.
+If a run has started and cannot continue, `infer.utils.errors.RunAborted` is raised with a message
+for the user, and the process exits with code 3.
 """
 
 import os
@@ -25,19 +26,23 @@ from infer.utils.interrupts import INTERRUPT_WATCHER
 from infer.utils.progress import HEARTBEAT
 
 Result = TypeVar("Result")
-# Long, because the other processes wait while one prepares the data; `StallWatchdog` is stricter.
+# This timeout is long, because all processes wait while one of them prepares the data.
+# `StallWatchdog` ends a run without progress earlier.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 MAX_WATCHDOG_INTERVAL_SECONDS = 5.0
 
 
 def select_device(device: str) -> torch.device:
-    """Return this process's device. Raises ValueError for a GPU with a number, because DeepSpeed
-    uses all visible GPUs."""
+    """Return the device of this process. device: the option target.device.
+
+    Raises ValueError for a GPU with a number, for example cuda:1, because DeepSpeed uses all
+    visible GPUs.
+    """
     device_type, _, number = device.partition(":")
     if device_type == "cuda" and number:
         raise ValueError(
-            f"target.device={device}: training uses all visible GPUs; set "
-            f"CUDA_VISIBLE_DEVICES={number} instead"
+            f"target.device={device} is not allowed, because training uses all visible GPUs: use "
+            f"target.device=cuda and set the environment variable CUDA_VISIBLE_DEVICES={number}"
         )
     resolved = resolve_device(device)
     if resolved.type == "cuda":
@@ -47,14 +52,15 @@ def select_device(device: str) -> torch.device:
 
 
 def start_process_group(device: torch.device) -> None:
-    """Join torchrun's process group, or create a group of a single process."""
+    """Join torchrun's process group, or create a group of this process alone if torchrun did not
+    start it. device: the device of this process."""
     if device.type == "cpu":
-        # otherwise DeepSpeed searches for an accelerator and prints a warning
+        # without this variable, DeepSpeed searches for an accelerator and prints a warning
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Otherwise DeepSpeed compiles a shared-memory operation on a CPU, which fails without ninja and
-    # g++.
+    # Without this entry, DeepSpeed compiles a shared-memory operation for CPUs, and the compilation
+    # fails if ninja or g++ is not installed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -75,22 +81,24 @@ def start_process_group(device: torch.device) -> None:
 
 
 def run_on_first_process(action: Callable[[], Result]) -> Result:
-    """Call a function in the first process and return its result in all processes.
+    """Call `action` in the first process only, and return its result in all processes.
 
-    If it raises an error, all processes raise one, so that none waits for a process that has ended.
+    All processes must call this function together. If `action` raises an error, all processes raise
+    an error, so that no process waits for one that has ended.
     """
-    outcome: list = [None, None]  # result, error
+    outcome: list = [None, None]  # the result of `action`, or the error that it raised
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
         except Exception as error:  # noqa: BLE001
             outcome[1] = error
     if dist.get_world_size() > 1:
-        # not every exception can be pickled: other types are sent as Stopped
+        # Some exceptions cannot be pickled. RunAborted and ValueError can; an error of any other
+        # type is sent as a RunAborted with its description.
         error = outcome[1]
         if error is not None and type(error) not in (RunAborted, ValueError):
             description = f"{type(error).__name__}: {error}"
-            print(f"error in the first process: {description}", file=sys.stderr)
+            print(f"error in the process of rank 0: {description}", file=sys.stderr)
             outcome[1] = RunAborted(description)
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -100,13 +108,13 @@ def run_on_first_process(action: Callable[[], Result]) -> Result:
 
 @dataclass
 class StopFlag:
-    """Set by a signal that asks the run to stop."""
+    """The signal that asked the run to stop. `signal_number` is None as long as there was none."""
 
     signal_number: int | None = None
 
     @property
     def signal_name(self) -> str:
-        """The signal's name as users know it."""
+        """The name of the signal for a message, for example Ctrl-C or SIGTERM."""
         if self.signal_number is None:
             return "a signal to another process"
         if self.signal_number == signal.SIGINT:
@@ -115,10 +123,11 @@ class StopFlag:
 
 
 def install_signal_handlers() -> StopFlag:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) stop the run after the current
-    step; return the flag that they set.
+    """Let Ctrl-C, SIGTERM and SIGUSR1 stop the run after the current step. Return the flag that the
+    signal handler sets; the training loop has to read it.
 
-    The run is then saved and exits with code 0, or 130 after Ctrl-C. A second Ctrl-C stops at once,
+    Schedulers send SIGTERM or SIGUSR1 before they preempt a job. After the step, the run is saved
+    and exits with code 0, or with code 130 after Ctrl-C. A second Ctrl-C stops the run at once,
     without saving.
     """
     flag = StopFlag()
@@ -132,10 +141,13 @@ def install_signal_handlers() -> StopFlag:
         if os.environ.get("RANK", "0") != "0":
             return
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            plan = "this step is finished"
+            plan = "the current step is finished"
         else:
             plan = "all processes finish the same step within seconds"
-        message = f"\nCtrl-C: {plan}, then the run is saved; press it again to stop at once\n"
+        message = (
+            f"\nCtrl-C: {plan}, then the run is saved. Press Ctrl-C again to stop at once, "
+            "without saving\n"
+        )
         os.write(2, message.encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -144,14 +156,15 @@ def install_signal_handlers() -> StopFlag:
 
 
 def restore_signal_handlers() -> None:
-    """Restore the default signal handlers."""
+    """Restore Python's default handlers of Ctrl-C, SIGTERM and SIGUSR1."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
 
 
 def all_reduce_max(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return, for each value, the largest one of all processes, so that all decide alike."""
+    """Return the element-wise maximum of all processes' values. All processes get the same result
+    and can therefore take the same decisions."""
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
@@ -159,9 +172,10 @@ def all_reduce_max(values: Sequence[float], device: torch.device) -> list[float]
 
 @contextmanager
 def allow_immediate_interrupt(advice: str) -> Generator[None]:
-    """Within the block, let Ctrl-C end the process at once, because there is nothing to save.
+    """Within the `with` block, let Ctrl-C end the process at once. Use it where nothing has to be
+    saved.
 
-    advice: printed then; how to continue.
+    advice: a sentence for the user about how to continue, which is printed after Ctrl-C.
     """
     previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     graceful = INTERRUPT_WATCHER.interrupts_to_ignore
@@ -175,10 +189,11 @@ def allow_immediate_interrupt(advice: str) -> Generator[None]:
 
 
 class StallWatchdog(threading.Thread):
-    """End the process if it has made no progress for `minutes`, and print what it was doing.
+    """A thread that ends the process if the process has made no progress for `minutes`, and prints
+    what the process was doing.
 
-    A process can hang in a collective, a read or a sleep, and all other processes then wait for it.
-    Time in which the process was suspended does not count. Set `stop_event` to end the watchdog.
+    A process can hang in a collective operation or in a read, and all other processes then wait for
+    it. Time in which the process was suspended does not count. Set `stop_event` to end the thread.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -189,7 +204,8 @@ class StallWatchdog(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Compare the heartbeat with the previous one at every interval."""
+        """At every interval, check whether the heartbeat has changed. It changes whenever the
+        process makes progress."""
         stalled_seconds = 0.0
         previous_heartbeat = None
         while not self.stop_event.wait(self.interval_seconds):
@@ -203,13 +219,14 @@ class StallWatchdog(threading.Thread):
                 self.end_process()
 
     def end_process(self) -> None:
-        """Print what the process was doing and end it with exit code 3."""
+        """Print what the process was doing, and end the process with exit code 3."""
         print(
-            f"error: rank {dist.get_rank()}: no progress for {self.minutes:g} minutes "
-            "(stall_minutes) at "
-            f"{HEARTBEAT.activity}; the same command continues from the newest checkpoint",
+            f"error: the process of rank {dist.get_rank()} has made no progress for "
+            f"{self.minutes:g} minutes (stall_timeout_minutes). Its last activity is "
+            f"'{HEARTBEAT.activity}'. The same command continues from the newest checkpoint",
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(2 * self.interval_seconds)  # the other processes print their state, too
+        # gives the watchdogs of the other processes time to print their messages
+        time.sleep(2 * self.interval_seconds)
         os._exit(EXIT_CODE_RUN_ABORTED)

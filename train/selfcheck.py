@@ -1,13 +1,14 @@
-"""The self-check: compare the training loss with a slow, plain computation before the first step.
+"""The self-check: before the first step, compare the training loss with a slow, plain computation.
 
-The loss of a few blocks of the first batch is computed one block at a time, without any of the
-optimisations of training: each document alone through Hugging Face's layers and the drafter, an
-explicit attention mask, and the divergence's formula. The training step computes the same blocks
-among all blocks of the batch: under one shared mask, in chunks, compiled if that is on. Both must
-agree. The check costs one more forward pass of a batch and a few of single documents.
+The plain computation handles a few blocks of the first batch, one block at a time, without the
+optimisations of training. Each block's document alone runs through Hugging Face's layers and
+through the drafter, with an explicit attention mask, and the loss is the divergence's formula. The
+training step computes these blocks together with all other blocks of the batch: with one attention
+mask for all, in chunks, and under torch.compile if that is on. The results must agree. The
+self-check costs one more forward pass of a batch, and a few forward passes of single documents.
 
-Shapes: N anchors, K block size, L = K - 1 drafted positions, W positions of a block in the drafter,
-T length of a document, D hidden size, V vocabulary.
+Shapes: K block size, L = K - 1 drafted positions, W positions of a block in the drafter, T length
+of a document, D hidden size, V vocabulary, r rank of a conditional head's correction.
 """
 
 from dataclasses import dataclass
@@ -39,20 +40,22 @@ if TYPE_CHECKING:
     from train.features import StoredFeatures
 
 TRAINING_SELF_CHECK_BLOCK_COUNT = 3
-# Allowed error of a position's divergence, relative to the divergence or to one nat, whichever is
-# larger. In float32 it limits the largest error. Otherwise it limits the mean, because bfloat16 has
-# three digits, and a document alone is rounded differently from one in a packed sequence. On the
-# embedded target (12 layers, 24 batches, both families) the largest error in float32 was 1.4e-6,
-# and in bfloat16 0.013 at one position; larger targets round more often.
+# Two limits of the error of a position's divergence. The error is relative to the divergence, or
+# absolute if the divergence is below one nat. In float32 the first limit applies to the largest
+# error. Otherwise the second limit applies to the mean error: bfloat16 has only three digits, and a
+# document alone is rounded differently from the same document in a packed sequence. On the embedded
+# target (12 layers, 24 batches, both drafter families), the largest error was 1.4e-6 in float32 and
+# 0.013 in bfloat16; errors are larger with targets of more layers.
 MAX_TRAINING_SELF_CHECK_FLOAT32_ERROR = 1e-4
 MAX_TRAINING_SELF_CHECK_MEAN_ERROR = 0.05
 
 
 class TrainingLossCheck:
-    """Compute the divergences of a few blocks slowly, for comparison with the training step.
+    """Computes the divergences of a few blocks slowly, and compares them with the training step's.
 
-    It must be created before the engine, which can shard the drafter. `batch` and `blocks` are the
-    inputs that the training step must compute.
+    The constructor runs the slow computation. It must run before the engine is built, because the
+    engine can shard the drafter. The attributes `batch` and `blocks` are the inputs for which the
+    training step must then be computed.
     """
 
     @torch.no_grad()
@@ -74,10 +77,10 @@ class TrainingLossCheck:
             and target.dtype == compute_dtype(config, target.device) == torch.float32
         )
 
-        # Every process checks the same number of blocks, because each forward pass of a sharded
-        # target needs all processes.
+        # Every process checks the same number of blocks: each forward pass of a sharded target
+        # needs all processes, so all must run equally many.
         valid_slots = self.blocks.valid.nonzero().tolist() or [[0, 0]]
-        self.checked_slots = []  # (row of the batch, anchor slot)
+        self.checked_slots = []  # (index of the packed sequence in the batch, anchor slot)
         for i in range(TRAINING_SELF_CHECK_BLOCK_COUNT):
             index = i * (len(valid_slots) - 1) // (TRAINING_SELF_CHECK_BLOCK_COUNT - 1)
             self.checked_slots.append(valid_slots[index])
@@ -86,8 +89,11 @@ class TrainingLossCheck:
         self.expected = torch.stack(expected)  # (TRAINING_SELF_CHECK_BLOCK_COUNT, L)
 
     def compare(self, result: BlockLoss) -> str:
-        """Compare with the training step's result for `batch` and `blocks`; return a sentence for
-        the user. Raises Stopped if they differ."""
+        """Compare the slow computation with the training step's `result` for the attributes `batch`
+        and `blocks`. Return a sentence for the user about the difference.
+
+        Raises RunAborted if the difference is larger than rounding explains.
+        """
         num_slots = self.blocks.anchors.shape[1]
         actual = torch.stack(
             [result.divergences[row * num_slots + slot] for row, slot in self.checked_slots]
@@ -103,36 +109,39 @@ class TrainingLossCheck:
             limit = MAX_TRAINING_SELF_CHECK_MEAN_ERROR
             statistic = "on average"
 
-        is_within_limit = error <= limit  # false for NaN
+        is_within_limit = error <= limit  # false if the error is NaN
         if not is_within_limit:
             raise RunAborted(
                 "self-check: the training step and a plain computation of the same blocks differ "
-                f"by {statistic} {error:.1e}, "
-                f"and rounding explains {limit:.0e}: mask, objective or compilation is wrong on "
-                "this machine; "
-                "compile=false turns compilation off, self_check=false this check"
+                f"by {statistic} {error:.1e}, and rounding explains only {limit:.0e}. The "
+                "attention mask, the objective or the compilation is wrong on this machine. "
+                "compile=false turns the compilation off, self_check=false turns this check off"
             )
         return (
             f"self-check: {TRAINING_SELF_CHECK_BLOCK_COUNT} blocks computed one at a time differ "
-            "from the "
-            "training step by "
-            f"{statistic} {error:.1e}"
+            f"from the training step by {statistic} {error:.1e}"
         )
 
 
 @dataclass(frozen=True)
 class _PlainComputation:
-    """The slow computation of single blocks of a batch."""
+    """The slow computation of the loss of single blocks of a batch."""
 
     drafter: Drafter
     target: Target
     config: TrainConfig
-    batch: dict[str, torch.Tensor]  # columns (B, T)
+    # The key is a column of the data set, for example "ids". The value has the shape (packed
+    # sequences, tokens); columns of stored features have further dimensions.
+    batch: dict[str, torch.Tensor]
     blocks: Blocks
 
     def compute_block(self, row: int, slot: int) -> torch.Tensor:
-        """Return the divergences of one block, (L,); 0 at positions without loss."""
-        drafter: Any = self.drafter  # `inputs` is defined by its family
+        """Return the divergence at each drafted position of one block, (L,). It is 0 at positions
+        without loss.
+
+        row: index of the packed sequence in the batch. slot: the block's anchor slot.
+        """
+        drafter: Any = self.drafter  # `prepare_inputs` is defined only by its subclasses
         target = self.target
         anchor_in_row = int(self.blocks.anchors[row, slot])
         documents = self.batch["documents"][row]
@@ -140,7 +149,7 @@ class _PlainComputation:
         start = int(token_indices[0])
         end = int(token_indices[-1]) + 1
         length = end - start
-        anchor = anchor_in_row - start  # in the document
+        anchor = anchor_in_row - start  # position of the anchor in its document
         ids = self.batch["ids"][row : row + 1, start:end]
         positions = torch.arange(length, device=target.device)[None]
         features = self.compute_features(row, start, end, ids, positions)
@@ -162,8 +171,12 @@ class _PlainComputation:
     def compute_features(
         self, row: int, start: int, end: int, ids: torch.Tensor, positions: torch.Tensor
     ) -> Features:
-        """Return the target's features of one document: computed by Hugging Face's layers, or the
-        stored ones."""
+        """Return the target's features of one document. Stored features are returned if the batch
+        has them; otherwise Hugging Face's layers compute the features.
+
+        row, start, end: the document's packed sequence in the batch, and its range of tokens there.
+        ids, positions: (1, T) the document's token ids and positions.
+        """
         if "context" not in self.batch:
             documents = torch.zeros_like(ids)
             return self.target.compute_packed_features(
@@ -183,9 +196,12 @@ class _PlainComputation:
         anchor: int,
         supervised: list[bool],
     ) -> torch.Tensor:
-        """Return the divergences of a block with states (W, D), (L,); 0 at positions without loss.
+        """Return the divergence at each drafted position of a block, (L,). It is 0 at positions
+        without loss.
 
-        ids (T,) and features are those of the block's document; supervised has L entries.
+        states: (W, D) the drafter's hidden states for the block. features: the target's features of
+        the block's document. ids: (T,) the document's token ids. anchor: the anchor's position in
+        the document. supervised: for each of the L drafted positions, whether it has a loss.
         """
         drafter = self.drafter
         target = self.target
@@ -207,7 +223,7 @@ class _PlainComputation:
             if not supervised[t]:
                 continue
             label = drafter.vocabulary.ids_to_columns(ids[anchor + t + 1])
-            if label < 0:  # not in the drafter's vocabulary
+            if label < 0:  # the label is not in the drafter's vocabulary
                 continue
             target_products = F.linear(
                 features.last_hidden_states[0, anchor + t], target.head_weight
@@ -239,8 +255,12 @@ class _PlainComputation:
     def apply_correction(
         self, uncorrected: torch.Tensor, correction: torch.Tensor, label: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits (V,) after the conditional head's correction (r,), and which tokens are
-        excluded because they are not among the head's candidates, (V,) bool."""
+        """Apply the conditional head's correction at one drafted position.
+
+        uncorrected: (V,) the logits before the correction. correction: (r,) the head's vector.
+        label: scalar, the true token. Returns the corrected logits (V,), and which tokens are
+        excluded because they are not among the head's candidates, (V,) bool.
+        """
         head = self.drafter.conditional_head
         assert head is not None
         assert head.correction_matrix is not None
@@ -250,7 +270,7 @@ class _PlainComputation:
         excluded = torch.zeros_like(uncorrected, dtype=torch.bool)
         if head.top_k:
             candidates = uncorrected.topk(head.top_k).indices
-            # a missing label replaces the least likely candidate
+            # if the label is not among the candidates, it replaces the least likely one
             candidates[-1] = torch.where((candidates == label).any(), candidates[-1], label)
             excluded = torch.ones_like(excluded).index_fill(0, candidates, False)
         return logits, excluded
@@ -259,10 +279,12 @@ class _PlainComputation:
 def build_block_mask(
     block_start: int, length: int, width: int, causal: bool, window: int | None
 ) -> torch.Tensor:
-    """Return which context and block positions a block's queries see, (1, 1, W, T + W) bool.
+    """Return the attention mask of one block, (1, 1, W, T + W) bool: whether each of the block's W
+    queries sees each of the T context positions and W block positions.
 
-    block_start: the block's first position, in a document of `length` tokens. width: W. window:
-    size of the sliding window, None without one.
+    block_start: position of the block's first query in the document. length: T, the length of the
+    document. width: W, the number of queries. causal: whether a query sees only earlier positions
+    of the block and itself. window: size of the sliding window, None for no window.
     """
     block_positions = block_start + torch.arange(width)
     context_positions = torch.arange(length)

@@ -1,9 +1,10 @@
 """One training step.
 
-1. The frozen target computes context features and final hidden states of the packed sequences.
-2. The drafter drafts all blocks behind all anchors in one forward pass.
-3. Every drafted position is compared with the target's distribution at that position.
-4. The weighted divergences are summed, differentiated, and the optimiser takes one step.
+1. The frozen target computes context features and last hidden states of the packed sequences.
+2. The drafter processes the blocks behind all anchors in one forward pass.
+3. At every drafted position, the drafter's distribution is compared with the target's.
+4. The loss is the weighted sum of these divergences. It is differentiated, and the optimiser takes
+   one step.
 
 Shapes: B packed sequences, T tokens each, N anchors, K block size, L = K - 1 drafted positions,
 G = B * N blocks, W positions of a block in the drafter, D hidden size, V vocabulary.
@@ -52,14 +53,15 @@ def train_step(
 ) -> StepMetrics:
     """Take one optimiser step on this process's micro-batches and return the step's metrics.
 
-    `engine` is the DeepSpeed engine around `drafter`. The loss is divided by the total weight of
-    all blocks in all micro-batches and processes, so it does not depend on how the blocks are
-    distributed. If the loss of any process is not finite, the gradients of all processes become
-    NaN, and all processes skip the step.
+    engine: the DeepSpeed engine around `drafter`.
+
+    The loss is divided by the total weight of all blocks in all micro-batches and processes, so it
+    does not depend on how the blocks are distributed over them. If the loss of any process is not
+    finite, the gradients of all processes become NaN, and all processes skip the step.
     """
     device = target.device
     world_size = dist.get_world_size()
-    num_drafted = config.drafter.block_size - 1  # L
+    num_drafted = config.drafter.block_size - 1  # drafted positions of a block, L in shapes
     micro_batches = [micro_batch.to_device(device) for micro_batch in micro_batches]
 
     # the total weight of all supervised positions of the step
@@ -69,22 +71,25 @@ def train_step(
         supervised_counts += micro_batch.blocks.supervised.sum((0, 1))
     dist.all_reduce(supervised_counts)
     total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
-    # DeepSpeed averages gradients over processes and micro-batches; this factor makes them sums
+    # DeepSpeed averages gradients over processes and micro-batches. This factor turns the averages
+    # into sums divided by the total weight.
     gradient_scale = world_size * len(micro_batches) / total_weight
 
     loss_sum = torch.zeros((), device=device)
     agreement_sum = torch.zeros(num_drafted, device=device)
-    prefix_sum = torch.zeros(2, device=device)  # agreeing prefix lengths, number of blocks
+    # sum of the acceptance lengths of all blocks, and the number of blocks
+    prefix_sum = torch.zeros(2, device=device)
     for micro_batch in micro_batches:
         blocks = micro_batch.blocks
         result = compute_block_loss(
             drafter, target, micro_batch.batch, blocks, config, micro_batch.chunk_plan, engine
         )
 
-        # a loss that is not finite must reach the gradients of every process, so that all skip
+        # If the loss is not finite, the gradients must become NaN in every process, so that all
+        # processes skip the step.
         finite_or_nan = torch.where(result.loss.detach().isfinite(), 1.0, float("nan"))
         engine.backward(finite_or_nan * result.loss * gradient_scale)
-        grad_norm = step_engine(engine)  # changes the weights after the last micro-batch only
+        grad_norm = step_engine(engine)  # updates the weights only after the last micro-batch
 
         agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
         num_blocks = blocks.valid.sum()
@@ -93,7 +98,7 @@ def train_step(
         agreement_sum += agrees.sum((0, 1))
         prefix_sum += torch.stack([prefix_lengths, num_blocks])
 
-    # one reduction for all metrics
+    # all metrics are reduced in a single collective operation
     sums = torch.cat([loss_sum[None], agreement_sum, prefix_sum])
     dist.all_reduce(sums)
     return StepMetrics(
@@ -113,11 +118,13 @@ def compute_block_loss(
     chunk_plan: ChunkPlan | None = None,
     forward: Callable | None = None,
 ) -> BlockLoss:
-    """Run target and drafter on a batch and return the loss of its blocks.
+    """Run target and drafter on a batch of packed sequences, and return the loss of the blocks.
 
-    batch: columns of the packed sequences, (B, T) each, and stored features if there are any.
-    chunk_plan: `plan_chunks` of the blocks; computed here if None.
-    forward: called for the drafter's forward pass (a DeepSpeed engine); None calls the drafter.
+    batch: columns of the packed sequences, (B, T) each, and of their stored features if there are
+        any. Without stored features, the target computes the features.
+    chunk_plan: the result of `plan_chunks` for the blocks. None means that it is computed here.
+    forward: what is called for the drafter's forward pass, for example the DeepSpeed engine. None
+        means that the drafter itself is called.
     """
     if "context" in batch:
         features = dequantise_features(batch, target.dtype)
@@ -139,8 +146,11 @@ def compute_drafter_states(
     features: Features,
     forward: Callable | None = None,
 ) -> torch.Tensor:
-    """Return the drafter's hidden states at all positions of all blocks, (G, W, D), in the
-    target's dtype. forward: as in `compute_block_loss`."""
+    """Run the drafter on all blocks, and return its hidden states at all positions of the blocks,
+    (G, W, D), in the target's dtype.
+
+    features: the target's features of the batch. forward: see `compute_block_loss`.
+    """
     states = compute_packed_block_states(
         drafter, target, batch, blocks.anchors, features.context, forward or drafter
     )  # (B, N, W, D)
@@ -157,24 +167,27 @@ def compute_loss_from_states(
     config: TrainConfig,
     chunk_plan: ChunkPlan | None = None,
 ) -> BlockLoss:
-    """Compare the drafter's hidden states (G, W, D) with the target and return the loss.
+    """Compare the drafter's distributions with the target's, and return the loss.
 
-    A conditional head is trained with the true previous tokens (teacher forcing).
+    states: (G, W, D) the drafter's hidden states. features: the target's features of the batch. The
+    other arguments are those of `compute_block_loss`. A conditional head gets the true previous
+    tokens (teacher forcing).
 
-    A drafter with a reduced vocabulary is trained towards the target's distribution renormalised
-    over that vocabulary, at positions whose true token belongs to it (EAGLE-3's mask). All other
-    positions have weight 0 but still count in the divisor of the loss. On text that the target
-    generated, the loss is therefore the divergence times the target's probability of the reduced
-    vocabulary.
+    If the drafter has a reduced vocabulary, it learns the target's distribution renormalised over
+    that vocabulary. It learns only at positions whose true token belongs to the vocabulary
+    (EAGLE-3's mask). All other positions have weight 0, and still count in the divisor of the loss.
+    On text that the target generated, each divergence is therefore effectively multiplied by the
+    target's probability of the reduced vocabulary.
     """
-    num_drafted = blocks.supervised.shape[-1]  # L
+    num_drafted = blocks.supervised.shape[-1]  # drafted positions of a block, L in shapes
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)
     weights = (weights * blocks.supervised).flatten(0, 1)  # (G, L)
     divergence_weights = weights
     labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))  # (G, L)
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        chunk_plan = None  # was computed from the weights of the full vocabulary
+        # the given plan has other weights: those of a drafter with the full vocabulary
+        chunk_plan = None
 
     draft_states = states[:, drafter.first_draft_slot :]  # (G, L, D)
     head_inputs = draft_states.flatten(0, 1)
@@ -211,8 +224,11 @@ def compute_loss_from_states(
 def compute_confidence_loss(
     logits: torch.Tensor, acceptance: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted cross-entropy of the confidence head, (). It predicts the probability
-    that each draft is accepted. All arguments are (G, L)."""
+    """Return the loss of the confidence head, a weighted sum of cross-entropies (scalar).
+
+    The confidence head predicts the probability that each draft is accepted. logits: its outputs.
+    acceptance: the true probabilities. weights: weights of the drafted positions. All are (G, L).
+    """
     losses = F.binary_cross_entropy_with_logits(logits, acceptance.to(logits), reduction="none")
     return (losses * weights).sum()
 
@@ -220,7 +236,11 @@ def compute_confidence_loss(
 def build_correction(
     head: "Head", conditioned: "HeadOutput", dtype: torch.dtype
 ) -> LogitCorrection | None:
-    """Return the conditional head's correction of the logits of all rows; None if it has none."""
+    """Return the conditional head's correction of the logits of all blocks, None if the head
+    corrects no logits.
+
+    conditioned: the output of the conditional head. dtype: the dtype of the correction's vectors.
+    """
     if conditioned.correction is None:
         return None
     assert head.correction_matrix is not None
@@ -234,7 +254,11 @@ def run_conditional_head(
     batch: dict[str, torch.Tensor],
     blocks: Blocks,
 ) -> "HeadOutput":
-    """Run the conditional head on block states (G, W, D) with the true token before each label."""
+    """Run the conditional head on all blocks and return its output. At each drafted position, the
+    head gets the true token before the label (teacher forcing).
+
+    states: (G, W, D) the drafter's hidden states.
+    """
     bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, N, 1)
     previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)  # (B, N, L)
     return teacher_force_head(drafter, target, states, previous_tokens.flatten(0, 1))

@@ -1,10 +1,10 @@
-"""The memory of a training step, estimated by formulas from the target's config.json and the
+"""The memory of a training step. It is estimated by formulas from the target's config.json and the
 configuration of the run.
 
-Shapes: B packed sequences of a micro-batch, T tokens each, N anchors, K block size, L = K - 1
-drafted positions, W queries of a block, Q = B * N * W block positions, D hidden size, A = heads *
-head size, A' = key-value heads * head size, I intermediate size, V tokens that the drafter can
-draft.
+Letters: B packed sequences of a micro-batch, T tokens each, N anchors per sequence, K block size,
+L = K - 1 drafted positions of a block, W queries of a block, Q = B * N * W queries of all blocks,
+D hidden size, A = attention heads * head size, A' = key-value heads * head size, I intermediate
+size, V tokens of the drafter's vocabulary.
 """
 
 import os
@@ -23,17 +23,17 @@ from train.engine import uses_torch_compile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# gradients that ZeRO gathers before it reduces them, DeepSpeed's default
+# number of gradients that ZeRO collects before it reduces them over processes (DeepSpeed's default)
 GRADIENTS_PER_ZERO_BUCKET = 500_000_000
-MAX_MEMORY_SHARE = 0.9  # fraction of a device's memory that a step may be planned to need
+MAX_MEMORY_SHARE = 0.9  # A step fits if its estimate is below this fraction of the device's memory.
 FLOAT32_BYTES = 4
 
 
 class StepShape:
     """The sizes that determine the memory of a training step.
 
-    hf_config: the target's config.json. batch_size: packed sequences of a micro-batch; None: of the
-    whole step.
+    hf_config: the target's config.json. batch_size: number of packed sequences in a micro-batch;
+    None means that a step has a single micro-batch.
     """
 
     def __init__(
@@ -48,20 +48,22 @@ class StepShape:
             drafter = create_drafter(config.drafter, None, text_config)
 
         num_blocks = batch_size * config.anchors_per_sequence
-        self.length = config.data.length  # T
-        self.block_size = config.drafter.block_size  # K
+        self.length = config.data.length  # tokens of a packed sequence, T
+        self.block_size = config.drafter.block_size  # block size, K
         window = min(config.drafter.sliding_window or self.length, self.length)
-        # context positions that a query sees, on average
+        # number of context positions that a query sees on average
         self.mean_visible_context = window - window**2 / (2 * self.length)
-        self.context_tokens = batch_size * self.length  # B * T
-        self.queries = num_blocks * drafter.num_queries  # Q
-        self.drafted_positions = num_blocks * (self.block_size - 1)  # B * N * L
+        self.context_tokens = batch_size * self.length  # tokens of the batch, B * T
+        self.queries = num_blocks * drafter.num_queries  # queries of all blocks, Q
+        # drafted positions of all blocks, B * N * L
+        self.drafted_positions = num_blocks * (self.block_size - 1)
         self.chunk_rows = min(config.objective.chunk_rows, self.drafted_positions)
 
         self.drafter_layers = config.drafter.layers
         self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-        self.draft_vocabulary = get_draft_vocab_size(drafter.config)  # V
-        self.feature_layers = len(drafter.layer_ids)  # of the target
+        # tokens of the drafter's vocabulary, V
+        self.draft_vocabulary = get_draft_vocab_size(drafter.config)
+        self.feature_layers = len(drafter.layer_ids)  # target layers that the drafter reads
         # input size of the drafter's query, key and value projections
         self.projection_inputs = next(
             weight.shape[1]
@@ -69,14 +71,16 @@ class StepShape:
             if name.endswith("q_proj.weight")
         )
 
-        self.hidden_size = text_config.hidden_size  # D
+        self.hidden_size = text_config.hidden_size  # hidden size, D
         self.vocabulary = text_config.vocab_size
-        self.intermediate_size = get_mlp_size(text_config)  # I
-        self.query_size = text_config.num_attention_heads * get_head_size(text_config)  # A
-        self.key_value_size = get_num_key_heads(text_config) * get_head_size(text_config)  # A'
+        self.intermediate_size = get_mlp_size(text_config)  # intermediate size, I
+        # attention heads * head size, A
+        self.query_size = text_config.num_attention_heads * get_head_size(text_config)
+        # key-value heads * head size, A'
+        self.key_value_size = get_num_key_heads(text_config) * get_head_size(text_config)
         self.target_layers = text_config.num_hidden_layers
         self.target_parameters = sum(parameter.numel() for parameter in model.parameters())
-        # of these, parameters of embedding and head, which can be the same tensor
+        # the parameters of the target's embedding and head, which can be the same tensor
         table_parameters = {}
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             for parameter in table.parameters():
@@ -92,37 +96,42 @@ def estimate_step_memory(
     drafter_itemsize: int,
     cuda: bool,
 ) -> dict[str, float]:
-    """Return the peak bytes of a step on one device, by what needs them.
+    """Return the memory that a step needs at its peak on one device. Key: a part of the memory, for
+    example "gradients". Value: its bytes.
 
-    target_itemsize: bytes of a target weight. drafter_itemsize: bytes of a value in the drafter's
-    matrix products, 2 under autocast.
+    world_size: number of processes. target_itemsize: bytes of one weight of the target.
+    drafter_itemsize: bytes of one number in the drafter's matmuls, 2 with bfloat16. cuda: whether
+    the device is a GPU.
     """
     stage = config.deepspeed.stage
     parameters = shape.drafter_parameters
-    # two moments, and a copy of the weights with stages 1 and 2
+    # the optimiser has two float32 moments, and with stages 1 and 2 a float32 copy of the weights
     moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
     optimiser = moments / (world_size if stage >= 1 else 1)
     drafter = FLOAT32_BYTES * parameters / (world_size if stage == 3 else 1)
     if drafter_itemsize == 2:
-        drafter += 2 * parameters  # autocast's copy
+        drafter += 2 * parameters  # the bfloat16 copy of the weights that autocast creates
 
     features = target_itemsize * shape.context_tokens * shape.hidden_size
     features *= shape.feature_layers + 1
-    if target_itemsize != FLOAT32_BYTES:  # a float32 copy for the drafter
+    if target_itemsize != FLOAT32_BYTES:  # the drafter needs a float32 copy of the features
         features += FLOAT32_BYTES * shape.context_tokens * shape.feature_layers * shape.hidden_size
 
     activations = _estimate_activations(shape, config, drafter_itemsize, cuda)
     gradients = FLOAT32_BYTES * parameters / (world_size if stage >= 2 else 1)
     is_single_pass = config.optim.batch_size * shape.length <= shape.context_tokens * world_size
-    if is_single_pass:  # gradients are allocated while activations are freed
+    # With a single micro-batch, gradients are allocated in the backward pass while activations are
+    # freed, so only the difference counts.
+    if is_single_pass:
         gradients = max(0, gradients - activations["saved"])
     if stage:
         gradients += FLOAT32_BYTES * min(parameters, GRADIENTS_PER_ZERO_BUCKET)
 
-    # the target's pass ends before the drafter's activations exist
+    # the target's forward pass ends before the drafter's activations exist, so it can use the same
+    # memory
     target_pass = target_itemsize * shape.context_tokens
     target_pass *= 3 * shape.intermediate_size + 4 * shape.hidden_size + shape.query_size
-    # teacher rows per drafted row
+    # distinct teacher rows per drafted position (see chunk_plan.py), an estimate
     distinct_share = min(1, shape.context_tokens / shape.drafted_positions)
     chunk_tensors = 4 if cuda else 1 + distinct_share
     chunk = FLOAT32_BYTES * chunk_tensors * shape.chunk_rows * shape.draft_vocabulary
@@ -140,7 +149,7 @@ def estimate_step_memory(
 def _estimate_target(
     shape: StepShape, config: TrainConfig, world_size: int, itemsize: int
 ) -> float:
-    """Return the bytes of the target's weights on one device."""
+    """Return the bytes of the target's weights on one device. itemsize: bytes of one weight."""
     layer_parameters = shape.target_parameters - shape.target_table_parameters
     if config.features:
         return itemsize * shape.target_table_parameters
@@ -154,24 +163,32 @@ def _estimate_target(
 def _estimate_activations(
     shape: StepShape, config: TrainConfig, itemsize: int, cuda: bool
 ) -> dict[str, float]:
-    """Return the bytes of the drafter's activations: "saved" for the backward pass, and needed
-    temporarily in the "backward" pass."""
+    """Return the bytes of the drafter's activations on one device.
+
+    The key "saved" has the bytes that are saved for the backward pass, "backward" those that the
+    backward pass needs temporarily. itemsize: bytes of one number in the drafter's matmuls. cuda:
+    whether the device is a GPU.
+    """
     hidden = shape.hidden_size
-    # a compiled pass saves norms and SiLU outputs once less, because it recomputes them
+    # Under torch.compile, one copy of the outputs of norms and SiLU is not saved, because the
+    # backward pass recomputes it.
     recomputed = int(uses_torch_compile(config, cuda))
     per_query = (
         (5 - recomputed) * hidden
         + (4 - recomputed) * (shape.query_size + shape.intermediate_size)
         + 4 * shape.key_value_size
     )
-    # embeddings beside the features, before and after their norm
+    # keys and values of the context; if the projections also read embeddings, these before and
+    # after their norm
     per_context_token = 4 * shape.key_value_size + 8 * (shape.projection_inputs - hidden)
     layer = itemsize * (shape.queries * per_query + shape.context_tokens * per_context_token)
 
     mask = 0
-    if not cuda:  # each group of queries sees so many keys
+    # On a CPU, the attention mask is stored in float32: for each chunk of queries, over the keys
+    # that at least one query of the chunk sees.
+    if not cuda:
         mask = FLOAT32_BYTES * shape.queries * (shape.mean_visible_context + QUERIES_PER_MASK_CHUNK)
-    # before the first layer and after the last one
+    # activations before the first and after the last layer of the drafter
     outside_layers = FLOAT32_BYTES * (3 * shape.context_tokens + 6 * shape.queries) * hidden
     saved_per_layer = layer
     backward = 3 * itemsize * shape.queries * shape.intermediate_size
@@ -185,8 +202,12 @@ def _estimate_activations(
 
 
 def available_device_memory(device: torch.device, local_world_size: int) -> float:
-    """Return the bytes that one process may use: on a GPU free memory and what the process has
-    reserved, on a CPU an equal share of the machine's memory."""
+    """Return the bytes of memory that one process may use on a device.
+
+    On a GPU these are the free memory and the memory that the process has reserved already. On a
+    CPU they are an equal share of the machine's memory. local_world_size: number of processes on
+    this machine.
+    """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes + torch.cuda.memory_reserved(device)
@@ -202,12 +223,12 @@ def choose_recompute(
     cuda: bool,
     device_bytes: float | None,
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration with `gradient_checkpointing` chosen, and a line about the memory of
-    a step.
+    """Decide whether to use gradient checkpointing. Return the configuration with the decision, and
+    a line for the user about the memory of a step.
 
-    If it is None, it becomes true only if a step would not fit otherwise. device_bytes:
-    memory of the device, None if it is not on this machine. Other arguments are those of
-    `estimate_step_memory`.
+    If `config.gradient_checkpointing` is None, it becomes true only if a step would not fit in the
+    device's memory otherwise. device_bytes: memory of the device, None if the device is not on this
+    machine. The other arguments are those of `estimate_step_memory`.
     """
     configs = {}
     step_bytes = {}
@@ -230,8 +251,10 @@ def choose_recompute(
         gradient_checkpointing = False
         if device_bytes is not None:
             gradient_checkpointing = step_bytes[False] > MAX_MEMORY_SHARE * device_bytes
-    peak = format_bytes(step_bytes[gradient_checkpointing])
-    line = f"memory     {peak} on each device at a step's peak"
+    line = (
+        f"memory     {format_bytes(step_bytes[gradient_checkpointing])} on each device at the "
+        "peak of a step"
+    )
     if device_bytes is not None:
         line += f", of {format_bytes(device_bytes)}"
     alternative = not gradient_checkpointing
@@ -242,14 +265,14 @@ def choose_recompute(
         and step_bytes[gradient_checkpointing] > MAX_MEMORY_SHARE * device_bytes
     ):
         line += (
-            ". That may not fit: optim.micro_batch_size=1, deepspeed=zero2, target.shard=true and "
-            "stored features need less"
+            ". A step may not fit. Options that need less memory are optim.micro_batch_size=1, "
+            "deepspeed=zero2, target.shard=true, and features= (stored features)"
         )
     return configs[gradient_checkpointing], line
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes in MB or GB."""
+    """Return a number of bytes as text in MB or GB."""
     if size >= 1e9:
         return f"{size / 1e9:,.1f} GB"
     return f"{size / 1e6:,.1f} MB"

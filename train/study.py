@@ -1,9 +1,10 @@
-"""The `study` command: train variants of a run for the same time, and compare their drafters on the
-same texts.
+"""The `study` command: train several variants of a configuration for the same time, and compare the
+trained drafters on the same texts.
 
-A variant is the base configuration with some options changed; each of its runs is an ordinary
-training run. The texts are the target's greedy answers to held-out prompts. How many tokens a
-drafter commits per round on them is computed exactly by replay (infer/evaluation/replay.py).
+A variant is the base configuration with some options changed. Each variant is trained once per
+seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
+A replay of the texts computes exactly how many tokens a drafter commits per round
+(infer/evaluation/replay.py).
 """
 
 import json
@@ -24,8 +25,10 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from infer.drafters.base import Drafter
 
-STUDY_METHODS = ("chain", "ddtree")  # names in infer.trees.methods.TREES
+STUDY_METHODS = ("chain", "ddtree")  # decoding methods, named as in infer.trees.methods
 STUDY_NODE_BUDGET = 16
+# Titles of the columns. τ is the acceptance length; the last column is the τ of the tree, divided
+# by that of the base configuration.
 STUDY_TABLE_COLUMNS = (
     "",
     "variant",
@@ -37,21 +40,22 @@ STUDY_TABLE_COLUMNS = (
     "tokens/s",
     "to the base",
 )
-STUDY_TEXTS_FILE = "texts.json"  # the texts, and the base options that they depend on
-STUDY_RESULT_FILE = "study.json"  # in the folder of each run
-NUM_TIMED_PROMPTS = 4  # decoded to measure the duration of a round
-MAX_RUN_NAME_CHARACTERS = 150  # of a run's name, without the seed
+STUDY_TEXTS_FILE = "texts.json"  # the texts, and the base configuration's options
+STUDY_RESULT_FILE = "study.json"  # in the folder of each run: the result of `replay_run`
+NUM_TIMED_PROMPTS = 4  # number of prompts that are decoded to measure the duration of a round
+MAX_RUN_NAME_CHARACTERS = 150  # longest name of a run, not counting the seed
 
 
 @dataclass
 class StudyCommand:
-    """Train variants of one run and compare their drafters. The same command resumes a study that
-    was stopped, and adds new variants and seeds.
+    """Train several variants of a base configuration and compare their drafters. If the command is
+    run again, it continues a study that was stopped, and adds new variants and seeds.
 
-    base: options of every run; its target, data and evaluation decide which prompts are used for
-        the comparison
-    variants: what each run changes, as options separated by spaces; "" is the base itself
-    seeds: number of runs per variant, with seeds 0, 1, 2, ...
+    base: options of the base configuration, which all runs have. Its options for target, data and
+        evaluation decide which prompts are used for the comparison
+    variants: for each variant, the options that it changes, separated by spaces. "" is the base
+        configuration itself
+    seeds: number of runs per variant, with the seeds 0, 1, 2, ...
     out: folder of the runs, the table and the figure
     """
 
@@ -61,23 +65,23 @@ class StudyCommand:
     out: str = "runs/study"
 
     def check(self) -> None:
-        """Raise ValueError for a variant that cannot be trained, and if `out` holds a study with
-        another base."""
+        """Raise ValueError for a variant that cannot be trained, and if the folder `out` has a
+        study with another base configuration."""
         require_at_least(self, seeds=1)
         texts_file = Path(self.out, STUDY_TEXTS_FILE)
         if texts_file.exists():
             existing_base = json.loads(texts_file.read_text())["base"]
             if existing_base != self.base:
                 raise ValueError(
-                    f"out={self.out} has a study of another base, {existing_base}: choose another "
-                    "out="
+                    f"out={self.out} has a study with another base configuration, "
+                    f"base={existing_base}: choose another folder with out="
                 )
         for variant in self.variants:
             self.compose_run(variant, 0)
 
     def compose_run(self, variant: str, seed: int) -> TrainConfig:
-        """Return the configuration of a variant's run, without evaluations. Raises ValueError,
-        naming the variant, for options that contradict each other."""
+        """Return the configuration of a variant's training run with a seed. The run has no
+        evaluations. Raises ValueError, naming the variant, if its options are invalid."""
         name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:MAX_RUN_NAME_CHARACTERS]
         run_options = [
             f"seed={seed}",
@@ -85,24 +89,28 @@ class StudyCommand:
             f"runs_dir={self.out}",
             "checkpoints=1",
             "evaluation.prompts=0",
-            # so that other programs take no training time from a variant
+            # CPU time is measured, so that other programs take no training time from a variant
             "optim.clock=processor",
         ]
         overrides = [*self.base, *shlex.split(variant), *run_options]
         try:
             return compose_options("train", TrainConfig, overrides)
         except ValueError as error:
-            raise ValueError(f"variants: {variant or 'the base'}: {error}") from error
+            raise ValueError(
+                f"variants: {f'the variant {variant}' if variant else 'the base configuration'} "
+                f"is invalid. {error}"
+            ) from error
 
 
 def run_study(config: StudyCommand) -> None:
-    """Train and measure the runs that do not exist yet, time one run of each variant, and write
-    table and picture."""
+    """Train and measure the runs that do not exist yet, measure the duration of a round with one
+    drafter of each variant, and write the table and the figure."""
     evaluator = None
     results: dict[str, list[dict]] = {}
     timed_runs: dict[str, Path] = {}
     with explain_interrupt("the same command continues from there"):
-        # all variants of one seed are trained in turn, under similar conditions
+        # the variants are trained one after the other for each seed, so that slow changes of the
+        # machine's speed affect all variants alike
         for seed, variant in product(range(config.seeds), config.variants):
             run = config.compose_run(variant, seed)
             folder = Path(run.runs_dir, run.name)
@@ -121,7 +129,7 @@ def run_study(config: StudyCommand) -> None:
 
 
 def train_and_exit(run: TrainConfig) -> None:
-    """Train in this process and end it."""
+    """Train as configured in this process, and then end the process."""
     from train.main import leave_process
 
     with leave_process(), report_errors_and_exit():
@@ -131,8 +139,8 @@ def train_and_exit(run: TrainConfig) -> None:
 
 
 def train_in_subprocess(run: TrainConfig) -> None:
-    """Train in a new process, so that all its memory is freed at the end. Raises Stopped if it
-    fails."""
+    """Train in a new process, so that all memory of the training is freed at its end. Raises
+    RunAborted if the training fails."""
     from multiprocessing import get_context
 
     context = get_context("forkserver")
@@ -143,18 +151,20 @@ def train_in_subprocess(run: TrainConfig) -> None:
     try:
         process.join()
     finally:
-        process.join()  # after Ctrl-C the process saves before it ends
+        process.join()  # after Ctrl-C, wait until the process has saved its run
     if process.exitcode:
         raise RunAborted(
-            f"{run.name} ended with exit code {process.exitcode}; its error is printed above"
+            f"the training run {run.name} failed with exit code {process.exitcode}; its error "
+            "message is printed above"
         )
 
 
 class DrafterComparison:
-    """Measures drafters on the target's greedy answers to held-out prompts."""
+    """Compares drafters on the same texts: the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
-        """Load the target, and generate the answers unless the study has them."""
+        """Load the target, and let it generate the answers, unless the study's folder already has
+        them."""
         from data.prompts import select_evaluation_prompts
         from infer.api import decode_prompts
         from infer.cli.models import load_target_and_drafter
@@ -174,18 +184,18 @@ class DrafterComparison:
         texts_file = Path(config.out, STUDY_TEXTS_FILE)
         if not texts_file.exists():
             prompts = select_evaluation_prompts(
-                base.data, self.target.tokenizer, options.prompts, options.prompt_tokens
+                base.data, self.target.tokenizer, options.prompts, options.max_prompt_tokens
             )
             prompt_ids = [prompt.ids for prompt in prompts]
             answers = decode_prompts(self.target, None, prompt_ids, self.baseline_options)
             texts = [(answer.prompt, answer.ids) for answer in answers if len(answer.ids) > 1]
             write_json(texts_file, {"base": list(config.base), "texts": texts})
-        # (prompt ids, answer ids) of each text
+        # for each text, the token ids of its prompt and of its answer
         self.texts = json.loads(texts_file.read_text())["texts"]
 
     def replay_run(self, run: Path) -> dict:
-        """Return the tokens that the run's final drafter commits on each text, round by round, for
-        each of STUDY_METHODS."""
+        """Replay the texts with a run's final drafter. Return the number of training steps, and for
+        each of STUDY_METHODS how many tokens the drafter commits per round on each text."""
         from infer.evaluation.replay import ReplayVariant, replay_sequences
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import list_checkpoints, parse_step
@@ -206,10 +216,11 @@ class DrafterComparison:
         return {"steps": parse_step(checkpoint), "commits": commits}
 
     def time_rounds(self, runs: dict[str, Path]) -> dict[tuple[str, str], float]:
-        """Return the seconds of a round by (variant, method), including a share of the prefill.
+        """Return the seconds of a decoding round by (variant, method). A share of the prefill's
+        time is included.
 
-        runs: one run of each variant. As in `eval`, their drafters have the target's quantization.
-        All variants decode the same prompts in turn.
+        runs: the folder of one run of each variant. The drafters get the target's quantization, as
+        in the command `eval`. Variants and methods take turns in decoding the same prompts.
         """
         from infer.evaluation.measurement import DecodingVariant, measure_variants
         from infer.formats.checkpoint import load_drafter
@@ -241,11 +252,13 @@ class DrafterComparison:
 def write_study_table(
     results: dict[str, list[dict]], round_seconds: dict[tuple[str, str], float], out: Path
 ) -> None:
-    """Print and write a table with one line per variant, the best acceptance length of trees first,
-    and write a picture.
+    """Print and write a table with one line per variant, and write a figure. The variants are
+    sorted by their acceptance length with trees, the largest first.
 
-    results: for each variant the results of its runs (`DrafterComparison.replay_run`), the base
-    first. round_seconds: by (variant, method).
+    results: for each variant, the results of its runs (from `DrafterComparison.replay_run`). The
+        first variant is the one that all are compared with.
+    round_seconds: the result of `DrafterComparison.time_rounds`.
+    out: the folder to write to.
     """
     from infer.evaluation.charts import Chart, ChartLine, render_charts
     from infer.evaluation.tables import format_interval, format_markdown_table
@@ -284,8 +297,11 @@ def write_study_table(
 def pool_acceptance(
     runs: list[dict], method: str, base_runs: list[dict] | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of all runs together and its confidence interval over texts, or
-    its ratio to that of `base_runs`."""
+    """Return the acceptance length of all runs together and its confidence interval over texts.
+
+    method: one of STUDY_METHODS. With `base_runs`, the ratio of the acceptance lengths of `runs`
+    and `base_runs` is returned instead, also with its confidence interval.
+    """
     import numpy as np
 
     from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds

@@ -1,35 +1,43 @@
-"""The table at the end of a sweep (`-m`), with the results of all its runs."""
+"""The table that is printed at the end of a sweep (several runs with the option -m). It has the
+results of all runs of the sweep."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.experimental.callback import Callback
 
+# Titles of the columns. τ is the acceptance length.
 SWEEP_COLUMNS = ("run", "step", "chain: τ", "speedup", "best tree", "τ", "speedup")
 
-if TYPE_CHECKING:  # Hydra imports this file before the command is checked: it must load fast
+# Hydra imports this file before the options are checked, so the file must be imported fast.
+if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from infer.evaluation.results import MethodResult
 
 
 class SweepTable(Callback):
-    """Hydra callback of training (conf/hydra/run.yaml) that prints a table after all jobs."""
+    """A Hydra callback that prints a table after all runs of a sweep. conf/hydra/run.yaml registers
+    it for the training command."""
 
     def on_multirun_end(self, config: "DictConfig", **kwargs: object) -> None:
-        """Print the results of all runs of the sweep."""
+        """Print the table with the results of all runs of the sweep."""
         folder = Path(config.hydra.sweep.dir)
-        print(f"\nRuns in {folder}, each by its best checkpoint, on its own held-out prompts:\n")
+        print(
+            f"\nThe runs in {folder}. A line has the results of the run's best checkpoint on the "
+            "run's own held-out prompts:\n"
+        )
         print(format_sweep_table(folder), flush=True)
 
 
 def format_sweep_table(folder: Path) -> str:
-    """Return a Markdown table with one line per run below a sweep's folder, sorted by the chain's
-    acceptance length. Runs without an evaluation come last."""
+    """Return a Markdown table with one line per run in a sweep's folder. The runs are sorted by
+    their acceptance length with a chain, the largest first; runs without an evaluation come last.
+    """
     from infer.evaluation.results import Evaluation, read_result
     from infer.evaluation.tables import MISSING_CELL, format_markdown_table
 
-    lines = []  # (acceptance length of the chain, cells)
+    lines = []  # for each run, the acceptance length of the chain and the cells of its line
     for checkpoints in folder.rglob("checkpoints"):
         run = str(checkpoints.parent.relative_to(folder))
         result_file = checkpoints / "best" / "evaluation" / "evaluation.json"
@@ -53,7 +61,8 @@ def format_sweep_table(folder: Path) -> str:
 
 
 def format_method_cells(method: "MethodResult | None") -> list[str]:
-    """Return a method's label, acceptance length and speedup as text; dashes for None."""
+    """Return three cells of the table: a method's label, acceptance length and speedup. If `method`
+    is None, the cells are dashes."""
     from infer.evaluation.tables import MISSING_CELL, format_method_row
 
     if method is None:

@@ -1,5 +1,7 @@
-"""The commands except training, one file each with its option dataclass and its function `run`.
+"""The commands except training. Each file defines one command, with an option dataclass and a
+function `run`.
 
-May import every package of infer but the optional ones, and `data`. infer.main imports the file of
-a command when it is called. Start with generate.py; models.py loads targets and drafters.
+This package may import `data` and every package of infer except the optional packages. infer.main
+imports the file of a command when that command is called. generate.py is the simplest command.
+models.py loads targets and drafters.
 """

@@ -1,7 +1,8 @@
-"""The command `chat`: a conversation in the terminal with a target or with a server of ours.
+"""The command `chat`: a conversation in the terminal with a target or with a running server of this
+project.
 
-Colours show what was drafted. Green: drafted and accepted. Red, struck through: drafted and
-rejected. Yellow: the bonus token, one in each round.
+Colours show which tokens were drafted. Accepted draft tokens are green. Rejected draft tokens are
+red and struck through. The bonus token of each round is yellow.
 """
 
 import json
@@ -25,29 +26,33 @@ from infer.utils.progress import HEARTBEAT
 ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
-MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = 400  # of a server's response in an error message
+MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = (
+    400  # an error message quotes this much of a server's response
+)
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
 
 @dataclass
 class ChatCommand(ServeCommand):
-    """Chat with a target and its drafter. They are served while the chat lasts, or `url` names a
-    running server.
+    """Chat with a target and its drafter. Without the option url, this command serves target and
+    drafter while the chat lasts; with it, the command uses a running server.
 
     target: see TargetConfig in infer/config.py
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2); default: the drafter in the target's folder
+        repository contains (embedded, smollm2). The default is the drafter in the target's folder
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
     server: see ServerConfig in infer/serving/config.py
-    url: address of a running server; null: serve the target here
-    system: system prompt; @file: read it from a file
-    prompt: first message: the prompt (--prompt TEXT takes it without Hydra's quoting rules); @file:
-        read it from a file; -: read it from standard input
-    temperature: 0 is greedy decoding
-    max_tokens: maximum tokens of an answer; null: as many as the server's max_length allows
+    url: address of a running server, such as http://127.0.0.1:8000. null means that this command
+        starts a server for the target
+    system: the system prompt; @file reads it from a file
+    prompt: the first message of the user. With --prompt TEXT instead of prompt=TEXT, Hydra's
+        quoting rules do not apply. @file reads the message from a file, and - from standard input
+    temperature: sampling temperature; 0 means greedy decoding
+    max_tokens: maximum number of tokens of an answer. null means as many as the server's max_length
+        allows
     """
 
     url: str | None = None
@@ -57,7 +62,7 @@ class ChatCommand(ServeCommand):
     max_tokens: int | None = 256
 
     def check(self) -> None:
-        """Raise ValueError for options that every server would refuse."""
+        """Raise ValueError for invalid options, such as a malformed address."""
         super().check()
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
@@ -66,9 +71,9 @@ class ChatCommand(ServeCommand):
 
 @contextmanager
 def serve_in_background(config: ChatCommand) -> Generator[str]:
-    """Serve the target within the block, and yield the server's address.
+    """Serve the target in another thread during the `with` block, and yield the server's address.
 
-    Raises RunAborted if the server cannot listen there.
+    Raises RunAborted if the server cannot listen at the address of the options.
     """
     from infer.serving.server import make_server
 
@@ -81,7 +86,7 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
         try:
             started_or_failed.wait()
             if running_server.done():
-                running_server.result()  # raises its error
+                running_server.result()  # raises the error that ended the server
             yield config.server.url
         finally:
             server.should_exit = True
@@ -90,9 +95,9 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
 def stream_chunks(
     client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand
 ) -> Iterator[dict]:
-    """Yield the chunks of one streamed answer.
+    """Ask the server for an answer to the messages, and yield the chunks of the streamed response.
 
-    Raises ValueError with the server's message if it refuses the request.
+    Raises ValueError with the server's message if the server refuses the request.
     """
     body = {
         "messages": messages,
@@ -118,10 +123,14 @@ def stream_chunks(
 
 
 def colour_round(text: str, round_info: dict | None, has_colours: bool) -> Text:
-    """Return one round's text in colours: accepted drafts, rejected drafts and the bonus token.
+    """Return the text of one decoding round, with a colour for each kind of token.
 
-    round_info: the chunk's "round"; None: the text is the first bonus token
-    has_colours: if false, rejected drafts are left out, because only colours distinguish them
+    The kinds are accepted draft tokens, rejected draft tokens and the bonus token.
+
+    round_info: the value of the key "round" in the server's chunk; None means that the text is the
+        bonus token of the prefill
+    has_colours: if false, rejected draft tokens are left out, because only their colour would show
+        that they are not part of the answer
     """
     if round_info is None:
         return Text(text, BONUS_STYLE)
@@ -138,7 +147,7 @@ def print_answer(
 ) -> dict[str, str]:
     """Print one answer while it is generated, and return it as a message.
 
-    Its reasoning is dim and separated from the content by an empty line.
+    The reasoning of the answer is printed dim. An empty line separates it from the content.
     """
     reasoning = ""
     content = ""
@@ -154,8 +163,8 @@ def print_answer(
         if new_reasoning:
             coloured_text = colour_round(new_reasoning, round_info, has_colours)
             if new_content:
-                # The reasoning ended in this round, so the bonus token and the rejected drafts
-                # come after it.
+                # The reasoning ended in this round. The bonus token and the rejected draft tokens
+                # therefore belong to the content.
                 coloured_text = Text(new_reasoning, ACCEPTED_STYLE)
             coloured_text.stylize("dim")
             console.print(coloured_text, end="", soft_wrap=True)
@@ -172,8 +181,8 @@ def print_answer(
             drafted += round_info["drafted"]
     if rounds:
         statistics = (
-            f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; "
-            f"{drafted} drafts verified]"
+            f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} "
+            "drafts verified]"
         )
         console.print(Text(f"\n{statistics}", "dim"))
     message = {"role": "assistant", "content": content}
@@ -183,7 +192,10 @@ def print_answer(
 
 
 def run(config: ChatCommand, console: Console | None = None) -> None:
-    """Chat until the input ends. Raises ValueError if there is no server at `url`."""
+    """Chat until the user enters an empty line or ends the input.
+
+    Raises ValueError if no server answers at `config.url`.
+    """
     console = console or Console(highlight=False)
     server = nullcontext(config.url) if config.url else serve_in_background(config)
     with server as url:
@@ -192,11 +204,11 @@ def run(config: ChatCommand, console: Console | None = None) -> None:
 
 
 def run_conversation(config: ChatCommand, url: str, console: Console) -> None:
-    """Send the user's questions to the server at an address, and print the answers."""
+    """Send the user's questions to the server at `url`, and print the answers."""
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(API_KEY_ENVIRONMENT_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # No limit for reading: an answer may take long.
+    # There is no time limit for reading, because an answer may take long.
     timeout = httpx.Timeout(CHAT_CONNECT_TIMEOUT_SECONDS, read=None)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
         print_introduction(client, url, console)
@@ -212,18 +224,18 @@ def run_conversation(config: ChatCommand, url: str, console: Console) -> None:
 
 
 def print_introduction(client: httpx.Client, url: str, console: Console) -> None:
-    """Print the model's name and the meaning of the colours.
+    """Print the name of the served model and the meaning of the colours.
 
-    Raises ValueError if there is no server.
+    Raises ValueError if no server answers at `url`.
     """
     try:
         response: Any = client.get("/v1/models").raise_for_status().json()
         model = response["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(
-            f"no server answers at {url} ({error}): start one with ./launch.sh serve, give "
-            f"target=... to chat without one, or set {API_KEY_ENVIRONMENT_VARIABLE} to the "
-            "server's key"
+            f"no server answers at {url} ({error}): start a server with ./launch.sh serve, or "
+            "remove url= to chat without a server; if the server requires a key, set "
+            f"{API_KEY_ENVIRONMENT_VARIABLE} to it"
         ) from error
     legend = Text.assemble(
         ("accepted draft", ACCEPTED_STYLE),
@@ -236,7 +248,10 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
 
 
 def read_questions(first_question: str, console: Console) -> Iterator[str]:
-    """Yield the first question unless it is empty, then what the user types up to an empty line."""
+    """Yield the user's questions until the user enters an empty line.
+
+    first_question: printed and yielded before the user is asked; an empty string means none
+    """
     if first_question:
         console.print(Text.assemble(("> ", "bold"), first_question))
         yield first_question

@@ -1,13 +1,13 @@
-"""The command `check`: which engines would load a drafter's folder."""
+"""The command `check`: says which engines can load the drafter in a folder."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class CheckCommand:
-    """Print which engines can load a drafter's folder, and why the others cannot.
+    """Print which engines can load a drafter, and why the other engines cannot.
 
-    path: a folder, a training checkpoint, or a hub id
+    path: the drafter: a folder, a training checkpoint, or a Hugging Face hub id
     """
 
     path: str = "runs/embedded-dflash/checkpoints/best"
@@ -19,7 +19,7 @@ class CheckCommand:
 
 
 def run(config: CheckCommand) -> None:
-    """Print a verdict for each engine. Exit with code 1 if none would load the folder."""
+    """Print for each engine whether it can load the drafter. Exit with code 1 if no engine can."""
     from infer.formats.compatibility import check_engines
 
     verdicts = check_engines(config.path)

@@ -11,7 +11,11 @@ from infer.utils.progress import Progress
 
 
 def find_run_name(checkpoint: str) -> str:
-    """Return the name of a checkpoint in a comparison: that of its run, or else of its folder."""
+    """Return the name that a checkpoint has in the comparison.
+
+    A checkpoint of a training run has the name of the run's folder. Any other drafter has the name
+    of the drafter's folder.
+    """
     folders = Path(checkpoint).parts
     if "checkpoints" in folders[1:]:
         return folders[folders.index("checkpoints") - 1]
@@ -22,9 +26,9 @@ def find_run_name(checkpoint: str) -> str:
 class CompareCommand(CommandWithData):
     """Evaluate several drafters with every tree method on the same prompts.
 
-    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the n-grams of the
-        sequence itself
-    out: folder for the table, the figure and the numbers
+    checkpoints: a list of drafter folders and training checkpoints. The entry lookup means a
+        drafter that proposes the continuation of an earlier n-gram of the sequence
+    out: folder for the table, the figure and the results as JSON
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
@@ -37,16 +41,19 @@ class CompareCommand(CommandWithData):
     out: str = "runs/comparison"
 
     def check(self) -> None:
-        """Raise ValueError without checkpoints, or for two checkpoints of the same run."""
+        """Raise ValueError for an empty list of checkpoints, or two checkpoints of the same run."""
         check_nested_options(self)
         if not self.checkpoints:
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
         if len(set(map(find_run_name, self.checkpoints))) < len(self.checkpoints):
-            raise ValueError(f"checkpoints={list(self.checkpoints)}: a run is listed twice")
+            raise ValueError(
+                f"checkpoints={list(self.checkpoints)}: two entries have the same run name; give "
+                "one checkpoint of each run"
+            )
 
 
 def run(config: CompareCommand) -> None:
-    """Evaluate the drafters, write the table and the picture, and print the table."""
+    """Evaluate the drafters. Write a table, a figure and the results, and print the table."""
     from data.prompts import select_evaluation_prompts
     from infer.evaluation.charts import build_budget_charts, render_charts
     from infer.evaluation.evaluate import evaluate
@@ -83,4 +90,4 @@ def run(config: CompareCommand) -> None:
     footer = f"{first.device}, {first.prompts} prompts.{cuts}"
     atomic_write(out / "comparison.md", f"{table}\n\n{footer}\n")
     atomic_write(out / "comparison.svg", render_charts(build_budget_charts(evaluations)))
-    print(f"{table}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")
+    print(f"{table}\n\ntable    {out / 'comparison.md'}\nfigure   {out / 'comparison.svg'}")

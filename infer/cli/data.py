@@ -1,4 +1,4 @@
-"""The command `data`: shows what a drafter would learn from a data set, without training."""
+"""The command `data`: shows which tokens of a data set a drafter would learn, without training."""
 
 import json
 import sys
@@ -12,15 +12,15 @@ from data.rows import DataConfig, refuse_embedded_answers
 from infer.cli.models import CommandWithTarget
 from infer.utils.checks import require_at_least
 
-EXAMPLES_IN_LENGTH_STATISTICS = 2000  # the first examples, whose lengths are reported
+EXAMPLES_IN_LENGTH_STATISTICS = 2000  # the lengths of this many first examples are reported
 
 
 @dataclass
 class DataCommand(CommandWithTarget):
-    """Print what a run would train on: counts, lengths, chat template variables, and a few packed
-    sequences.
+    """Print what a training run would learn from a data set: number and lengths of the examples,
+    chat template variables, and the tokenized text of a few examples.
 
-    show: number of packed sequences to print, with trained tokens between ⟦ and ⟧
+    show: number of examples to print, with learnt tokens between ⟦ and ⟧
     target: the target, whose tokenizer and chat template are used, see TargetConfig in
         infer/config.py
     data: the data set, see DataConfig in data/rows.py
@@ -37,7 +37,7 @@ class DataCommand(CommandWithTarget):
 
 
 def run(config: DataCommand) -> None:
-    """Print counts, lengths and some examples."""
+    """Print the number and lengths of the data set's examples, and the first examples."""
     from data.counts import ExampleError
     from data.packing import (
         load_mixed_examples,
@@ -60,32 +60,33 @@ def run(config: DataCommand) -> None:
     stored_examples = cast(Iterable[dict], load_mixed_examples(config.data).dataset)
     for stored in islice(stored_examples, EXAMPLES_IN_LENGTH_STATISTICS):
         example = json.loads(stored["row"])
-        with suppress(ExampleError):  # such examples are among the counts
-            # A length of sys.maxsize: not split to fit into packed sequences.
+        # Invalid examples are skipped here, because `prepared.counts` already reports them.
+        with suppress(ExampleError):
+            # The length sys.maxsize keeps long examples whole, where training would split them.
             sequences = tokenize_example(example, tokenizer, sys.maxsize)
             sample.append(SampledExample(example, sequences))
     print(*prepared.counts.format_lines(), sep="\n")
     packed_count = len(cast(Sized, prepared.dataset))
-    print(f"packed     {packed_count:,} rows of {config.data.length:,} tokens")
+    print(f"packed     {packed_count:,} sequences of {config.data.length:,} tokens")
     print("\n".join(describe_sample(sample, target.chat_template_kwargs)))
     for number, sampled in enumerate(sample[: config.show], 1):
         for ids, loss_mask in sampled.sequences:
-            print(f"\nrow {number}: {len(ids)} tokens, {sum(loss_mask)} learnt")
+            print(f"\nexample {number}: {len(ids)} tokens, {sum(loss_mask)} of them learnt")
             print(mark_learnt_text(tokenizer, ids, loss_mask))
 
 
 @dataclass
 class SampledExample:
-    """An example of the data, and (token ids, loss mask) of each of its sequences."""
+    """An example of the data set, with its tokenized sequences as pairs (token ids, loss mask)."""
 
     example: dict
     sequences: list[tuple[list[int], list[bool]]]
 
 
 def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iterator[str]:
-    """Yield lines about the kinds and lengths of sampled examples.
+    """Yield lines of text that describe the kinds and the lengths of sampled examples.
 
-    template_kwargs: the target's options of the chat template
+    template_kwargs: the chat template variables of the target's options
     """
     chats = [sampled.example["chat"] for sampled in sample if sampled.example["chat"]]
     texts = [sampled.example for sampled in sample if not sampled.example["chat"]]
@@ -105,26 +106,29 @@ def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iter
     median = lengths[len(lengths) // 2]
 
     yield (
-        f"sample     {len(sample):,} of the used examples: {len(chats):,} chats, "
+        f"sample     the first {len(sample):,} valid examples: {len(chats):,} chats and "
         f"{len(texts):,} other texts"
     )
     chats_with_options = sum(bool(chat["template"]) for chat in chats)
     yield (
-        f"template   options {template_kwargs or 'none'}; {chats_with_options:,} chats have "
-        "further ones"
+        f"template   chat template variables: {template_kwargs or 'none'}; {chats_with_options:,} "
+        "chats set further variables"
     )
     yield (
-        f"answers    {len(answers) + len(texts):,}, of which {cut_count:,} were cut by a limit: "
-        "learnt without an end"
+        f"answers    {len(answers) + len(texts):,}, of which {cut_count:,} were cut by a token "
+        "limit and have no end token"
     )
     yield (
-        f"tokens     {sum(lengths):,}, {learnt_tokens:,} of them learnt; a text has {median:,} "
-        f"(median), at most {lengths[-1]:,}"
+        f"tokens     {sum(lengths):,}, {learnt_tokens:,} of them learnt; tokens per sequence: "
+        f"median {median:,}, maximum {lengths[-1]:,}"
     )
 
 
 def mark_learnt_text(tokenizer: Any, ids: list[int], loss_mask: list[bool]) -> str:
-    """Return the text of a sequence, with the text that is learnt in brackets."""
+    """Return the text of a sequence in which the learnt parts are enclosed in ⟦ and ⟧.
+
+    loss_mask: for each token id, whether the token is learnt
+    """
     text = ""
     for is_learnt, group in groupby(zip(ids, loss_mask, strict=True), key=lambda pair: pair[1]):
         group_text = tokenizer.decode([token_id for token_id, _ in group])

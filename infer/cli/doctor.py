@@ -1,4 +1,5 @@
-"""The command `doctor`: why a drafter's acceptance is low, here or in another engine."""
+"""The command `doctor`: says why a drafter's drafts are rarely accepted, in our engine or in
+another one."""
 
 from dataclasses import dataclass
 
@@ -8,12 +9,12 @@ from infer.utils.progress import HEARTBEAT, report_activity
 
 @dataclass
 class DoctorCommand(CommandWithTarget):
-    """Find out why an engine accepts fewer drafts than the drafter's card reports.
+    """Find out why an engine accepts fewer draft tokens than the drafter's model card reports.
 
-    checkpoint: a drafter's folder, a training checkpoint, a hub id, or the name of a target whose
-        drafter this repository contains
-    url: address of a running engine with target and drafter, vLLM or ours; null: check only the
-        folder
+    checkpoint: a drafter's folder, a training checkpoint, a Hugging Face hub id, or the name of a
+        target whose drafter this repository contains
+    url: address of a running server of vLLM or of this project, which serves the target with the
+        drafter. null means that only our engine is tested, in this process
     target: see TargetConfig in infer/config.py
     """
 
@@ -27,7 +28,8 @@ class DoctorCommand(CommandWithTarget):
             raise ValueError(f"url={self.url}: give an address such as http://127.0.0.1:8000")
         if self.checkpoint == "lookup":
             raise ValueError(
-                f"checkpoint={self.checkpoint}: give a drafter's folder; lookup has no model card"
+                f"checkpoint={self.checkpoint}: lookup has no model card to compare with; give a "
+                "drafter's folder"
             )
 
 
@@ -35,7 +37,7 @@ DOCTOR_PROMPT_TOKENS = 64
 
 
 def run(config: DoctorCommand) -> None:
-    """Print a report. Exit with code 1 if it found a cause of low acceptance."""
+    """Print a report on the drafter. Exit with code 1 if it names a cause of low acceptance."""
     from data.prompts import load_outside_prompts
     from infer.doctor.engines import measure_engine, open_client
     from infer.doctor.examine import diagnose_drafter, format_diagnosis
@@ -46,8 +48,8 @@ def run(config: DoctorCommand) -> None:
     target, [drafter] = load_target_and_drafters(config.target, [config.checkpoint])
     if target.tokenizer is None:
         raise ValueError(
-            f"target.path={config.target.path}: the target has no tokenizer, which the prompts of "
-            "this command need"
+            f"target.path={config.target.path}: the target has no tokenizer, but this command "
+            "must tokenize prompts; give a target with a tokenizer"
         )
     if reference is None:
         texts = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, False)

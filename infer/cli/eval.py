@@ -1,5 +1,7 @@
-"""The command `eval`: measures a drafter on held-out prompts or on a suite of question sets, or a
-masked diffusion model."""
+"""The command `eval`: measures the speedup of a drafter or of a masked diffusion model.
+
+A drafter is measured on held-out prompts or on a suite of question sets.
+"""
 
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -32,18 +34,20 @@ class CommandWithData(CommandWithDrafter):
 @dataclass
 class EvalCommand(CommandWithData):
     """Evaluate a drafter on held-out prompts, as training does at a checkpoint, or on a suite of
-    question sets. For a masked diffusion model, which drafts for itself, measure its speedup.
+    question sets. If the target is a masked diffusion model, measure that model's speedup.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2); lookup: drafts from the n-grams of the sequence
-        itself; default: the drafter in the target's folder
-    out: folder for numbers and report
+        repository contains (embedded, smollm2). lookup means a drafter that proposes the
+        continuation of an earlier n-gram of the sequence. The default is the drafter in the
+        target's folder
+    out: folder for the report and the results as JSON
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     data: held-out prompts, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
-    suite: question sets instead of data, see SuiteConfig in data/suites.py; evaluation's options
-        apply, except those for prompts
+    suite: question sets that are used instead of data, see SuiteConfig in data/suites.py. The
+        options of evaluation apply to them, except evaluation.prompts,
+        evaluation.external_prompts and evaluation.max_prompt_tokens
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
     """
@@ -55,7 +59,7 @@ class EvalCommand(CommandWithData):
 
 
 def run(config: EvalCommand) -> None:
-    """Measure, write the numbers and the report, and print a table."""
+    """Measure the drafter, write the results and a report, and print a table."""
     if config.suite.name is not None:
         run_suite(config)
         return
@@ -106,7 +110,7 @@ def run(config: EvalCommand) -> None:
 
 
 def run_suite(config: EvalCommand) -> None:
-    """Measure a drafter on a suite of question sets, write the numbers and print a table."""
+    """Measure a drafter on a suite of question sets. Write the results and print a table."""
     from data.suites import load_suite
     from infer.evaluation.published import format_suite
     from infer.evaluation.suite import drafter_digest, evaluate_suite
@@ -116,10 +120,12 @@ def run_suite(config: EvalCommand) -> None:
     progress = Progress("asking", "questions")
     if is_masked_diffusion(config.target.path):
         raise ValueError(
-            f"suite={config.suite.name} works with causal targets only; evaluate a masked model on "
-            "prompts (data=jsonl)"
+            f"suite={config.suite.name} works with causal targets only, and "
+            f"target.path={config.target.path} is a masked diffusion model: evaluate it on "
+            "prompts with data=jsonl"
         )
-    # Raises an error for a missing checkpoint before anything is downloaded or loaded.
+    # The digest is not used. This call raises an error for a missing checkpoint before anything is
+    # downloaded or loaded.
     drafter_digest(config.checkpoint)
     suite = load_suite(config.suite)
     target, drafter = load_target_and_drafter(config.target, config.checkpoint, config.drafter)
@@ -136,4 +142,4 @@ def run_suite(config: EvalCommand) -> None:
     )
     table = format_suite(result)
     atomic_write(out / "suite.md", table + "\n")
-    print(f"{table}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
+    print(f"{table}\n\ntable    {out / 'suite.md'}\nresults  {out / 'suite.json'}")

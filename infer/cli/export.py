@@ -1,4 +1,4 @@
-"""The command `export`: writes a drafter in the layout of another engine."""
+"""The command `export`: writes a drafter in the file layout that another engine reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,22 @@ from infer.utils.checks import require_one_of
 
 @dataclass
 class ExportCommand(CommandWithTarget):
-    """Write a drafter in the layout of another engine (`hf upload <user>/<name> <out>` uploads it).
+    """Write a drafter in the file layout that another engine reads. The command
+    `hf upload <user>/<name> <out>` then uploads it to the Hugging Face hub.
 
-    checkpoint: any drafter that load_drafter reads
-    format: dflash: for vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a
-        Markov head, and a Markov head or a GRU; speculators: for vLLM; transformers: for its own
-        `generate`, version 5.23 or later; gguf: for llama.cpp
-    converter: for gguf: path of llama.cpp's convert_hf_to_gguf.py; null: found on PATH
-    out: a new or empty folder
-    license: the drafter's license for its model card, such as apache-2.0; null: the card names none
-    base_model: the target's name on the hub for the model card; null: target.path
-    target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
+    checkpoint: the drafter, in any layout that load_drafter reads
+    format: the layout. dflash is for vLLM and SGLang. dflash2 is dflash for drafters with a
+        selector head, dspark for drafters with a Markov head, and specforge for drafters with a
+        Markov or GRU head. speculators is for vLLM. transformers is for the method `generate` of
+        transformers 5.23 or later. gguf is for llama.cpp
+    converter: path of llama.cpp's script convert_hf_to_gguf.py, for format=gguf. null means that
+        the script is searched on PATH
+    out: a new or empty folder for the export
+    license: the drafter's license that the model card names, such as apache-2.0. null means that
+        the card names no license
+    base_model: the target's name on the hub, for the model card. null means target.path
+    target: see TargetConfig in infer/config.py. The formats speculators and dspark store the
+        embedding and the output head of the target
     """
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
@@ -38,15 +43,16 @@ class ExportCommand(CommandWithTarget):
         if not self.out:
             raise ValueError("out is empty: give a folder")
         if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
-            raise ValueError(f"out={self.out}: that folder is not empty, choose another")
+            raise ValueError(f"out={self.out}: this folder is not empty; choose another folder")
         if self.converter is not None and self.format != "gguf":
             raise ValueError(
-                f"converter={self.converter} works with format=gguf only: leave it out"
+                f"converter={self.converter} works with format=gguf only, not with "
+                f"format={self.format}: remove converter"
             )
 
 
 def run(config: ExportCommand) -> None:
-    """Write the export with a model card, and print which engines would load it."""
+    """Write the exported drafter and a model card, and print which engines can load the drafter."""
     from infer import load_drafter, load_target
     from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
@@ -68,7 +74,8 @@ def run(config: ExportCommand) -> None:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
     if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
-        # Without decoder layers: only the embedding and the head are exported.
+        # The empty tuple loads no decoder layers, because only the target's embedding and output
+        # head are exported.
         target = load_target(
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
@@ -86,8 +93,7 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint has no "
-            "evaluation with "
-            "greedy chains on prompts from outside its data (evaluation.external_prompts above 0). "
-            "./launch.sh doctor measures them itself."
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the checkpoint was not evaluated with "
+            "greedy chains on external prompts (evaluation.external_prompts above 0). "
+            "./launch.sh doctor measures the acceptance on such prompts itself."
         )

@@ -1,4 +1,4 @@
-"""The command `generate`: answers or continues one prompt."""
+"""The command `generate`: lets the target answer or continue one prompt."""
 
 import sys
 from contextlib import redirect_stdout
@@ -17,14 +17,15 @@ from infer.utils.checks import TEXT_OR_FILE_METADATA_KEY, check_nested_options
 
 @dataclass
 class GenerateCommand(CommandWithDrafter):
-    """Generate the output for one prompt, and print rounds and tokens/s.
+    """Generate the output for one prompt. Print it, the number of decoding rounds and tokens/s.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2); default: the drafter in the target's folder
-    prompt: the prompt (--prompt TEXT takes it without Hydra's quoting rules); @file: read it from a
-        file; -: read it from standard input
-    chat: use the target's chat template; false: continue the prompt as text; null: use it if the
-        target has one that adds more than the messages
+        repository contains (embedded, smollm2). The default is the drafter in the target's folder
+    prompt: the prompt. With --prompt TEXT instead of prompt=TEXT, Hydra's quoting rules do not
+        apply. @file reads the prompt from a file, and - from standard input
+    chat: true makes the prompt a user message in the target's chat template. false continues the
+        prompt as text. null means true if the target has a chat template that adds text to a
+        message, else false
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
@@ -48,7 +49,7 @@ class GenerateCommand(CommandWithDrafter):
 
 
 def has_chat_template(target: Any) -> bool:
-    """Return whether the chat template of a target adds anything to the messages."""
+    """Return whether a target has a chat template that adds text to a message."""
     from infer.api import encode_prompt
 
     if getattr(target.tokenizer, "chat_template", None) is None:
@@ -58,11 +59,11 @@ def has_chat_template(target: Any) -> bool:
 
 
 def run(config: GenerateCommand) -> None:
-    """Print the output to stdout and its statistics to stderr."""
+    """Generate the output, print it to stdout, and print its statistics to stderr."""
     options = resolve_decode_options(config.target, config.decoding, config.masked)
     checkpoint = config.checkpoint if config.decoding.uses_drafter else None
-    # Libraries must not print to stdout, which has only the output. Saving an int8 cache, for
-    # example, imports DeepSpeed, which prints a warning.
+    # Only the output goes to stdout, so what libraries print goes to stderr. Saving an int8 cache,
+    # for example, imports DeepSpeed, which prints a warning.
     with redirect_stdout(sys.stderr):
         from infer import Generation, generate
 

@@ -1,4 +1,4 @@
-"""What several commands need: shared options, and loading a target and its drafters."""
+"""Options that several commands share, and functions that load a target and its drafters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,22 +16,24 @@ from infer.targets.masked_models import (
 from infer.utils.checks import check_nested_options
 
 if TYPE_CHECKING:
-    # Stands for the options of an optional package, which no other module may import.
+    # The type checker sees this class instead of the real one, which is in an optional package
+    # that no other module may import.
     MaskedConfig = NoOptions
 else:
     MaskedConfig = masked_diffusion_options_class()
 
+# Values of the drafter options that have no effect without a drafter.
 OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
 
 
 @dataclass
 class CommandWithTarget:
-    """Options of a command that uses a target. OPTION_SECTIONS_TAKEN_FROM_RUN: options that are
-    taken from the training run of the checkpoint, unless they are given.
+    """Options of a command that uses a target.
 
     target: see TargetConfig in infer/config.py
     """
 
+    # Option groups that default to those of the training run that wrote the checkpoint.
     OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
@@ -53,10 +55,11 @@ class CommandWithDrafter(CommandWithTarget):
 def resolve_decode_options(
     target_config: TargetConfig, decoding: DecodeOptions, masked: MaskedConfig
 ) -> Any:
-    """Return the options of `infer.generate` for a target.
+    """Return the options with which `infer.generate` decodes the target.
 
-    These are `decoding`, or for a masked diffusion model the options of its optional package.
-    Raises ValueError for options that a masked diffusion model does not support.
+    For a causal target they are `decoding`. For a masked diffusion model they are a `MaskedOptions`
+    object with the values of `decoding` and `masked`. Raises ValueError for options in `decoding`
+    that a masked diffusion model does not support.
     """
     if is_masked_diffusion(target_config.path):
         return resolve_name(MASKED_DIFFUSION_TARGET_KIND.merge_options)(decoding, masked)
@@ -66,13 +69,13 @@ def resolve_decode_options(
 def load_target_and_drafter(
     target_config: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None
 ) -> tuple[Any, Any]:
-    """Load a target and its drafter, the drafter in the target's dtype.
+    """Load a target, and a drafter with the dtype of the target.
 
-    checkpoint: None: no drafter
-    options: how the drafter is loaded
+    checkpoint: the drafter's folder or name; None means that no drafter is loaded
+    options: how the drafter is loaded; None means the default options
 
-    Returns (target, drafter). The drafter is None without a checkpoint, and for a masked diffusion
-    model. Raises ValueError as `load_target_and_drafters` does.
+    Returns (target, drafter). The drafter is None if `checkpoint` is None, and for a masked
+    diffusion model. Raises ValueError as `load_target_and_drafters` does.
     """
     if is_masked_diffusion(target_config.path):
         load_masked = resolve_name(MASKED_DIFFUSION_TARGET_KIND.load)
@@ -91,21 +94,25 @@ def load_target_and_drafter(
 def load_target_and_drafters(
     target_config: TargetConfig, checkpoints: list[str], options: LoadedConfig | None = None
 ) -> tuple[Any, list[Any]]:
-    """Load a causal target and drafters for it, in the target's dtype.
+    """Load a causal target, and drafters with the dtype of the target.
 
-    The drafters are loaded first, because errors in them are then reported sooner. The options of
-    the chat template (`chat_template_kwargs`) are those of the target's options, or else those of
-    the training of the first drafter that has any.
+    The drafters are loaded first, so that errors in them are reported sooner. The chat template
+    variables come from `target_config.chat_template_kwargs`. If that is empty, they come from the
+    first drafter that was trained with such variables.
 
-    Raises ValueError for a drafter that does not fit the target, for int8 on a dtype or device that
-    does not support it, for options of a drafter that is not loaded, and for a masked diffusion
-    model.
+    checkpoints: the drafters' folders or names
+    options: how the drafters are loaded; None means the default options
+
+    Returns (target, drafters). Raises ValueError for a drafter that does not fit the target, for
+    int8 with a dtype or device that does not support it, for drafter options although no drafter is
+    loaded, and for a masked diffusion model.
     """
     from infer.targets.loading import load_configured_target
 
     if is_masked_diffusion(target_config.path):
         raise ValueError(
-            f"target.path={target_config.path}: a masked diffusion model has no drafter"
+            f"target.path={target_config.path} is a masked diffusion model, which cannot be used "
+            "with a drafter: give a causal target"
         )
     drafters = _load_drafters(target_config, checkpoints, options or LoadedConfig())
     template_kwargs = target_config.chat_template_kwargs
@@ -121,7 +128,10 @@ def load_target_and_drafters(
 def _load_drafters(
     target_config: TargetConfig, checkpoints: Sequence[str], options: LoadedConfig
 ) -> list[Any]:
-    """Load drafters in the dtype and on the device that the target will have."""
+    """Load drafters with the dtype and on the device that the target will have.
+
+    Raises ValueError for options that are set although no checkpoint is a trained drafter.
+    """
     from infer.formats.checkpoint import load_drafter
     from infer.targets.loading import load_config, resolve_device, resolve_dtype
 
@@ -136,7 +146,8 @@ def _load_drafters(
     has_drafter_model = any(checkpoint != PROMPT_LOOKUP_FAMILY.name for checkpoint in checkpoints)
     if set_options and not has_drafter_model:
         raise ValueError(
-            f"{' '.join(set_options)}: leave it out, baseline decoding and lookup load no drafter"
+            f"{' '.join(set_options)} has no effect, because baseline decoding and lookup load no "
+            f"drafter: remove {' '.join(set_options)}"
         )
     if not checkpoints:
         return []

@@ -1,4 +1,7 @@
-"""The command `ngram`: counts the n-grams of a data set, for trees that score paths with them."""
+"""The command `ngram`: counts the n-grams of a data set.
+
+Some tree methods use the counts to score the paths of a draft tree.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +13,15 @@ from infer.utils.checks import require_at_least
 
 @dataclass
 class NgramCommand(CommandWithTarget):
-    """Count n-grams of token ids, for draft trees that score paths by them.
+    """Count the n-grams of token ids in a data set, and write an n-gram file. Tree methods such as
+    continuity use it to score the paths of a draft tree.
 
-    out: the file that is written
-    order: tokens of the longest n-grams; null: as many as a 64-bit key can hold, at most 6
-    min_count: n-grams that occur fewer times are left out
+    out: the n-gram file that is written
+    order: number of tokens of the longest n-grams. null means as many as fit into a 64-bit key, at
+        most 6
+    min_count: n-grams that occur less often are left out
     target: the target, whose tokenizer is used, see TargetConfig in infer/config.py
-    data: the text to count, see DataConfig in data/rows.py
+    data: the data set whose n-grams are counted, see DataConfig in data/rows.py
     """
 
     out: str = "runs/ngrams"
@@ -31,7 +36,7 @@ class NgramCommand(CommandWithTarget):
 
 
 def run(config: NgramCommand) -> None:
-    """Count n-grams, write the file and print its size."""
+    """Count the n-grams, write the n-gram file, and print how large it is."""
     from data.counts import ExampleCounts
     from data.packing import tokenize_documents
     from infer.ngrams.count import count_ngrams, default_ngram_order
@@ -55,6 +60,6 @@ def run(config: NgramCommand) -> None:
     nodes = sum(model.nodes)
     print(
         f"{out}: {model.num_tokens:,} tokens, {nodes:,} n-grams of up to {model.order} tokens, "
-        f"{model.size_bytes / 1e6:,.1f} MB ({model.size_bytes / nodes:.1f} bytes each); "
-        f"use it with continuity={out}"
+        f"{model.size_bytes / 1e6:,.1f} MB ({model.size_bytes / nodes:.1f} bytes each); use it "
+        f"with continuity={out}"
     )

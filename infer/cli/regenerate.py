@@ -1,4 +1,4 @@
-"""The command `regenerate`: lets the target generate the answers of a data set again."""
+"""The command `regenerate`: replaces the answers of a data set by answers of the target."""
 
 import json
 import sys
@@ -22,20 +22,22 @@ from infer.utils.checks import check_nested_options, require_at_least, require_p
 if TYPE_CHECKING:
     from infer.serving.regeneration_task import PromptExample
 
-TEXT_PREFIX_TOKENS_AS_PROMPT = 96  # first tokens of a text without a prompt, used as its prompt
-MAX_FAILED_EXAMPLES = 100  # more end the run
+TEXT_PREFIX_TOKENS_AS_PROMPT = (
+    96  # in a text without a prompt, this many first tokens are the prompt
+)
+MAX_FAILED_EXAMPLES = 100  # the run ends with an error if more examples fail
 
 
 @dataclass
 class QuestionsConfig:
-    """How the target writes questions, with data=self: data.max_examples of them, with
-    decoding.seed.
+    """How the target writes the questions that it then answers, with data=self. The number of
+    questions is data.max_examples, and the seed of sampling is decoding.seed.
 
-    system: system prompts of the chats, used in rotation; empty: what the chat template adds by
-        itself
+    system: system prompts of the chats, used in rotation. An empty list means the system prompt
+        that the chat template adds by default, if it has one
     temperature: sampling temperature, above 0
-    top_p: sample from the most likely tokens whose probabilities add up to this value
-    length_range: minimum and maximum tokens of a question
+    top_p: sample only from the most likely tokens whose probabilities add up to this value
+    length_range: minimum and maximum number of tokens of a question
     """
 
     system: list[str] = field(default_factory=list)
@@ -45,7 +47,7 @@ class QuestionsConfig:
 
     @property
     def text(self) -> TextOptions:
-        """How a question is generated."""
+        """The options with which a question is generated."""
         return TextOptions(
             max_new_tokens=self.length_range[-1],
             loop_period=MAX_LOOP_PERIOD_TOKENS,
@@ -58,8 +60,8 @@ class QuestionsConfig:
         require_positive(self, "questions.", "temperature")
         if len(self.length_range) != 2 or not 1 <= self.length_range[0] <= self.length_range[1]:
             raise ValueError(
-                f"questions.length_range={self.length_range}: give the minimum and the maximum, "
-                "such as [4,128]"
+                f"questions.length_range={self.length_range}: give the minimum and the maximum "
+                "number of tokens, such as [4,128]"
             )
         self.text.check()
 
@@ -69,17 +71,18 @@ class RegenerateCommand(CommandWithTarget):
     """Let the target write new answers for the prompts of a data set, as training data for a
     drafter.
 
-    out: the file that is written, one line per example in the order of the data set; a run that was
-        stopped is resumed
+    out: the JSON lines file that is written, with one line per example in the order of the data
+        set. If an earlier run with the same options was stopped, this run continues it
     checkpoint: a drafter that makes generation faster, for decoding.method=chain or ddtree
-    server: an OpenAI-compatible server to use instead of our engine, such as http://host:8000/v1
-    max_concurrent_requests: number of concurrent requests to the server
-    shard: which part of the data set to answer: 2/8 is the second of eight equal parts
-    max_length: maximum tokens of prompt and answer together in our engine; longer chats are cut
-        there; null: enough for all
+    server: address of an OpenAI-compatible server that is used instead of our engine, such as
+        http://host:8000/v1. null means our engine
+    max_concurrent_requests: maximum number of requests that the server runs at the same time
+    shard: the part of the data set that is answered; 2/8 is the second of eight equal parts
+    max_length: maximum number of tokens of a prompt and its answers together in our engine. Longer
+        chats end at this length. null means as many as the longest example needs
     target: see TargetConfig in infer/config.py
-    data: the prompts, see DataConfig in data/rows.py
-    questions: how questions are written with data=self, see QuestionsConfig
+    data: the data set with the prompts, see DataConfig in data/rows.py
+    questions: how the target writes questions with data=self, see QuestionsConfig in this file
     decoding: see DecodeOptions in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
@@ -98,14 +101,14 @@ class RegenerateCommand(CommandWithTarget):
 
     @property
     def shard_position(self) -> tuple[int, int]:
-        """The number of this shard, from 1, and the number of shards.
+        """The number of this shard and the number of shards; the first shard has the number 1.
 
         Raises ValueError for a malformed `shard`.
         """
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
             raise ValueError(
-                f"shard={self.shard}: give i/n, such as 2/8 for the second of eight parts"
+                f"shard={self.shard}: give number/count, such as 2/8 for the second of eight parts"
             )
         return int(number), int(count)
 
@@ -114,15 +117,15 @@ class RegenerateCommand(CommandWithTarget):
         check_nested_options(self)
         if self.server is None and self.checkpoint is None and self.decoding.uses_drafter:
             raise ValueError(
-                f"decoding.method={self.decoding.method} needs checkpoint=...; use decoding=plain "
-                "to decode without a drafter"
+                f"decoding.method={self.decoding.method} needs a drafter: give checkpoint=..., or "
+                "decoding=plain to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
         self.shard_position  # noqa: B018  raises ValueError
 
 
 def run(config: RegenerateCommand) -> None:
-    """Write the answers, and print how many there are."""
+    """Generate the answers, write them to `config.out`, and print how many there are."""
     from infer.utils.files import hold_lock_file
 
     out = Path(config.out)
@@ -133,14 +136,19 @@ def run(config: RegenerateCommand) -> None:
 
 
 class Regeneration:
-    """What `regenerate` needs to answer examples: the tokenizer, and an engine or a server.
+    """A run of the command `regenerate`: its options, the tokenizer, and the loaded target.
 
-    identity: identifies the target in the settings that are stored with the answers
-    openings: with data=self, how the chats begin, one for each system prompt
+    identity: a description of the target by digests, which is stored with the answers
+    openings: the beginnings of the chats whose questions the target writes, one for each system
+        prompt; empty unless data=self
     """
 
     def __init__(self, config: RegenerateCommand) -> None:
-        """Load the tokenizer, and the target unless a server has it. Raises ValueError."""
+        """Load the tokenizer. Load the target and the drafter, too, unless a server is used.
+
+        Raises ValueError for invalid data, a chat template that does not fit data=self, or a target
+        or drafter that cannot be loaded.
+        """
         from data.questions import build_question_prompt
         from infer.targets.identity import target_identity
         from infer.targets.loading import load_tokenizer
@@ -164,7 +172,8 @@ class Regeneration:
             )
             self.identity: dict = {"tokenizer": tokenizer_digest(self.tokenizer)}
         if self.generates_questions:
-            # Before the weights are loaded: it raises ValueError for unsuitable chat templates.
+            # This raises ValueError for an unsuitable chat template, so it runs before the weights
+            # are loaded.
             for system_prompt in config.questions.system or [None]:
                 self.openings.append(build_question_prompt(self.tokenizer, system_prompt))
         if config.server is not None:
@@ -172,8 +181,9 @@ class Regeneration:
 
         decoding = config.decoding
         if not decoding.uses_drafter:
-            # The limit of positions keeps the time between two tokens short, and nobody waits for
-            # the next token here. With trees, it also limits what many rows compute.
+            # The limit of positions per step keeps the time between two tokens short. Nobody waits
+            # for the next token here, so baseline decoding needs no limit. With a drafter, the
+            # limit stays, because it also bounds the draft trees of a large batch.
             decoding = replace(decoding, max_num_batched_tokens=None)
         self.options = resolve_decode_options(target_config, decoding, config.masked)
         checkpoint = config.checkpoint if config.decoding.uses_drafter else None
@@ -182,9 +192,10 @@ class Regeneration:
         self.identity = target_identity(target_config.path, tokenizer_digest(self.tokenizer))
 
     def write_answers(self, out: Path) -> dict[str, int]:
-        """Write the answers to `out`, with data=self after the questions.
+        """Generate the answers and write them to `out`.
 
-        Returns {"answers": count, "failed": count}.
+        With data=self, the target first writes the questions, to the file `out`.questions. Returns
+        {"answers": number of answered examples, "failed": number of failed examples}.
         """
         if not self.generates_questions:
             return self.answer_examples(
@@ -205,9 +216,12 @@ class Regeneration:
     def answer_examples(
         self, load_examples: "Callable[[], Iterator[PromptExample]]", options: Any, out: Path
     ) -> dict[str, int]:
-        """Write the target's answers to examples.
+        """Generate the target's answers to examples, and write them to `out`.
 
-        `load_examples` returns the same examples at every call.
+        load_examples: returns an iterator over the examples, which are the same at every call
+        options: how the answers are generated
+
+        Returns {"answers": number of answered examples, "failed": number of failed examples}.
         """
         from infer.serving.clients import OpenAIClient
         from infer.serving.regenerate import (
@@ -236,7 +250,10 @@ class Regeneration:
         )
 
     def answer_settings(self, options: Any, examples_digest: str) -> dict:
-        """Return everything that determines the answers, for the file of settings."""
+        """Return everything that determines the answers.
+
+        It is stored in the settings file, so that a later run continues only its own answers.
+        """
         from infer.serving.regenerate import select_output_options
 
         config = self.config
@@ -254,15 +271,18 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # Without data.max_examples and the number of examples. A larger limit continues the
-            # file, because the first questions are the same.
+            # data.max_examples and the number of examples are left out. A run with a larger
+            # data.max_examples may continue the file, because the first questions are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None
         return settings
 
     def prompt_end(self, example: "PromptExample") -> str:
-        """Return the text with which the chat template begins an answer; "" for a text example."""
+        """Return the text with which the chat template begins an answer.
+
+        This is the end of every prompt of a chat. For an example that is a text, it is "".
+        """
         from data.template import detect_template_markers
 
         return (
@@ -275,7 +295,8 @@ class Regeneration:
 def print_question_counts(data: DataConfig) -> None:
     """Print to stderr how many questions a data set has.
 
-    Called before a model is loaded. Raises ValueError if there are none, or too many invalid ones.
+    It is called before a model is loaded. Raises ValueError if the data set has no questions or too
+    many invalid examples.
     """
     from data.counts import ExampleCounts
     from data.rows import read_questions
@@ -287,7 +308,12 @@ def print_question_counts(data: DataConfig) -> None:
 
 
 def make_opening_examples(config: RegenerateCommand, openings: list) -> "Iterator[PromptExample]":
-    """Yield the prompts of this shard that the target continues with a question."""
+    """Yield the examples of this shard whose prompt ends where a user's question begins.
+
+    The target continues each of them with a question.
+
+    openings: the beginnings of the chats, used in rotation
+    """
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
@@ -299,11 +325,14 @@ def make_opening_examples(config: RegenerateCommand, openings: list) -> "Iterato
 def load_question_examples(
     config: RegenerateCommand, openings: list, tokenizer: Any, question_file: Path
 ) -> "list[PromptExample]":
-    """Return the generated questions that are worth an answer, as chats.
+    """Return the generated questions as chats that the target has to answer.
 
-    question_file: the answers to `make_opening_examples`
+    Unsuitable questions, such as duplicates, are left out.
 
-    Raises ValueError if there is none.
+    openings: the beginnings of the chats, used in rotation
+    question_file: the questions that the target generated from `make_opening_examples`
+
+    Raises ValueError if no question is suitable.
     """
     from data.questions import filter_questions
     from infer.serving.regeneration_task import PromptExample
@@ -314,13 +343,14 @@ def load_question_examples(
         )
     dropped_counts = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
     print(
-        f"data=self: {len(selected)} questions to answer{dropped_counts}; all of them are in "
-        f"{question_file}",
+        f"data=self: {len(selected)} questions to answer{dropped_counts}; {question_file} "
+        "contains all generated questions",
         file=sys.stderr,
     )
     if not selected:
         raise ValueError(
-            f"data=self: none of the generated questions can be answered, see {question_file}"
+            f"data=self: none of the generated questions is suitable; see {question_file}, and "
+            "change questions.temperature, questions.top_p or questions.length_range"
         )
     template_options = config.target.chat_template_kwargs
     examples = []
@@ -332,10 +362,10 @@ def load_question_examples(
 
 
 def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[PromptExample]":
-    """Yield the examples of the data that belong to this shard.
+    """Yield the examples of the data set that belong to this shard.
 
-    Options of the chat template are those of the example, overridden by
-    target.chat_template_kwargs.
+    The chat template variables are those of the example. target.chat_template_kwargs replaces the
+    values of variables that both set.
     """
     from data.rows import read_questions
     from infer.serving.regeneration_task import PromptExample
@@ -359,9 +389,11 @@ def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[P
 def compute_required_capacity(
     examples: "Iterator[PromptExample]", target: Any, max_new_tokens: int
 ) -> int:
-    """Return the positions that the longest example needs with all its answers.
+    """Return how many positions of the KV cache the longest example needs with all its answers.
 
-    max_new_tokens: limit of one answer
+    The number is at most the target's limit of positions.
+
+    max_new_tokens: maximum number of tokens of one answer
     """
     from infer.api import encode_prompt, max_positions
 

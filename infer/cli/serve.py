@@ -1,4 +1,4 @@
-"""The command `serve`: a target and its drafter behind OpenAI's HTTP API."""
+"""The command `serve`: serves a target and its drafter with OpenAI's HTTP API."""
 
 import resource
 import sys
@@ -21,7 +21,7 @@ class ServeCommand(CommandWithDrafter):
     """Serve a target and its drafter over HTTP.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2); default: the drafter in the target's folder
+        repository contains (embedded, smollm2). The default is the drafter in the target's folder
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
@@ -39,7 +39,11 @@ class ServeCommand(CommandWithDrafter):
 
 
 def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
-    """Load target and drafter. Returns their engine and a line that describes the server."""
+    """Load the target and the drafter, and open an engine for them.
+
+    Returns (engine, description), where the description is a line for the user with the model, the
+    address and the limits.
+    """
     from infer import open_engine
     from infer.api import max_positions
 
@@ -58,7 +62,7 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
     description = (
         f"{server.model_name or target.name} at {server.url}/v1: "
         f"{decoding.describe_method(drafter)}, {decoding.max_num_seqs} sequences at a time, "
-        f"{capacity} tokens each"
+        f"{capacity} tokens per sequence"
     )
     return engine, description
 
@@ -67,8 +71,9 @@ def run(config: ServeCommand) -> None:
     """Serve until interrupted, and print the address when the server accepts connections."""
     from infer.serving.server import serve
 
-    # OpenMP's threads belong to the thread that loads, and end with it. If they stayed beside those
-    # of the engine's thread, both sets would go to sleep between any two loops (LOG.md).
+    # Target and drafter are loaded in a separate thread, and the OpenMP threads that loading
+    # starts end together with it. If they kept running beside the OpenMP threads of the engine,
+    # both groups of threads would go to sleep between any two loops (see LOG.md).
     with ThreadPoolExecutor(1) as loader:
         engine, description = loader.submit(open_served_engine, config).result()
     HEARTBEAT.set_activity(None)

@@ -1,4 +1,7 @@
-"""`doctor`: find out why a drafter's acceptance is low, in a folder or in a running engine.
+"""The command `doctor` finds out why a drafter's drafts are rarely accepted, in our engine or in
+another one that is running.
 
-An optional package: only infer/cli/doctor.py imports it, and is removed together with it. Its
-allowed imports are in a table in tests/test_layout.py. Start with examine.py, then causes.py."""
+This package is optional. Only infer/cli/doctor.py imports it, and that file is removed together
+with it. A table in tests/test_layout.py lists what the package may import. Read examine.py first,
+and then causes.py.
+"""

@@ -1,8 +1,10 @@
-"""The table of known causes of low acceptance: for each, how to detect it directly or which
-variations of the drafter to replay, and what to do about it.
+"""The table of known causes of low acceptance, with advice for each cause.
 
-A variation explains a difference to the extent that it brings the acceptance here to the one that
-was measured elsewhere: on the drafter's card, or in an engine."""
+Some causes are detected directly. For others, variations of the drafter are replayed
+(infer/doctor/variations.py). A variation explains a difference between two measurements if the
+acceptance that it has in our engine is close to the acceptance on the drafter's card, or in the
+other engine.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,18 +28,26 @@ from infer.drafters.base import Drafter, limit_attention_window
 from infer.evaluation.results import AcceptanceCounts, ReferenceAnswer
 from infer.targets.target import Target
 
-# Share of the answers' tokens that must be the target's own greedy choice. Rounding alone leaves a
-# higher share.
+# If a smaller share of the answers' tokens is the target's greedy choice, the answers come from
+# another target. Rounding errors alone leave a higher share.
 MIN_TARGET_GREEDY_AGREEMENT_SHARE = 0.98
-# Without a card, another reading of the drafter must accept so many times the drafts.
+# Without a model card, a variation counts as better than the drafter if it accepts at least this
+# many times as many draft tokens.
 MIN_DOCTOR_ACCEPTANCE_GAIN_RATIO = 1.25
-LONG_CONTEXT_ANSWER_TOKENS = 512  # replayed at the end of a long context
-DOCTOR_SHORT_WINDOW_TOKENS = 256  # what the drafter sees there instead of the whole context
+LONG_CONTEXT_ANSWER_TOKENS = 512  # number of tokens that are replayed after a long context
+DOCTOR_SHORT_WINDOW_TOKENS = (
+    256  # the drafter is also replayed with attention to only so many tokens
+)
 
 
 def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) -> int:
-    """Count the prompts, either chats or plain text, that are tokenized differently from the
-    reference: by the target's tokenizer here, or by the engine, which reports their length only."""
+    """Count the prompts whose token ids differ from those of the reference.
+
+    If an engine was measured, the lengths of the prompts are compared, because engines report only
+    these. Otherwise the prompts are tokenized here with the target's tokenizer.
+
+    chat: true counts the chats, and false the plain texts
+    """
     mismatches = 0
     for i, answer in enumerate(comparison.reference.answers):
         if answer.chat != chat:
@@ -50,8 +60,10 @@ def count_tokenization_mismatches(comparison: AcceptanceComparison, chat: bool) 
 
 
 def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int]:
-    """Return a reference prompt as tokenized now; no tokens if the target has no chat template for
-    it."""
+    """Tokenize a reference prompt with the target's tokenizer, and return the token ids.
+
+    Returns an empty list for a chat if the target has no chat template.
+    """
     prompt = answer.prompt_text
     with suppress(ValueError):
         if answer.chat:
@@ -61,7 +73,10 @@ def encode_reference_prompt(target: Target, answer: ReferenceAnswer) -> list[int
 
 
 def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
-    """Describe plain prompts with other token ids, or answers whose ids decode to other text."""
+    """Detect another tokenizer, and describe the evidence. Return None if there is none.
+
+    The evidence is plain prompts with other token ids, or answers whose ids decode to other text.
+    """
     mismatches = count_tokenization_mismatches(comparison, chat=False)
     if mismatches:
         return f"{mismatches} of its plain prompts are other tokens"
@@ -79,14 +94,21 @@ def detect_tokenizer(comparison: AcceptanceComparison) -> str | None:
 
 
 def detect_template(comparison: AcceptanceComparison) -> str | None:
-    """Describe chats with other token ids."""
+    """Detect another chat template, and describe the evidence. Return None if there is none.
+
+    The evidence is chats with other token ids.
+    """
     mismatches = count_tokenization_mismatches(comparison, chat=True)
     return f"{mismatches} of its chats are other tokens" if mismatches else None
 
 
 def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
-    """Describe an engine with low acceptance that drafts fewer or more tokens than a block has,
-    with or without the anchor's slot."""
+    """Detect an engine that drafts fewer or more tokens per round than a block has.
+
+    Returns a description, or None if the number of drafts is right or acceptance is not low. Both
+    block_size - 1 and block_size drafted tokens are right, because the position of the bonus token
+    may draft, too.
+    """
     if comparison.engine is None or not comparison.is_low:
         return None
     draft_length = comparison.drafter.block_size - 1
@@ -97,7 +119,10 @@ def detect_draft_length(comparison: AcceptanceComparison) -> str | None:
 
 
 def detect_other_target(comparison: AcceptanceComparison) -> str | None:
-    """Describe answers with too many tokens that are not the target's own greedy choice."""
+    """Detect answers that come from another target, and describe the evidence.
+
+    Returns None if nearly all tokens of the answers are the target's greedy choice.
+    """
     agreement = comparison.target_agreement
     if agreement >= MIN_TARGET_GREEDY_AGREEMENT_SHARE:
         return None
@@ -105,8 +130,11 @@ def detect_other_target(comparison: AcceptanceComparison) -> str | None:
 
 
 def detect_prefix_cache(comparison: AcceptanceComparison) -> str | None:
-    """Describe an engine that accepts fewer drafts when a prompt comes from its prefix cache: the
-    target does not run on such a prompt, so that the drafter gets no features of it."""
+    """Detect an engine that accepts fewer draft tokens if a prompt is in its prefix cache.
+
+    The target does not run on such a prompt, so an engine may not give the drafter the features of
+    the prompt. Returns a description, or None if acceptance is as high as without the cache.
+    """
     if comparison.engine is None or not comparison.is_comparable:
         return None
     first = AcceptanceCounts.pool(comparison.engine.acceptance_by_answer)
@@ -120,8 +148,12 @@ def detect_prefix_cache(comparison: AcceptanceComparison) -> str | None:
 
 
 def detect_long_context(comparison: AcceptanceComparison) -> str | None:
-    """Describe a drafter that accepts fewer drafts after a long context, all answers in a row, than
-    if it sees only the end of it: more context than it was trained with distracts it."""
+    """Detect a drafter whose acceptance is low after a context longer than in its training.
+
+    All prompts and answers are joined to a long context. The acceptance at its end is compared with
+    that of the same drafter with a sliding window. Returns a description if the window accepts many
+    more draft tokens, else None.
+    """
     target = comparison.target
     drafter = comparison.drafter
     ids = []
@@ -149,34 +181,40 @@ def detect_long_context(comparison: AcceptanceComparison) -> str | None:
         return None
     return (
         f"{1 + full_context.mean_accepted:.2f} tokens a round after {context_length} others, "
-        f"{1 + short_window.mean_accepted:.2f} where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
+        f"{1 + short_window.mean_accepted:.2f} "
+        f"where it sees the last {DOCTOR_SHORT_WINDOW_TOKENS}"
     )
 
 
-# Advice: {checkpoint} and {target} are filled in, and {} stands for the variation's label.
+# In the advice, {checkpoint}, {target} and {} are replaced by the path of the drafter, the name of
+# the target, and the label of the variation.
 RETRAIN_DRAFTER_ADVICE = (
-    "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl "
-    "data.path=<texts that this target wrote> name=adapted (docs/training.md, another fine-tune)"
+    "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl data.path=<texts that "
+    "this target wrote> name=adapted (docs/training.md, another fine-tune)"
 )
 EDIT_CONFIG_ADVICE = (
     "write it into config.json of the drafter's folder ({}), or export it again from its checkpoint"
 )
 REEXPORT_ADVICE = (
-    "the engine reads the folder otherwise ({}): export it in the format that the engine knows, or "
-    "update it"
+    "the engine reads the folder otherwise ({}): export it in the format that the engine knows, "
+    "or update it"
 )
 
 
 @dataclass(frozen=True)
 class LowAcceptanceCause:
-    """A known cause of low acceptance: one row of the table."""
+    """A known cause of low acceptance.
+
+    detect: returns a sentence that describes the evidence for this cause, or None if there is none
+    variations: yields the variations of the drafter that are replayed, for a cause that cannot be
+        detected directly
+    folder_advice: what to do if the folder of the drafter has the problem
+    engine_advice: what to do if the engine has the problem
+    """
 
     name: str
-    # returns a sentence if the cause is seen directly, None if not
     detect: Callable[[AcceptanceComparison], str | None] = lambda comparison: None
-    # yields the variations to replay, for causes that cannot be seen directly
     variations: Callable[[Target, Drafter], Variations] = lambda target, drafter: iter(())
-    # what to do about it
     folder_advice: str = EDIT_CONFIG_ADVICE
     engine_advice: str = REEXPORT_ADVICE
 
@@ -203,8 +241,8 @@ LOW_ACCEPTANCE_CAUSES = (
         ),
         engine_advice=(
             "start the engine with the target's own template (--chat-template <its "
-            "chat_template.jinja>), and with chat_template_kwargs as the drafter's config.json has "
-            "them (vLLM: --default-chat-template-kwargs)"
+            "chat_template.jinja>), and with chat_template_kwargs as the drafter's config.json "
+            "has them (vLLM: --default-chat-template-kwargs)"
         ),
     ),
     LowAcceptanceCause(
@@ -244,8 +282,8 @@ LOW_ACCEPTANCE_CAUSES = (
         "norms of the context's keys",
         variations=share_first_key_norm,
         engine_advice=(
-            "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or with "
-            "an engine whose kernels know a norm a layer"
+            "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or "
+            "with an engine whose kernels know a norm a layer"
         ),
     ),
 )
@@ -253,7 +291,8 @@ LIMIT_DRAFTER_WINDOW_ADVICE = (
     f"drafter.sliding_window={DOCTOR_SHORT_WINDOW_TOKENS} where long texts are decoded (SGLang: "
     "--speculative-dflash-draft-window-size)"
 )
-# No cause of a difference between two measurements: it is looked for where there is no difference.
+# This cause lowers both measurements in the same way. It is therefore not part of the table above,
+# and is tested if there is no difference between the measurements.
 LONG_CONTEXT_ACCEPTANCE_CAUSE = LowAcceptanceCause(
     "trained on shorter texts",
     detect_long_context,

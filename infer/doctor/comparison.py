@@ -1,5 +1,8 @@
-"""Compare the acceptance of a drafter here with that on its card or in an engine, and decide
-whether a difference is significant."""
+"""Compares the acceptance of a drafter in our engine with the acceptance on its model card or in
+another engine, and decides whether a difference is significant.
+
+"Here" means in this process, with our engine.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,49 +14,68 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# Fewer accepted drafts than this share of the expected ones are more than rounding explains.
+# Rounding errors cannot explain it if the share of accepted to expected draft tokens is smaller.
 MIN_MEASURED_TO_EXPECTED_ACCEPTANCE = 0.95
-# A difference of more standard errors than this is more than chance explains.
+# Chance cannot explain a difference of more standard errors than this.
 MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """What an engine answered to the prompts of a reference, and the drafts that it accepted."""
+    """The answers of an engine to the prompts of a reference, and the engine's acceptance.
+
+    engine: name of the engine
+    texts: texts of the answers
+    answer_ids: token ids of the answers
+    prompt_tokens: number of tokens of each prompt, as the engine reports it
+    acceptance_by_answer: acceptance of each answer, or a single entry for all answers together
+    repeated_acceptance: the same when each prompt was sent a second time
+    drafts_per_round: mean number of draft tokens per round
+    incomparable_options: if the engine does not draft a whole block as a chain in each round, its
+        decoding options, because its acceptance cannot be compared then; else ""
+    """
 
     engine: str
-    texts: list[str]  # of the answers
+    texts: list[str]
     answer_ids: list[list[int]]
-    prompt_tokens: list[int]  # number of tokens of each prompt, as the engine counts them
-    acceptance_by_answer: list[AcceptanceCounts]  # one for each answer, or one for all
-    repeated_acceptance: list[AcceptanceCounts]  # when each prompt was sent a second time
+    prompt_tokens: list[int]
+    acceptance_by_answer: list[AcceptanceCounts]
+    repeated_acceptance: list[AcceptanceCounts]
     drafts_per_round: float
-    # the decoding options of an engine that does not draft a whole block as a chain each round,
-    # else ""; its acceptance cannot be compared
     incomparable_options: str = ""
 
 
 @dataclass(frozen=True)
 class AcceptanceComparison:
-    """A target and a drafter here, compared with the drafter's card or with an engine."""
+    """A comparison of the acceptance here with that on the drafter's card or in an engine.
+
+    target_states: states of the target for the answers of the reference
+    local_acceptance: acceptance of each answer, measured here
+    compared_acceptance: acceptance on the card or in the engine, of each answer, or a single entry
+        for all answers together
+    engine: the measurement of the engine; None if the acceptance is compared with the card
+    """
 
     target: Target
     drafter: Drafter
     reference: AcceptanceReference
-    target_states: TargetStates  # of the reference's answers
-    local_acceptance: list[AcceptanceCounts]  # measured here, by answer
-    compared_acceptance: list[AcceptanceCounts]  # by answer, or one for all
-    engine: EngineMeasurement | None = None  # None: compared with the card
+    target_states: TargetStates
+    local_acceptance: list[AcceptanceCounts]
+    compared_acceptance: list[AcceptanceCounts]
+    engine: EngineMeasurement | None = None
 
     @property
     def is_comparable(self) -> bool:
-        """Whether both sides drafted whole blocks as chains."""
+        """Whether both measurements drafted a whole block as a chain in each round."""
         return self.engine is None or not self.engine.incomparable_options
 
     @property
     def is_low(self) -> bool:
-        """Whether acceptance is significantly too low: here, compared with the card; or in the
-        engine, compared with here."""
+        """Whether the acceptance is significantly too low.
+
+        If an engine was measured, its acceptance is lower than here. Otherwise the acceptance here
+        is lower than on the card.
+        """
         if not self.is_comparable:
             return False
         local = AcceptanceCounts.pool(self.local_acceptance)
@@ -64,8 +86,11 @@ class AcceptanceComparison:
 
     @property
     def relative_difference(self) -> float:
-        """The difference between both sides, relative to all rounds and accepted drafts here. It is
-        0 if both read the drafter in the same way."""
+        """The difference of the counts of both measurements, relative to the counts here.
+
+        The counts are the numbers of rounds and of accepted draft tokens, see `count_difference`.
+        The difference is 0 if both engines use the drafter in the same way.
+        """
         if not self.is_comparable:
             return 0.0
         total = sum(counts.rounds + sum(counts.accepted) for counts in self.local_acceptance)
@@ -74,8 +99,10 @@ class AcceptanceComparison:
 
     @property
     def target_agreement(self) -> float:
-        """The share of the other side's answer tokens that are the greedy choice of the target
-        here."""
+        """The share of answer tokens that are the greedy choice of the target here.
+
+        The answers are those of the engine, or of the reference if no engine was measured.
+        """
         if self.engine is None:
             return self.target_states.agreement
         prompts = [answer.prompt_ids for answer in self.reference.answers]
@@ -83,7 +110,7 @@ class AcceptanceComparison:
 
 
 def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts) -> bool:
-    """Return whether fewer drafts are accepted than rounding and chance explain."""
+    """Return whether fewer draft tokens are accepted than rounding and chance explain."""
     standard_error = math.hypot(counts.standard_error, expected.standard_error)
     rounding_limit = MIN_MEASURED_TO_EXPECTED_ACCEPTANCE * expected.mean_accepted
     chance_limit = expected.mean_accepted - MAX_CHANCE_DIFFERENCE_STANDARD_ERRORS * standard_error
@@ -93,8 +120,11 @@ def is_significantly_lower(counts: AcceptanceCounts, expected: AcceptanceCounts)
 def count_difference(
     counts: Sequence[AcceptanceCounts], other_counts: Sequence[AcceptanceCounts]
 ) -> int:
-    """Return by how many rounds and accepted drafts two measurements differ: answer by answer if
-    both have one entry for each answer, else by the totals."""
+    """Return by how many rounds and accepted draft tokens two measurements differ.
+
+    If both have an entry for each answer, the differences of the answers are added up. Otherwise
+    the totals are compared.
+    """
     if len(counts) != len(other_counts):
         counts = [AcceptanceCounts.pool(counts)]
         other_counts = [AcceptanceCounts.pool(other_counts)]

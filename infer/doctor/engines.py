@@ -1,6 +1,8 @@
-"""Measure the acceptance of a running engine over HTTP: send the prompts of a reference and read
-the engine's counters on /metrics. Nobody else may use the engine meanwhile, as the counters are for
-all requests."""
+"""Measures the acceptance of a running engine over HTTP.
+
+The prompts of an acceptance reference are sent to the engine, and its counters are read from
+/metrics. The counters include all requests, so nobody else may use the engine meanwhile.
+"""
 
 import os
 from collections.abc import Mapping
@@ -17,21 +19,25 @@ from infer.evaluation.results import AcceptanceCounts, AcceptanceReference, Refe
 ENGINE_CONNECT_TIMEOUT_SECONDS = 10
 ENGINE_READ_TIMEOUT_SECONDS = 600
 MAX_COUNTERS_BEYOND_BLOCK_SIZE = (
-    64  # counters of an engine that drafts more tokens than a block has
+    64  # counters are also read for this many positions after the block
 )
 MAX_QUOTED_ENGINE_ERROR_CHARACTERS = 200
-DOCTOR_REQUESTS_PER_PROMPT = 2  # the second one finds the prompt in the engine's prefix cache
+DOCTOR_REQUESTS_PER_PROMPT = 2  # the second time, the prompt is in the engine's prefix cache
 
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """The names of an engine's counters, without the suffix _total."""
+    """The names that an engine gives its counters on /metrics, without the suffix _total.
+
+    accepted: has a label "position", which begins with 0
+    supports_cache_salt: whether requests may have the field `cache_salt`. A prompt is found in the
+        prefix cache only if it was cached with the same salt
+    """
 
     engine: str
     rounds: str
     drafted: str
-    accepted: str  # with a label `position`, from 0
-    # whether prompts with different `cache_salt` are kept apart in the prefix cache
+    accepted: str
     supports_cache_salt: bool = False
 
 
@@ -53,8 +59,12 @@ ACCEPTANCE_COUNTERS_OF_ENGINES = (
 
 
 def open_client(url: str) -> httpx.Client:
-    """Return a client for a server's address, with or without /v1. An API key in the environment is
-    sent."""
+    """Return an HTTP client for a server.
+
+    The API key in OPENAI_API_KEY or BLOCKDRAFT_API_KEY is sent if it is set.
+
+    url: address of the server, with or without /v1 at its end
+    """
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
     return httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"),
@@ -64,10 +74,11 @@ def open_client(url: str) -> httpx.Client:
 
 
 def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> EngineMeasurement:
-    """Send the prompts of a reference to an engine, as a client would, and return its answers and
-    acceptance. Each prompt is sent twice, so that the prefix cache has it the second time.
+    """Send the prompts of a reference to an engine, and return its answers and its acceptance.
 
-    Raises ValueError if there is no server, or none with counters of accepted drafts.
+    Each prompt is sent twice. The second time, it is in the engine's prefix cache.
+
+    Raises ValueError if no engine answers, or if it has no known counters of accepted draft tokens.
     """
     try:
         counters = find_engine_counters(client, read_counters(client))
@@ -106,13 +117,16 @@ def measure_engine(client: httpx.Client, reference: AcceptanceReference) -> Engi
 def request_answers(
     client: httpx.Client, reference: AcceptanceReference, counters: EngineCounters
 ) -> tuple[list[dict], list[dict[str, float]]]:
-    """Send each prompt twice. Return the first answer to each prompt, and the engine's counters
-    before the first request and after each one."""
+    """Send each prompt of a reference twice.
+
+    Returns the response to the first request of each prompt, and the values of the engine's
+    counters before the first request and after every request.
+    """
     model = client.get("/v1/models").json()["data"][0]["id"]
     answers = []
     snapshots = [read_counters(client)]
     for reference_answer in reference.answers:
-        # A new salt keeps the prompt out of what the prefix cache holds already.
+        # With a new salt, the first request cannot find the prompt in the prefix cache.
         salt = {"cache_salt": uuid4().hex} if counters.supports_cache_salt else {}
         max_tokens = choose_num_tokens_to_request(reference_answer, reference)
         for _ in range(DOCTOR_REQUESTS_PER_PROMPT):
@@ -122,8 +136,12 @@ def request_answers(
 
 
 def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> EngineCounters:
-    """Return the counters of the engine that has these values on /metrics. Raises ValueError for an
-    engine without known counters of drafts."""
+    """Return the counter names of the engine that reports the given counters on /metrics.
+
+    values: value of each counter
+
+    Raises ValueError for an engine without known counters of draft tokens.
+    """
     for counters in ACCEPTANCE_COUNTERS_OF_ENGINES:
         if counters.rounds in values:
             return counters
@@ -134,8 +152,10 @@ def find_engine_counters(client: httpx.Client, values: Mapping[str, float]) -> E
 
 
 def describe_incomparable_options(options: Mapping[str, str], block_size: int) -> str:
-    """Return the decoding options of an engine that does not draft whole blocks as chains; "" for
-    one that does, and for one that does not report its options."""
+    """Return the decoding options of an engine that does not draft a whole block as a chain.
+
+    Returns "" if it drafts a whole block as a chain, and if it does not report its options.
+    """
     method = options.get("method")
     if method is None:
         return ""
@@ -149,8 +169,11 @@ def describe_incomparable_options(options: Mapping[str, str], block_size: int) -
 def read_acceptance(
     counters: EngineCounters, values: Mapping[str, float], reference: AcceptanceReference
 ) -> AcceptanceCounts:
-    """Return the accepted drafts from an engine's counters. There is an entry for each position of
-    a block, and for further ones up to the last that is not 0."""
+    """Return the numbers of rounds and accepted draft tokens that an engine has counted.
+
+    There is an entry for each position of a block, and for later positions up to the last one at
+    which a draft token was accepted.
+    """
     positions = range(reference.block_size + MAX_COUNTERS_BEYOND_BLOCK_SIZE)
     accepted = [round(values.get(f"{counters.accepted} {position}", 0)) for position in positions]
     while len(accepted) >= reference.block_size and not accepted[-1]:
@@ -159,14 +182,19 @@ def read_acceptance(
 
 
 def choose_num_tokens_to_request(answer: ReferenceAnswer, reference: AcceptanceReference) -> int:
-    """Return how many tokens to request: rounds that begin in the last block_size - 1 tokens of a
-    reference answer do not count."""
+    """Return how many tokens of an answer are requested from an engine.
+
+    The last block_size - 1 tokens of the reference answer are not requested, because rounds that
+    begin there are not counted in the reference.
+    """
     return max(1, len(answer.answer_ids) - reference.block_size + 1)
 
 
 def read_decoding_options(client: httpx.Client) -> dict[str, str]:
-    """Return the decoding options that our server reports on /metrics; nothing for other
-    engines."""
+    """Return the decoding options that a server of this project reports on /metrics.
+
+    Returns an empty dictionary for other engines.
+    """
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "blockdraft_decoding_info":
@@ -175,8 +203,11 @@ def read_decoding_options(client: httpx.Client) -> dict[str, str]:
 
 
 def read_counters(client: httpx.Client) -> dict[str, float]:
-    """Return an engine's counters by name, those with a position as "name position". Values of
-    several models and processes are added up."""
+    """Return the value of each counter of an engine, with the counter's name as the key.
+
+    The key of a counter for a position is "name position". The values of a counter for several
+    models or processes are added up.
+    """
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
@@ -189,7 +220,7 @@ def read_counters(client: httpx.Client) -> dict[str, float]:
 
 
 def subtract_counters(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much each counter grew; counters that did not grow are left out."""
+    """Return by how much each counter has grown; counters that have not grown are left out."""
     growth = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in growth.items() if value > 0}
 
@@ -201,10 +232,13 @@ def request_answer(
     max_tokens: int,
     extra_fields: Mapping[str, str],
 ) -> dict:
-    """Send a reference prompt and return the response, which holds the answer's token ids (vLLM and
-    ours). Raises ValueError if the engine refuses the prompt.
+    """Send a reference prompt to an engine, and return the response.
 
-    extra_fields: added to the request
+    The response of vLLM and of our server includes the token ids of the answer.
+
+    extra_fields: further fields of the request
+
+    Raises ValueError if the engine refuses the prompt.
     """
     request = {
         "model": model,
@@ -223,14 +257,14 @@ def request_answer(
     response = client.post(path, json=request)
     if response.status_code != 200:
         raise ValueError(
-            f"url={client.base_url}: it refused a prompt ({response.status_code}): "
+            f"url={client.base_url}: the engine refused a prompt ({response.status_code}): "
             f"{response.text[:MAX_QUOTED_ENGINE_ERROR_CHARACTERS]}"
         )
     return response.json()
 
 
 def read_answer_text(response: dict) -> str:
-    """Return the text of an answer, with the reasoning before it."""
+    """Return the text of an answer in a response, with the reasoning before the content."""
     choice = response["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""

@@ -1,5 +1,7 @@
-"""Diagnose why a drafter's acceptance is low: compare its card, the acceptance here and that of an
-engine, and find which of the known causes (`infer.doctor.causes`) explains the difference.
+"""Diagnoses why a drafter's acceptance is low.
+
+The acceptance in our engine ("here") is compared with that on the drafter's model card and that of
+another engine. If there is a difference, the known causes (`infer.doctor.causes`) are tested.
 """
 
 from collections.abc import Callable
@@ -25,30 +27,37 @@ from infer.drafters.base import Drafter
 from infer.evaluation.results import AcceptanceCounts, AcceptanceReference
 from infer.targets.target import Target
 
-# share of a difference that a variation must explain to be named as its cause
+# A variation is named as the cause if it explains at least this share of a difference.
 MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
-# the same if acceptance is not low: the drafter is read differently at little cost
+# The same limit if acceptance is different but not low
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
-# Variations are replayed from this relative difference on, even if acceptance is not low.
+# If the relative difference is at least this, variations are replayed even if acceptance is not
+# low.
 MIN_EXAMINED_ACCEPTANCE_DIFFERENCE = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
-# label and acceptance of everything that was measured
+# (label, acceptance) of every measurement
 Evidence = list[tuple[str, AcceptanceCounts]]
 
 
 class VariationResult(NamedTuple):
-    """The acceptance that one variation of the drafter gives."""
+    """The acceptance of one variation of the drafter, and the cause that it tests."""
 
     cause: LowAcceptanceCause
     variation: DrafterVariation
-    acceptance: list[AcceptanceCounts]  # by answer
+    acceptance: list[AcceptanceCounts]  # one entry for each answer
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of an examination. `cause` is None for a healthy pair of target and drafter, and
-    if no known cause explains the difference."""
+    """The result of an examination.
+
+    healthy: whether the acceptance is as high as expected
+    verdict: a sentence for the user
+    evidence: all measurements
+    cause: the cause of low acceptance; None if there is none or it is unknown
+    advice: what the user can do; None if the cause is None
+    """
 
     healthy: bool
     verdict: str
@@ -65,8 +74,9 @@ def diagnose_drafter(
     has_card: bool = True,
     checkpoint: str = "<drafter>",
 ) -> Diagnosis:
-    """Compare the acceptance on a drafter's card, here, and in an engine, and name the cause of a
-    difference.
+    """Compare the acceptance on a drafter's card, here and in an engine, and return a diagnosis.
+
+    engine: the measurement of an engine; None if no engine was measured
 
     has_card: whether the reference is from the drafter's card; False if it was measured just now
         with this drafter
@@ -119,7 +129,7 @@ def diagnose_drafter(
 def list_variations(
     target: Target, drafter: Drafter
 ) -> list[tuple[LowAcceptanceCause, DrafterVariation]]:
-    """Return the variations of all known causes."""
+    """Return (cause, variation) of all variations of all known causes."""
     return [
         (cause, variation)
         for cause in LOW_ACCEPTANCE_CAUSES
@@ -132,7 +142,7 @@ def diagnose_without_card(
     variation_results: list[VariationResult],
     evidence: Evidence,
 ) -> Diagnosis | None:
-    """Return a diagnosis if a variation accepts many more drafts than the drafter as it is."""
+    """Return a diagnosis if a variation accepts many more draft tokens, else None."""
     local = AcceptanceCounts.pool(local_acceptance)
     best = max(
         variation_results, key=lambda result: AcceptanceCounts.pool(result.acceptance).mean_accepted
@@ -144,7 +154,8 @@ def diagnose_without_card(
     label = best.variation.label
     verdict = (
         f"{label} gives {1 + acceptance.mean_accepted:.2f} tokens a round, "
-        f"{1 + local.mean_accepted:.2f} as it is"
+        f"{1 + local.mean_accepted:.2f} "
+        "as it is"
     )
     advice = best.cause.folder_advice.format(label)
     return make_cause_diagnosis(
@@ -158,8 +169,12 @@ def make_healthy_diagnosis(
     engine: EngineMeasurement | None,
     evidence: Evidence,
 ) -> Diagnosis:
-    """Return the diagnosis of a healthy pair of target and drafter. `local` compares the drafter
-    with itself; a loss of acceptance after long contexts is mentioned."""
+    """Return the diagnosis for a target and a drafter whose acceptance is as high as expected.
+
+    If acceptance is low after long contexts, the diagnosis says so.
+
+    local: a comparison of the acceptance here with itself
+    """
     local_acceptance = AcceptanceCounts.pool(local.local_acceptance)
     names = " and ".join(compared_names) or "no card, and no engine"
     verdict = (
@@ -187,7 +202,7 @@ def diagnose_comparison(
     evidence: Evidence,
     names: dict[str, str],
 ) -> Diagnosis | None:
-    """Return the diagnosis of one comparison, None if nothing is wrong.
+    """Return the diagnosis of one comparison, or None if the acceptance is as high as expected.
 
     replay_variations: replays all variations when it is first called
     names: values of the placeholders in the advice
@@ -234,7 +249,7 @@ def diagnose_comparison(
 
 
 def list_evidence(results: list[VariationResult]) -> Evidence:
-    """Return the labels and acceptance of replayed variations."""
+    """Return (label, acceptance) of replayed variations."""
     evidence = []
     for result in results:
         label = f"{result.cause.name}: {result.variation.label}"
@@ -245,12 +260,12 @@ def list_evidence(results: list[VariationResult]) -> Evidence:
 def make_cause_diagnosis(
     cause: LowAcceptanceCause, verdict: str, evidence: Evidence, advice: str
 ) -> Diagnosis:
-    """Return the diagnosis of a known cause."""
+    """Return the diagnosis that names a known cause."""
     return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", evidence, cause, advice)
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """Return the verdict, the evidence and the advice as text."""
+    """Return the verdict, the evidence and the advice of a diagnosis as text."""
     width = EVIDENCE_LABEL_WIDTH + 1
     lines = [
         diagnosis.verdict,

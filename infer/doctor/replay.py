@@ -1,8 +1,11 @@
-"""Replay chains along given answers. The target's states are computed once; each drafter, or each
-way of reading one, then costs passes of the drafter alone.
+"""Computes how many draft tokens a drafter's chains have accepted along given answers, without
+decoding the answers again (see infer/evaluation/replay.py).
 
-T: tokens of a sequence, A: tokens of its answer, F: features per position, D: hidden size,
-V: vocabulary size
+The hidden states of the target are computed once. They are reused for every variation of the
+drafter, so that a variation costs only forward passes of the drafter.
+
+Letters in shapes: T is the number of tokens of a sequence, A tokens of the answer, F features per
+position, D the hidden size, V the vocabulary size.
 """
 
 from collections.abc import Sequence
@@ -19,26 +22,36 @@ from infer.targets.target import Target
 
 
 class FeatureLayer(NamedTuple):
-    """Where features are read: the output of a target layer, before or after the next norm."""
+    """A hidden state of the target that the drafter reads as a feature.
 
-    # 0-based; the number of layers stands for the last layer's output after the final norm
+    layer: id of the target layer whose output is read, from 0. The id after the last layer means
+        the output of the last layer after the final norm
+    normed: whether the output is read after the norm that follows the layer
+    """
+
     layer: int
     normed: bool = False
 
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the target computed for prompts and their answers."""
+    """The hidden states that the target computed for prompts and their answers.
+
+    states: for each feature layer, the states of each sequence, of shape (T, D)
+    agreement: share of the answers' tokens that are the target's greedy choice
+    """
 
     prompts: list[list[int]]
     answers: list[list[int]]
-    states: dict[FeatureLayer, list[torch.Tensor]]  # (T, D) of each sequence
-    agreement: float  # share of the answers' tokens that are the target's own greedy choice
+    states: dict[FeatureLayer, list[torch.Tensor]]
+    agreement: float
 
 
 def find_next_norm(target: Target, layer: int) -> torch.nn.Module | None:
-    """Return the norm that is applied to a layer's output; None if the model's layers have no norm
-    of the usual name."""
+    """Return the norm that follows a layer of the target.
+
+    Returns None if the next layer has no norm with the usual name.
+    """
     layers = cast(torch.nn.ModuleList, target.decoder.layers)
     if layer + 1 < len(layers):
         return getattr(layers[layer + 1], "input_layernorm", None)
@@ -52,14 +65,15 @@ def compute_target_states(
     answers: list[list[int]],
     feature_layers: Sequence[FeatureLayer] = (),
 ) -> TargetStates:
-    """Run prompts with their answers through the target once."""
+    """Run the target once over prompts and their answers, and return its hidden states."""
     layers = tuple(sorted({feature_layer.layer for feature_layer in feature_layers}))
     states: dict[FeatureLayer, list[torch.Tensor]] = {each: [] for each in feature_layers}
     is_target_choice = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = [*prompt, *answer]
         cache = target.allocate_cache(1, len(ids))
-        # Use decoding's own arithmetic: int8 quantisation amplifies other rounding.
+        # The same code as in decoding is used, because int8 quantisation amplifies the rounding
+        # differences of other code.
         with cache.add_rows(1) as row:
             output = target.extend_cache([ids], row, layers)
         features = output.context[0].chunk(len(layers) or 1, dim=-1)
@@ -89,10 +103,10 @@ def replay_chains(
     feature_layers: Sequence[FeatureLayer],
     uncounted_tokens: int,
 ) -> list[AcceptanceCounts]:
-    """Replay chains along the answers and return the accepted drafts of each answer.
+    """Replay chains along the answers, and return the acceptance of each answer.
 
-    feature_layers: where the drafter's features are read
-    uncounted_tokens: rounds that begin in the last so many tokens of an answer do not count
+    feature_layers: the hidden states of the target that the drafter reads
+    uncounted_tokens: rounds that begin within this many last tokens of an answer are not counted
     """
     sequences = list(zip(target_states.prompts, target_states.answers, strict=True))
     states = [target_states.states[feature_layer] for feature_layer in feature_layers]

@@ -1,5 +1,8 @@
-"""Variations of a drafter: the same weights read with one thing changed. If a variation reproduces
-the acceptance that was measured elsewhere, the change explains it."""
+"""Variations of a drafter, which have the same weights but differ in one setting.
+
+If another engine accepts as many draft tokens as a variation, the engine probably uses the drafter
+with the setting of the variation.
+"""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -14,16 +17,20 @@ from infer.targets.loading import load_int8_package
 from infer.targets.support import get_rope_parameters
 from infer.targets.target import Target
 
-# of Qwen2, Qwen3, Llama 3, Qwen3 with long context, and others
+# The rotary bases of Qwen2, Qwen3, Llama 3, Qwen3 with long context, and other models
 COMMON_ROPE_THETAS = (10_000.0, 1_000_000.0, 500_000.0, 5_000_000.0, 10_000_000.0)
 DEFAULT_ROPE_THETA = 1e4
 
 
 @dataclass(frozen=True)
 class DrafterVariation:
-    """A drafter that is read with one thing changed."""
+    """A drafter with one changed setting.
 
-    label: str  # what is changed, and its new value
+    label: the name and the value of the changed setting
+    feature_layers: the hidden states of the target that the drafter reads
+    """
+
+    label: str
     drafter: Drafter
     feature_layers: list[FeatureLayer]
 
@@ -32,19 +39,23 @@ Variations = Iterator[DrafterVariation]
 
 
 def list_feature_layers(drafter: Drafter) -> list[FeatureLayer]:
-    """Return where a drafter's features are read."""
+    """Return the hidden states of the target that a drafter reads."""
     return [FeatureLayer(layer) for layer in drafter.layer_ids]
 
 
 def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: object) -> Drafter:
-    """Return a copy of the drafter with some keys of its config.json changed and the same weights.
-    `family_keys` are keys of the object that only the family has, such as dflash_config."""
+    """Return a copy of a drafter with the same weights and some changed keys of its config.json.
+
+    family_keys: changed keys of the object of the drafter's family, such as dflash_config
+    keys: changed keys at the top level
+    """
     config = deepcopy(drafter.config)
     family_config = drafter.family_config | (family_keys or {})
     config.update({drafter.family.config_key: family_config} | keys)
     copy = type(drafter)(config)
     if drafter.quantised:
-        copy.init_weights(torch.Generator())  # overwritten below, but codes need finite numbers
+        # The weights are replaced below, but quantisation needs finite numbers.
+        copy.init_weights(torch.Generator())
         load_int8_package().quantise_drafter(copy)
     copy.load_state_dict(drafter.state_dict())
     norm: Any = drafter.norm
@@ -52,12 +63,12 @@ def copy_with_config(drafter: Drafter, family_keys: dict | None = None, **keys: 
 
 
 def count_target_layers(target: Target) -> int:
-    """Return the target's number of layers."""
+    """Return the number of layers of the target."""
     return len(cast(torch.nn.ModuleList, target.decoder.layers))
 
 
 def vary_layers(target: Target, drafter: Drafter) -> Variations:
-    """Read features one layer earlier, and one layer later."""
+    """Yield two variations that read every feature one layer earlier, or one layer later."""
     count = count_target_layers(target)
     for offset in (-1, 1):
         layers = [layer + offset for layer in drafter.layer_ids]
@@ -67,8 +78,11 @@ def vary_layers(target: Target, drafter: Drafter) -> Variations:
 
 
 def vary_norm(target: Target, drafter: Drafter) -> Variations:
-    """Read features after the norm that follows their layer. If the drafter reads the last layer
-    after the final norm, read it before that norm instead."""
+    """Yield a variation that reads features on the other side of a norm.
+
+    It reads features after the norm that follows their layer. If the drafter reads the output of
+    the last layer after the final norm, the variation reads it before that norm instead.
+    """
     count = count_target_layers(target)
     if count in drafter.layer_ids:
         layers = [count - 1 if layer == count else layer for layer in drafter.layer_ids]
@@ -80,7 +94,10 @@ def vary_norm(target: Target, drafter: Drafter) -> Variations:
 
 
 def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
-    """Return a function that yields the drafter with the other value of a flag of its family."""
+    """Return a function that yields a variation with the opposite value of a boolean option.
+
+    key: name of an option of the drafter's family
+    """
 
     def vary_flag(target: Target, drafter: Drafter) -> Variations:
         if key not in drafter.family.options:
@@ -96,7 +113,7 @@ def make_flag_variation(key: str) -> Callable[[Target, Drafter], Variations]:
 
 
 def vary_rope_theta(target: Target, drafter: Drafter) -> Variations:
-    """Use the target's rotary base, and those of common models."""
+    """Yield variations with the rotary base of the target, and with those of common models."""
     parameters = cast(dict, drafter.config.rope_parameters)
     target_theta = float(get_rope_parameters(target.config).get("rope_theta", DEFAULT_ROPE_THETA))
     for theta in dict.fromkeys([target_theta, *COMMON_ROPE_THETAS]):
@@ -108,8 +125,11 @@ def vary_rope_theta(target: Target, drafter: Drafter) -> Variations:
 
 
 def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
-    """Use the first layer's norm for the context keys of all layers, as vLLM's CPU kernel does (in
-    0.32 its `rms_norm` over the keys of all layers reads the first row of their weights)."""
+    """Yield a variation that applies the first layer's key norm to the context keys of all layers.
+
+    vLLM 0.32 does this on a CPU: its kernel `rms_norm` for the keys of all layers reads only the
+    first row of the norm weights.
+    """
     if drafter.config.num_hidden_layers <= 1 or "block_size" not in drafter.family_config:
         return
     variation = copy_with_config(drafter)
@@ -120,7 +140,8 @@ def share_first_key_norm(target: Target, drafter: Drafter) -> Variations:
         with_first_norm = deepcopy(attention)
         with_first_norm.k_norm = first_norm
 
-        # Only the context's keys and values are computed with a keyword argument.
+        # A keyword argument shows that keys and values of the context are computed, not those of
+        # the block.
         def compute_keys_values(
             *states: torch.Tensor,
             attention: Any = attention,

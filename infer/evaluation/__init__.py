@@ -1,6 +1,6 @@
-"""Measure acceptance and speed: evaluations, question suites, reports, model cards, and the check
-that outputs are lossless.
+"""Measures the acceptance and the speed of drafters: evaluations, question suites, reports, model
+cards, and the check that outputs are lossless.
 
-May import every package of infer but serving, cli and the optional ones. Start with results.py (the
-data that is stored), then evaluate.py.
+This package may import every package of infer except serving, cli and the optional packages. Read
+results.py first, which defines the stored results, and then evaluate.py.
 """

@@ -1,6 +1,8 @@
-"""The acceptance reference of a drafter: public prompts, the target's greedy answers to them, and
-how many drafts of chains were accepted by position. `./launch.sh doctor` compares the acceptance of
-an engine with it.
+"""The acceptance reference of a drafter, with which `./launch.sh doctor` compares the acceptance of
+an engine.
+
+A reference contains public prompts, the target's greedy answers to these prompts, and how many
+draft tokens were accepted at each position when the answers were decoded with chains.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,16 +24,16 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, number_format_name
 
-ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # beside an exported drafter's config.json
+ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # it is in the folder of an exported drafter
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
-    """A prompt to evaluate with, as `data.prompts.select_evaluation_prompts` returns them."""
+    """Interface of the evaluation prompts that `data.prompts` returns."""
 
     @property
     def ids(self) -> list[int]:
-        """The token ids."""
+        """The token ids of the prompt."""
         ...
 
     @property
@@ -41,12 +43,16 @@ class EvaluationPrompt(Protocol):
 
     @property
     def report_group(self) -> str | None:
-        """The group that the prompt is reported in, None for the evaluation's own prompts."""
+        """The name of the group whose results are reported separately; None for held-out prompts,
+        which are reported first."""
         ...
 
     @property
     def request_text(self) -> str:
-        """The text that a client sends for these ids; empty if the prompt is never sent."""
+        """The text with which a client requests an answer to this prompt from a server.
+
+        It is empty if no text gives exactly these token ids.
+        """
         ...
 
     @property
@@ -61,8 +67,12 @@ def build_reference(
     prompts: Sequence[EvaluationPrompt],
     sequences: Sequence[DecodedSequence],
 ) -> AcceptanceReference | None:
-    """Build the reference from greedy sequences that were decoded with chains, one for each prompt.
-    Return None if no prompt can be sent to a server."""
+    """Build the acceptance reference from greedy sequences that were decoded with chains.
+
+    sequences: the finished sequence of each prompt
+
+    Returns None if no prompt can be sent to a server as text.
+    """
     draft_length = drafter.block_size - 1
     answers = []
     counts_by_answer = []
@@ -90,11 +100,11 @@ def build_reference(
 def count_accepted_drafts(
     commits: Iterable[int], countable_tokens: int, draft_length: int
 ) -> AcceptanceCounts:
-    """Count the accepted drafts of one sequence, over the rounds that begin before
-    `countable_tokens` tokens are committed.
+    """Count the accepted draft tokens of one sequence by their position in the draft.
 
-    commits: tokens committed by each round, the prefill's token first
-    draft_length: drafted tokens per round
+    commits: number of tokens that the prefill and each decoding round committed, in this order
+    countable_tokens: only rounds that begin before so many tokens are committed are counted
+    draft_length: number of drafted tokens per round
     """
     committed, *round_commits = commits
     rounds = 0
@@ -112,8 +122,10 @@ def count_accepted_drafts(
 def measure_reference(
     target: Target, drafter: Drafter, prompts: Sequence[EvaluationPrompt]
 ) -> AcceptanceReference:
-    """Decode prompts greedily with chains, as evaluations do, and build the reference. Raises
-    ValueError if no prompt can be sent to a server."""
+    """Decode prompts greedily with chains, and build the acceptance reference from the outputs.
+
+    Raises ValueError if no prompt can be sent to a server as text.
+    """
     sendable = [prompt for prompt in prompts if prompt.request_text]
     options = DecodeOptions(
         method="chain",
@@ -124,13 +136,17 @@ def measure_reference(
     sequences = decode_prompts(target, drafter, [prompt.ids for prompt in sendable], options)
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
-        raise ValueError("none of the prompts can be sent to a server as text")
+        raise ValueError(
+            "none of the prompts can be sent to a server as text: use prompts with a request_text"
+        )
     return reference
 
 
 def find_reference(checkpoint: str | Path) -> AcceptanceReference | None:
-    """Return the reference of an exported drafter's folder or of a training checkpoint, None if it
-    has none."""
+    """Return the acceptance reference of a drafter, or None if it has none.
+
+    checkpoint: the folder of an exported drafter, or a training checkpoint
+    """
     folder = find_drafter_folder(checkpoint)
     if (folder / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         return read_result(folder / ACCEPTANCE_REFERENCE_FILE_NAME, AcceptanceReference)

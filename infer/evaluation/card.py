@@ -1,8 +1,9 @@
-"""Write the model card of an exported drafter: README.md with the hub's front matter. card.md.j2
-holds its text.
+"""Writes the model card of an exported drafter, which is README.md with metadata for the Hugging
+Face hub. The template of its text is card.md.j2.
 
-Every number comes from the checkpoint's evaluation/evaluation.json, and everything about training
-from listed keys of the run's config.json. Paths, run names and other values are not published.
+Every number of the card comes from the checkpoint's evaluation/evaluation.json. What the card says
+about training comes from the keys of the run's config.json that RUN_OPTIONS_SHOWN_ON_CARD lists.
+Paths, run names and other values are not published.
 """
 
 import json
@@ -23,7 +24,8 @@ from infer.utils.files import atomic_write
 from infer.utils.renamed_options import translate_saved_config
 
 CHART_FILE_NAME = "acceptance.svg"
-# options of a run that the card shows, by the section of config.json ("": top level)
+# Options of a training run that the card shows.
+# Key: section of the run's config.json, "" for its top level. Value: options in that section.
 RUN_OPTIONS_SHOWN_ON_CARD = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
@@ -43,6 +45,7 @@ RUN_OPTIONS_SHOWN_ON_CARD = {
     "data": ("length",),
     "": ("anchors_per_sequence", "anchors_per_document", "seed"),
 }
+# Key: value of the option data.source. Value: how the card describes the data.
 DATA_SOURCE_DESCRIPTIONS = {
     "embedded": "what the target itself wrote after prompts from Python's standard library",
     "stdlib": "source files of Python's standard library",
@@ -52,18 +55,19 @@ CARD_DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
-    """Write README.md and its chart into `out`, the folder of an exported drafter. Return the path
-    of README.md.
+    """Write the model card README.md and its chart into the folder of an exported drafter.
 
-    checkpoint: what the drafter was exported from; numbers are read there if it is a training
-        checkpoint
-    license: the license that the publisher names; None: the card says that none was named
-    base_model: the target's name on the hub; a local path is not shown
+    checkpoint: the drafter that was exported. If it is a training checkpoint, its evaluation is
+        shown in the card
+    out: the folder of the exported drafter
+    license: the license of the drafter; None means that the card names no license
+    base_model: the target's name on the hub. A local path is not shown in the card
 
-    Raises ValueError if `out` holds no drafter.
+    Returns the path of README.md. Raises ValueError if `out` contains no drafter.
     """
     reading = read_exported_config(out)
-    step_folder = find_drafter_folder(checkpoint).resolve()  # `best` is a link to a step's folder
+    # The checkpoint "best" is a link to the folder of a training step, so links are resolved.
+    step_folder = find_drafter_folder(checkpoint).resolve()
     if step_folder.name == "drafter":
         step_folder = step_folder.parent
     evaluation = read_evaluation(step_folder)
@@ -99,7 +103,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         engines=" ".join(list_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
-        else "dflash",  # vLLM's and SGLang's names
+        else "dflash",  # these are the names of the methods in vLLM and SGLang
         license=license,
     )
     atomic_write(out / "README.md", card)
@@ -107,16 +111,22 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
 
 
 def read_exported_config(out: Path) -> ParsedConfig:
-    """Return the config of an exported folder. Raises ValueError if it cannot be read."""
+    """Return the parsed config.json of an exported drafter's folder.
+
+    Raises ValueError if it cannot be read.
+    """
     reading = read_layout(open_drafter_folder(out))
     if reading.problems or not reading.options:
         problems = "; ".join(reading.problems) or "config.json cannot be read"
-        raise ValueError(f"{out} holds no drafter: {problems}")
+        raise ValueError(f"{out} contains no drafter that can be read: {problems}")
     return reading
 
 
 def read_evaluation(step_folder: Path) -> Evaluation | None:
-    """Return a checkpoint's evaluation without methods that use n-grams, None if there is none."""
+    """Return the evaluation of a checkpoint, without the methods that use n-grams.
+
+    Returns None if the checkpoint was not evaluated.
+    """
     file = step_folder / "evaluation" / "evaluation.json"
     if not file.is_file():
         return None
@@ -124,7 +134,10 @@ def read_evaluation(step_folder: Path) -> Evaluation | None:
 
 
 def read_run_config(step_folder: Path) -> dict | None:
-    """Return config.json of the run that a checkpoint belongs to, None if there is none."""
+    """Return the options (config.json) of the training run that wrote a checkpoint.
+
+    Returns None if the folder does not belong to a training run.
+    """
     file = step_folder.parent.parent / "config.json"
     if step_folder.parent.name != "checkpoints" or not file.is_file():
         return None
@@ -132,8 +145,11 @@ def read_run_config(step_folder: Path) -> dict | None:
 
 
 def remove_ngram_methods(evaluation: Evaluation) -> Evaluation:
-    """Return the evaluation of an exported folder alone: n-gram files, which are made of the
-    training data, are not exported."""
+    """Return the evaluation without methods that use n-gram files.
+
+    n-gram files are not exported, because they are made from the training data. An exported folder
+    can therefore not reproduce the results of these methods.
+    """
     others = [remove_ngram_methods(other) for other in evaluation.other_evaluations or ()]
     methods = [method for method in evaluation.methods if not method.tree_method.needs_ngrams]
     return replace(evaluation, other_evaluations=others, methods=methods)
@@ -142,7 +158,10 @@ def remove_ngram_methods(evaluation: Evaluation) -> Evaluation:
 def build_front_matter(
     reading: ParsedConfig, run_config: dict | None, license: str | None, base: str | None
 ) -> str:
-    """Return the YAML metadata that the hub reads, without unknown values."""
+    """Return the metadata at the top of the card, in YAML, which the hub reads.
+
+    base: the target's name on the hub; None if it is unknown
+    """
     from huggingface_hub import ModelCardData
 
     datasets = []
@@ -161,7 +180,7 @@ def build_front_matter(
     return ModelCardData(
         base_model=base,
         datasets=datasets or None,
-        # transformers' AutoModel loads no other layout
+        # AutoModel of transformers can load only this layout.
         library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
@@ -170,9 +189,11 @@ def build_front_matter(
 
 
 def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
-    """Return the RUN_OPTIONS_SHOWN_ON_CARD of a run with their dotted names and values, and the
-    steps of the checkpoint. Of the options that limit training, only the one in effect is
-    listed."""
+    """Return (name, value) of the published training options, and of the checkpoint's step number.
+
+    A training run may have several limits (max_minutes, steps, epochs). Only the limit that took
+    effect is listed.
+    """
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():
         options = run_config.get(section, {}) if section else run_config
@@ -192,7 +213,7 @@ def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]
 
 
 def list_engines(out: Path) -> list[str]:
-    """Return the names of the engines that load an exported folder."""
+    """Return the names of the engines that can load an exported drafter's folder."""
     engines = [verdict.engine for verdict in check_engines(out) if not verdict.problems]
     if any(out.glob("*.gguf")):
         engines.append("llama.cpp")
@@ -200,8 +221,10 @@ def list_engines(out: Path) -> list[str]:
 
 
 def describe_initial_drafter(run_config: dict) -> str | None:
-    """Return the name of the drafter that training started from, None if it started from
-    scratch."""
+    """Return the name of the drafter that training started from.
+
+    Returns None if training started from a new drafter, and "another drafter" for a local path.
+    """
     init = run_config["drafter"].get("init")
     if not init:
         return None
@@ -209,8 +232,10 @@ def describe_initial_drafter(run_config: dict) -> str | None:
 
 
 def describe_data(data: dict) -> list[str]:
-    """Return descriptions of the data sets: names on the hub, never paths. data: the section `data`
-    of config.json."""
+    """Return a description of each data set: its name on the hub, but never a local path.
+
+    data: the section "data" of the run's config.json
+    """
     if data["source"] == "mixture":
         descriptions = []
         for source in data["datasets"]:
@@ -223,7 +248,7 @@ def describe_data(data: dict) -> list[str]:
 
 
 def parse_hub_name(text: str) -> str | None:
-    """Return `text` if it is a name on the hub, owner/name; None for a path on this machine."""
+    """Return `text` if it is a name on the hub (owner/name), and None if it is a local path."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(CARD_DATA_FILE_SUFFIXES):
         return None
     return None if Path(text).exists() else text

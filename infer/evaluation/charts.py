@@ -1,22 +1,18 @@
-"""Charts of evaluations and the drawing of a round's draft tree, for reports, cards and
-comparisons. Values and coordinates are computed here; chart.svg.j2 and tree.svg.j2 draw them."""
+"""Charts of evaluations, and drawings of draft trees, for reports, model cards and comparisons.
+
+This module computes values and coordinates. The templates chart.svg.j2 and tree.svg.j2 draw them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infer.evaluation.results import (
-    Evaluation,
-    ExampleNode,
-    ExampleRound,
-    MethodResult,
-    TreeStudy,
-)
+from infer.evaluation.results import Evaluation, ExampleNode, ExampleRound, MethodResult, TreeStudy
 from infer.evaluation.templates import render_template
 from infer.trees.methods import TREE_METHODS
 
-# sizes in CSS pixels: of a chart, of a line of its legend, and between the tokens of a tree
+# Sizes of charts, of lines in their legends, and of distances between drawn tokens, in CSS pixels
 CHART_HEIGHT_PX = 240
 LEGEND_LINE_HEIGHT_PX = 16
 TREE_COLUMN_WIDTH_PX = 74
@@ -27,35 +23,43 @@ PLOT_TOP_PX = 12
 PLOT_BOTTOM_PX = 200
 
 AXIS_TICK_COUNT = 4
-MAX_LOSS_POINTS = 120  # longer loss curves are averaged over stretches
-MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # of a token in a drawn tree
-DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")  # lines differ without colours too
+MAX_LOSS_POINTS = 120  # in a longer loss curve, neighbouring points are averaged
+MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # a drawn tree shows at most this much of a token
+# SVG dash patterns, so that lines differ for readers who do not see their colours
+DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")
 LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
 ]
-# label of the y axis: function from a method's result to (value, interval)
+# Key: label of the y axis. Value: function that returns (value, confidence interval) of a method.
 BUDGET_CURVES = {
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
 }
+# Key: kind of a token in a drawn tree. Value: the mark in front of the token.
 TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
 
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One line of a chart: points (x, y), and for each point the confidence interval of y or
-    None."""
+    """One line of a chart.
+
+    label: name of the line in the legend
+    points: pairs (x, y)
+    colour: an SVG colour
+    intervals: for each point the confidence interval of y, or None; empty if no point has one
+    dash: an SVG dash pattern
+    """
 
     label: str
     points: Sequence[tuple[float, float]]
     colour: str
     intervals: Sequence[Sequence[float] | None] = ()
-    dash: str = ""  # an SVG dash pattern
+    dash: str = ""
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Maps values to pixels: `low` to `start_px`, `high` to `end_px`."""
+    """Maps values on an axis to pixels. `low` is at `start_px`, and `high` is at `end_px`."""
 
     low: float
     high: float
@@ -76,8 +80,10 @@ class AxisScale:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines of finite numbers in one drawing. A logarithmic x axis has its ticks at the points'
-    values."""
+    """A chart with one or more lines.
+
+    logarithmic: whether the x axis is logarithmic; it then has a tick at the x value of every point
+    """
 
     title: str
     x_label: str
@@ -87,12 +93,12 @@ class Chart:
 
     @property
     def height(self) -> int:
-        """Height in pixels, legend included."""
+        """The height of the chart and its legend, in pixels."""
         return CHART_HEIGHT_PX + LEGEND_LINE_HEIGHT_PX * len(self.lines)
 
     @property
     def x_values(self) -> list[float]:
-        """The different x values of all points, sorted."""
+        """The x values of all points, sorted and without duplicates."""
         return sorted({x for line in self.lines for x, _ in line.points})
 
     @property
@@ -103,7 +109,7 @@ class Chart:
 
     @property
     def y_scale(self) -> AxisScale:
-        """The scale of the y axis, which includes the intervals and a margin."""
+        """The scale of the y axis, on which all confidence intervals and a margin fit."""
         values = []
         for line in self.lines:
             values += [y for _, y in line.points]
@@ -126,7 +132,10 @@ class Chart:
 
 
 def choose_ticks(scale: AxisScale, count: int = AXIS_TICK_COUNT) -> list[float]:
-    """Return about `count` round values on an axis; the only value if low and high are equal."""
+    """Return about `count` round values between the ends of an axis.
+
+    Returns a single value if both ends are equal.
+    """
     low = scale.low
     high = scale.high
     if low == high:
@@ -139,13 +148,16 @@ def choose_ticks(scale: AxisScale, count: int = AXIS_TICK_COUNT) -> list[float]:
 
 
 def render_charts(charts: Sequence[Chart]) -> str:
-    """Return an SVG file with charts side by side."""
+    """Return the text of an SVG file that shows the charts side by side."""
     return render_template("picture.svg.j2", charts=charts)
 
 
 def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
-    """Return charts of τ and speedup by node budget. `evaluations`: by the drafter's name, which is
-    "" if there is one only."""
+    """Return a chart of τ (tokens per round) and a chart of the speedup, by node budget.
+
+    evaluations: the evaluation of each drafter, with the drafter's name as the key; the key is ""
+        if there is only one drafter
+    """
     charts = []
     for y_label in BUDGET_CURVES:
         lines = []
@@ -159,8 +171,14 @@ def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
 def build_budget_lines(
     evaluation: Evaluation, y_label: str, drafter_name: str, drafter_index: int
 ) -> list[ChartLine]:
-    """Return a line for each tree method, horizontal ones for methods without a budget. Baselines
-    are drawn for the first drafter only. `y_label`: a key of BUDGET_CURVES."""
+    """Return a line for each decoding method of one drafter's evaluation.
+
+    A method without a node budget has a horizontal line. Baseline decoders have a line for the
+    first drafter only.
+
+    y_label: a key of BUDGET_CURVES
+    drafter_index: position of the drafter in the chart; the first drafter has 0
+    """
     methods_by_name: dict[str, list[MethodResult]] = {}
     for method in evaluation.methods:
         methods_by_name.setdefault(method.name, []).append(method)
@@ -192,7 +210,12 @@ def build_budget_lines(
 
 
 def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
-    """Return τ by training step, for the chain and the largest tree of each method."""
+    """Return a chart of τ (tokens per round) by training step.
+
+    It has a line for the chain, and one for the largest tree of each tree method.
+
+    evaluations: evaluations of the checkpoints of one training run
+    """
     largest = {method.name: method for method in evaluations[-1].drafting_methods}
     lines = []
     for i, method in enumerate(largest.values()):
@@ -210,7 +233,10 @@ def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
 
 
 def build_first_choice_chart(study: TreeStudy) -> Chart:
-    """Return the accuracy of first choices by depth, a line for each source and prefix."""
+    """Return a chart of how often the drafter's most likely token is the target's, by tree depth.
+
+    It has a line for each entry of `study.first_choices`, see `FirstChoiceAccuracy`.
+    """
     lines = []
     for i, accuracy in enumerate(study.first_choices):
         points = []
@@ -228,8 +254,10 @@ def build_first_choice_chart(study: TreeStudy) -> Chart:
 
 
 def build_loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
-    """Return the loss by training step, averaged to at most MAX_LOSS_POINTS points. losses: (step,
-    loss)."""
+    """Return a chart of the training loss by training step.
+
+    losses: pairs (step, loss). If there are more than MAX_LOSS_POINTS, neighbours are averaged
+    """
     size = max(1, -(-len(losses) // MAX_LOSS_POINTS))
     points = []
     for start in range(0, len(losses), size):
@@ -240,39 +268,50 @@ def build_loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
 
 
 class TokenBox(NamedTuple):
-    """A token of a drawn tree: its centre in pixels, and the drafter's probability of it given its
-    parent."""
+    """The box of one token in a drawn tree.
+
+    x, y: the centre of the box, in pixels
+    parent: index of the box of the parent token
+    kind: "root", "accepted", "rejected" or "added"
+    word: the token as text, after the mark of the kind
+    label: the drafter's probability of the token given its parent, as text
+    """
 
     x: int
     y: int
-    parent: int  # index of the parent's box
-    kind: str  # root, accepted, rejected or added
-    word: str  # the token with the mark of its kind
-    label: str  # the probability as text
+    parent: int
+    kind: str
+    word: str
+    label: str
 
 
 @dataclass(frozen=True)
 class TreeDrawing:
-    """A round's tree: the accepted path, rejected branches, and below the path the token that the
-    target added."""
+    """The drawing of the draft tree of one round.
+
+    It shows the accepted path, the rejected branches, and the token that the target added after the
+    accepted path.
+    """
 
     boxes: list[TokenBox]
     description: str  # alternative text for screen readers
 
     @property
     def width(self) -> int:
-        """Width in pixels."""
+        """The width of the drawing, in pixels."""
         return max(box.x for box in self.boxes) + TREE_COLUMN_WIDTH_PX // 2 + 4
 
     @property
     def height(self) -> int:
-        """Height in pixels."""
+        """The height of the drawing, in pixels."""
         return max(box.y for box in self.boxes) + 21
 
 
 def draw_tree(example: ExampleRound) -> TreeDrawing:
-    """Return the drawing of a round, with leaves side by side and parents above the middle of their
-    children."""
+    """Return the drawing of a round's draft tree.
+
+    All leaves have separate columns, and a parent is above the middle of its children.
+    """
     nodes = example.nodes
     last_accepted = max(i for i, node in enumerate(nodes) if node.accepted)
     parents = [*(node.parent for node in nodes), last_accepted]  # the added token is the last box
@@ -296,8 +335,10 @@ def draw_tree(example: ExampleRound) -> TreeDrawing:
 
 
 def lay_out_tree(parents: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Return the column and the depth of each node of a tree. parents: index of each node's parent;
-    node 0 is the root."""
+    """Return the columns and the depths of the nodes of a tree, as two lists.
+
+    parents: index of the parent of each node; node 0 is the root
+    """
     columns = [0.0] * len(parents)
     depths = [0] * len(parents)
     next_column = 0
@@ -319,17 +360,20 @@ def lay_out_tree(parents: Sequence[int]) -> tuple[list[float], list[int]]:
 
 
 def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> str:
-    """Return the alternative text of a drawn tree. rejected: number of rejected nodes; added: the
-    token that the target added."""
+    """Return a description of a drawn tree, for screen readers.
+
+    rejected: number of rejected nodes
+    added: the token that the target added
+    """
     path = ", ".join(repr(node.word) for node in nodes[1:] if node.accepted) or "none"
     return (
-        f"A draft tree of {len(nodes) - 1} tokens behind {nodes[0].word!r}: accepted {path}; "
-        f"rejected {rejected}; the model adds {added!r}"
+        f"A draft tree of {len(nodes) - 1} tokens after {nodes[0].word!r}. Accepted tokens: "
+        f"{path}. Number of rejected tokens: {rejected}. The target adds {added!r}."
     )
 
 
 def format_token(token: str) -> str:
-    """Return a token with visible spaces and line ends, cut to what fits into a box."""
+    """Return a token as text for a box: white space becomes visible, and long tokens are cut."""
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·") or "∅"
     if len(shown) > MAX_TOKEN_CHARACTERS_IN_DRAWING:
         shown = shown[: MAX_TOKEN_CHARACTERS_IN_DRAWING - 1] + "…"

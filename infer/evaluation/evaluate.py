@@ -1,6 +1,7 @@
-"""Evaluate a drafter: decode held-out prompts with every method, by the code that users call.
+"""Evaluates a drafter: decodes held-out prompts with every method, with the same code that users
+call.
 
-Acceptance is never estimated from token accuracy: every number here comes from decoding.
+Every number comes from decoding. Acceptance is never estimated from the accuracy of single tokens.
 """
 
 import math
@@ -47,7 +48,7 @@ from infer.evaluation.results import (
 from infer.evaluation.samples import collect_samples
 from infer.targets.target import Target, number_format_name
 
-SHORT_EVALUATION_STRIDE = 4  # a short evaluation decodes every fourth prompt
+SHORT_EVALUATION_STRIDE = 4  # earlier checkpoints than the last decode every fourth prompt
 
 
 def evaluate(
@@ -57,14 +58,16 @@ def evaluate(
     config: EvaluationConfig,
     progress: ProgressCallback = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt with every method and return the results. If outputs of a method differ
-    from baseline decoding's, its `ties` and `defects` count the prompts by cause, see
-    `infer.evaluation.lossless`."""
+    """Decode every prompt with every method, and return the results.
+
+    If outputs of a method differ from those of baseline decoding, the `ties` and `defects` of the
+    method count the prompts by the cause of the difference, see `infer.evaluation.lossless`.
+    """
     prompt_sets = build_prompt_sets(prompts, config)
     measurements = measure_prompt_sets(target, drafter, prompt_sets, progress)
     evaluation = summarise_evaluation(target, drafter, prompt_sets, measurements)
 
-    # Prompt sets without sequences were left out when evaluation.max_minutes were over.
+    # A prompt set has no sequences if the time limit evaluation.max_minutes was reached before it.
     measured_sets = [measurement for measurement in measurements if measurement[0].sequences]
     classified = [
         count_ties_and_defects(target, result, measurement)
@@ -76,8 +79,12 @@ def evaluate(
 def count_ties_and_defects(
     target: Target, evaluation: Evaluation, measurements: list[VariantMeasurement]
 ) -> Evaluation:
-    """Return the evaluation with `ties` and `defects` of the methods whose outputs differ from
-    baseline decoding's."""
+    """Return the evaluation with the numbers of ties and defects.
+
+    They are added to the methods whose outputs differ from the outputs of baseline decoding.
+
+    measurements: one for each method of the evaluation, in the same order
+    """
     baseline = measurements[0].sequences
     methods = []
     for method, measurement in zip(evaluation.methods, measurements, strict=True):
@@ -97,9 +104,13 @@ def count_ties_and_defects(
 def build_prompt_sets(
     prompts: abc.Sequence[EvaluationPrompt], config: EvaluationConfig
 ) -> list[PromptSet]:
-    """Group the prompts of an evaluation: its own prompts first, then each group that is reported
-    apart, then every second of its own with sampling if the others are greedy. All groups but the
-    first have the median budget only."""
+    """Group the prompts of an evaluation into prompt sets, whose results are reported separately.
+
+    The first set has the held-out prompts. Then follows a set for each `report_group` of the
+    prompts. If decoding is greedy and `config.sampling_temperature` is set, the last set decodes
+    every second held-out prompt again with sampling. All sets except the first are measured with
+    the median node budget only.
+    """
     numbers_by_name: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
         numbers_by_name.setdefault(prompt.report_group, []).append(number)
@@ -123,8 +134,10 @@ def build_prompt_sets(
 
 
 def shorten_prompt_set(prompt_set: PromptSet) -> PromptSet:
-    """Return a quarter of the prompts with a quarter of the time limit, to evaluate a checkpoint
-    before the last one."""
+    """Return the prompt set with a quarter of its prompts and a quarter of its time limit.
+
+    It is used for the checkpoints before the last one.
+    """
     minutes = prompt_set.config.max_minutes
     if minutes is not None:
         minutes = minutes / SHORT_EVALUATION_STRIDE
@@ -142,12 +155,16 @@ def measure_prompt_sets(
     prompt_sets: abc.Sequence[PromptSet],
     progress: ProgressCallback = lambda done, total: None,
 ) -> list[list[VariantMeasurement]]:
-    """Decode the prompts of every set with every method, baseline decoding first.
+    """Decode the prompts of every prompt set with every method.
 
-    Of the first set, also collect samples for the report and replay the greedy outputs with drafts.
-    Transformers' baseline is left out of the other sets if it is slower than ours on the first.
-    The sets share `evaluation.max_minutes` in proportion to their outputs. Sets after the first
-    that no time is left for have measurements without sequences.
+    For the first set, samples for the report are collected, and greedy outputs are replayed with
+    drafts, see `infer.evaluation.replay`. If baseline decoding by transformers is slower than our
+    baseline decoding on the first set, it is not measured on the other sets.
+
+    The sets share the time limit `max_minutes` in proportion to the number of their outputs. If no
+    time is left for a set, its measurements have no sequences.
+
+    Returns for each set a list with a measurement of each method, baseline decoding first.
     """
     total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0
@@ -196,8 +213,10 @@ def measure_prompt_sets(
 
 
 def find_best_tree_measurement(measurements: list[VariantMeasurement]) -> VariantMeasurement:
-    """Return the tree method with the highest acceptance length, of those that have a node budget
-    and no n-grams."""
+    """Return the measurement with the highest acceptance length.
+
+    Only tree methods with a node budget and without n-grams are considered.
+    """
     candidates = []
     for measurement in measurements:
         row = find_tree_method(measurement.variant.name)
@@ -217,8 +236,11 @@ def summarise_evaluation(
     prompt_sets: abc.Sequence[PromptSet],
     measurements: list[list[VariantMeasurement]],
 ) -> Evaluation:
-    """Return the results of all prompt sets: the first set's, with the others inside. Sets that
-    there was no time for are named in its `time_limit_note`."""
+    """Return the results of all prompt sets.
+
+    The result is the evaluation of the first set, and its `other_evaluations` are those of the
+    other sets. Its `time_limit_note` names the sets for which no time was left.
+    """
     evaluations = []
     skipped_names = []
     for prompt_set, measurement in zip(prompt_sets, measurements, strict=True):
@@ -235,10 +257,10 @@ def summarise_evaluation(
     if skipped_names:
         names = ", ".join(skipped_names)
         if note:
-            note = f"{note}, and none for {names}"
+            note = f"{note}, and no time for {names}"
         else:
             minutes = prompt_sets[0].config.max_minutes
-            note = f"evaluation.max_minutes={minutes:.3g} had no time for {names}"
+            note = f"evaluation.max_minutes={minutes:.3g} left no time for {names}"
     reference = build_reference_from_sets(target, drafter, prompt_sets, measurements)
     return replace(first, time_limit_note=note, other_evaluations=others, reference=reference)
 
@@ -249,8 +271,11 @@ def build_reference_from_sets(
     prompt_sets: abc.Sequence[PromptSet],
     measurements: list[list[VariantMeasurement]],
 ) -> AcceptanceReference | None:
-    """Build the acceptance reference from the first greedy prompt set whose prompts can be sent to
-    a server. Return None if there is none, or no chain was measured."""
+    """Build the acceptance reference of a drafter from the measurements of an evaluation.
+
+    The first prompt set is used that was decoded greedily and has prompts that can be sent to a
+    server as text. Returns None if there is no such set, or if no chain was measured on it.
+    """
     for prompt_set, set_measurements in zip(prompt_sets, measurements, strict=True):
         if prompt_set.config.temperature > 0 or not set_measurements[0].sequences:
             continue
@@ -271,8 +296,13 @@ def summarise_prompt_set(
     prompt_set: PromptSet,
     measurements: list[VariantMeasurement],
 ) -> Evaluation:
-    """Return the results of one prompt set. `drafter` is None for a masked model."""
-    model = cast(Target, target)  # a masked model has the attributes that are read here
+    """Return the results of one prompt set.
+
+    drafter: None for a masked diffusion model
+    measurements: one for each method, our baseline decoding first
+    """
+    # A masked diffusion model has all attributes that are read here.
+    model = cast(Target, target)
     baseline = measurements[0]
     fastest_baseline = find_fastest_baseline(measurements)
     samples, example = baseline.samples or ([], None)
@@ -304,8 +334,12 @@ def summarise_prompt_set(
 
 
 def find_fastest_baseline(measurements: abc.Sequence[VariantMeasurement]) -> VariantMeasurement:
-    """Return the baseline decoder with the higher median tokens per second over prompts: ours (the
-    first measurement) or transformers'."""
+    """Return the measurement of the faster baseline decoder, either ours or that of transformers.
+
+    The median over prompts of the ratio of their tokens per second decides.
+
+    measurements: those of one prompt set, our baseline decoding first
+    """
     our_baseline, *others = measurements
     for measurement in others:
         if measurement.variant.name == TRANSFORMERS_BASELINE.name:
@@ -320,11 +354,12 @@ def summarise_method(
     fastest_baseline: VariantMeasurement,
     kinds: abc.Mapping[int, str] = MappingProxyType({}),
 ) -> MethodResult:
-    """Return the results of one variant.
+    """Return the results of one decoding method.
 
-    baseline: our baseline decoding, whose outputs every method must give
-    fastest_baseline: the baseline decoder to which speedups refer
-    kinds: the kind of each prompt by its number
+    measurement: the measurement of the method
+    baseline: the measurement of our baseline decoding, whose outputs every method must reproduce
+    fastest_baseline: the measurement of the baseline decoder to which speedups refer
+    kinds: for each prompt number the kind of the prompt, such as "functions"
     """
     variant = measurement.variant
     stats = measurement.stats
@@ -358,7 +393,7 @@ def summarise_method(
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a description of the hardware for reports."""
+    """Return a description of the GPU or CPU, for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()

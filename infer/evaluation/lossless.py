@@ -1,10 +1,11 @@
-"""Check that an output is what the target alone generates, and find the cause of a difference.
+"""Checks that an output equals the output of baseline decoding, and finds the cause of a
+difference.
 
-In float32 there are no differences. In bfloat16 a pass over a tree rounds differently from a pass
-over one token. If two tokens are equally good to within that rounding, either may be chosen: a tie.
-Any other difference is a defect.
+In float32 there are no differences. In bfloat16, a forward pass over a tree rounds differently from
+a forward pass over one token. If the scores of two tokens differ by less than the rounding error,
+either token may be chosen. Such a difference is called a tie, and any other difference a defect.
 
-V: vocabulary size
+V is the vocabulary size.
 """
 
 import torch
@@ -14,29 +15,32 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # positions per pass when the logits are computed again
-LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = (
-    8  # positions run one by one, to measure how the shape of a pass rounds
-)
+LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # positions per forward pass when logits are computed again
+# This many positions are computed one by one, to measure how much the number of positions in a
+# forward pass changes the logits.
+LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = 8
 
 
 def classify_difference(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
 ) -> str | None:
-    """Compare an output with baseline decoding's and return the cause of the first difference:
-    "tie" or "defect", or None if they are equal.
+    """Compare an output with the output of baseline decoding, and classify the first difference.
 
-    It is a tie if changing the target's logits at that position by no more than their rounding
-    error lets either token be chosen. The rounding error is taken to be two steps of the dtype at
-    the largest logit, plus twice the change that results from running the last tokens one by one.
+    The difference is a tie if the target's logits at that position can be changed by at most their
+    rounding error so that either token is chosen. The rounding error is estimated as two rounding
+    steps of the dtype at the largest logit, plus twice the change of the logits if the last tokens
+    are computed one by one.
 
-    ids, expected: new tokens of the output and of baseline decoding
+    ids: generated tokens of the output
+    expected: generated tokens of baseline decoding
+
+    Returns "tie" or "defect", or None if both outputs are equal.
     """
     if ids == expected:
         return None
     pairs = enumerate(zip(ids, expected, strict=False))
     index = next((i for i, (token, other) in pairs if token != other), None)
-    if index is None:  # one output is longer
+    if index is None:  # one output is longer and begins with the other output
         return "defect"
 
     prefix = prompt + ids[:index]
@@ -56,7 +60,12 @@ def classify_difference(
 
 
 class TargetChoice:
-    """The target's choice at one position, for its logits (1, 1, V) and for perturbed ones."""
+    """Chooses a token at one position, from the target's logits or from perturbed logits.
+
+    logits: the target's logits at the position, of shape (1, 1, V)
+    position: index of the position in the sequence, which selects the sampling noise
+    prefix: all token ids before the chosen token
+    """
 
     def __init__(
         self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions
@@ -73,15 +82,16 @@ class TargetChoice:
             self.seen = lambda nodes: mark_seen_tokens([prefix], vocabulary_size, device)[None]
 
     def choose_token(self, shift: torch.Tensor | float = 0.0) -> int:
-        """Return the chosen token when `shift` is added to the logits."""
+        """Return the token that is chosen if `shift` is added to the logits."""
         depth = torch.zeros(1, 1, dtype=torch.long, device=self.logits.device)
         return int(sample_tokens(self.logits + shift, depth, self.sampling, self.noise, self.seen))
 
     def is_possible(self, token: int, rounding: float) -> bool:
         """Return whether `token` can be chosen if no logit changes by more than `rounding`.
 
-        Two perturbations are tried: this token up and all others down; and, for the boundary of
-        top-p, more likely tokens down and the others up.
+        Two perturbations are tried. The first raises the logit of the token and lowers all others.
+        The second is for tokens at the boundary of top-p: it lowers the logits of more likely
+        tokens and of the token that is chosen without a perturbation, and raises the others.
         """
         token_up = torch.full_like(self.logits, -rounding)
         token_up[..., token] = rounding
@@ -95,8 +105,10 @@ class TargetChoice:
 
 @torch.no_grad()
 def compute_last_logits(target: Target, ids: list[int], single_positions: int) -> torch.Tensor:
-    """Run the target alone over token ids and return the logits after the last one, (1, 1, V)
-    float32. The last `single_positions` positions are run one by one, the others in chunks."""
+    """Return the target's logits after the last token id, in float32, of shape (1, 1, V).
+
+    single_positions: this many last positions are computed one by one, and the others in chunks
+    """
     chunked = max(0, len(ids) - single_positions)
     starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]
     with target.allocate_cache(1, len(ids)).add_rows(1) as cache:

@@ -1,4 +1,8 @@
-"""Decode the same prompts with several variants in turn, and record outputs and times."""
+"""Decodes the same prompts with several decoding methods, alternating between the methods, and
+records outputs and times.
+
+A `DecodingVariant` is a decoding method with its node budget and options.
+"""
 
 import math
 import statistics
@@ -33,40 +37,53 @@ from infer.evaluation.samples import ReportSamples
 from infer.targets.target import Target
 from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
 
-# options that EvaluationConfig and DecodeOptions have in common
+# Options that EvaluationConfig and DecodeOptions have in common
 SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
-WARMUP_TOKENS_BEFORE_MEASUREMENT = 16
-ProgressCallback = abc.Callable[[int, int], None]  # called with (prompts done, prompts)
+WARMUP_TOKENS_BEFORE_MEASUREMENT = (
+    16  # number of tokens that each variant generates before the measurement
+)
+# A function that is called with (number of finished prompts, number of all prompts).
+ProgressCallback = abc.Callable[[int, int], None]
 Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
 class DecodingVariant:
-    """One way of decoding that is measured."""
+    """A decoding method with its node budget and options, which is measured.
+
+    budget: number of drafted nodes per round; for a masked diffusion model, number of states
+    drafter: None means the drafter that is evaluated
+    """
 
     name: str
-    budget: int  # drafted nodes per round; for a masked model, states
+    budget: int
     options: DecodeOptions
-    drafter: Drafter | PromptLookup | None = None  # None: the drafter that is evaluated
+    drafter: Drafter | PromptLookup | None = None
 
 
 @dataclass
 class VariantMeasurement:
-    """The outputs and times of one variant."""
+    """The outputs and times of one variant.
+
+    prompt_results: a result for each sequence of `sequences`
+    samples: samples of the tree method with the highest acceptance length. Only the measurement of
+        baseline decoding has them
+    replayed: replays of the greedy outputs with drafts, see `infer.evaluation.replay`. Only the
+        measurement of baseline decoding has them
+    remeasured_prompts: number of prompts that were measured again, because another process slowed
+        the first measurement
+    """
 
     variant: DecodingVariant
     sequences: list[Sequence] = field(default_factory=list)
-    prompt_results: list[PromptResult] = field(default_factory=list)  # one for each sequence
-    # of baseline decoding only: samples of the tree method with the highest acceptance length
+    prompt_results: list[PromptResult] = field(default_factory=list)
     samples: ReportSamples | None = None
-    # of baseline decoding only: replays of its greedy outputs with drafts
     replayed: list[ReplayedSequence] = field(default_factory=list)
-    # prompts measured again because another process slowed the first measurement
     remeasured_prompts: int = 0
 
     @property
     def seconds(self) -> float:
-        """Seconds of all prompts together."""
+        """The sum of the decoding times of all prompts, in seconds."""
         return sum(sum(result.seconds) for result in self.prompt_results)
 
     @property
@@ -75,7 +92,7 @@ class VariantMeasurement:
         return [sequence.stats for sequence in self.sequences]
 
     def extend(self, other: "VariantMeasurement") -> None:
-        """Append what was measured of the same variant on other prompts."""
+        """Append the measurement of the same variant on other prompts."""
         self.sequences += other.sequences
         self.prompt_results += other.prompt_results
         self.samples = self.samples or other.samples
@@ -83,8 +100,11 @@ class VariantMeasurement:
         self.remeasured_prompts += other.remeasured_prompts
 
     def find_disturbed_prompts(self) -> list[int]:
-        """Return the indices of the prompts that took more than REMEASURED_PROMPT_TIME_RATIO times
-        the median time per token."""
+        """Return the indices of prompts that took unusually long.
+
+        Their time per token is more than REMEASURED_PROMPT_TIME_RATIO times the median of all
+        prompts.
+        """
         seconds_per_token = [
             result.seconds[0] / max(1, result.tokens) for result in self.prompt_results
         ]
@@ -95,11 +115,12 @@ class VariantMeasurement:
         ]
 
 
-def merge_measurements(
-    shares: abc.Iterable[list[VariantMeasurement]],
-) -> list[VariantMeasurement]:
-    """Merge what several processes, or several turns, measured on different prompts. Variants that
-    are not in every share are dropped."""
+def merge_measurements(shares: abc.Iterable[list[VariantMeasurement]]) -> list[VariantMeasurement]:
+    """Merge measurements of the same variants on different prompts.
+
+    shares: for each group of prompts, such as the prompts of one process, a list with the
+        measurement of each variant. A variant that is not in every list is dropped
+    """
     by_variant = []
     for share in shares:
         by_variant.append({(each.variant.name, each.variant.budget): each for each in share})
@@ -115,27 +136,35 @@ def merge_measurements(
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of an evaluation that are reported together, and how they are decoded."""
+    """Prompts of an evaluation whose results are reported together, and how they are decoded.
 
-    name: str | None  # None: the evaluation's own prompts
+    name: None for the held-out prompts, which are reported first
+    prompt_numbers: index of each prompt among all prompts of the evaluation
+    time_limit_note: says which prompts were left out because of the time limit; None if none were
+    """
+
+    name: str | None
     prompts: list[EvaluationPrompt]
-    prompt_numbers: list[int]  # indices among all prompts of the evaluation
+    prompt_numbers: list[int]
     config: EvaluationConfig
-    time_limit_note: str | None = None  # what was left out when evaluation.max_minutes were over
+    time_limit_note: str | None = None
 
 
 def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVariant]:
-    """List the variants of an evaluation: our baseline decoding, transformers', the evaluated tree
-    methods in the order of their table, and n-grams without the drafter.
+    """Return the variants that an evaluation measures.
 
-    Methods with n-grams are measured with the median budget only. They use the n-gram file of
-    `config.continuity`, or else, with DDTree, the one beside the drafter's weights.
+    They are our baseline decoding, baseline decoding by transformers, the tree methods of
+    `TREE_METHODS` that are evaluated, and n-grams without the drafter.
+
+    Methods that use n-grams are measured with the median node budget only. They use the n-gram file
+    that `config.ngrams` names. If that option is null, DDTree uses the file beside the drafter's
+    weights.
     """
     continuity = config.ngrams
     budget_for_ngrams = median_budget(config.budgets)
     config_values = asdict(config)
     shared_options = {name: config_values[name] for name in SHARED_OPTION_NAMES}
-    # positions=None: every method gets the budget that is measured
+    # Without a limit of positions per step, every method can use its whole node budget.
     shared_options |= {
         "loop_period": MAX_LOOP_PERIOD_TOKENS,
         "max_num_seqs": 1,
@@ -150,7 +179,8 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
             continue
         options = DecodeOptions(method=row.name, ngrams=NGRAMS_OPTION_NONE, **shared_options)
         if row.needs_ngrams:
-            # without continuity=, method=ddtree makes the engine use the drafter's n-gram file
+            # If evaluation.ngrams is null, method=ddtree makes the engine use the n-gram file
+            # beside the drafter's weights.
             method = row.name if continuity else "ddtree"
             options = replace(options, method=method, ngrams=continuity)
             budgets = [budget_for_ngrams]
@@ -177,8 +207,10 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
 
 
 def has_ngrams_for(row: TreeMethod, drafter: Drafter, continuity: str | None) -> bool:
-    """Return whether there are n-grams for a tree method that needs them. `continuity`: see
-    EvaluationConfig."""
+    """Return whether n-grams are available for a tree method that needs them.
+
+    continuity: the option `ngrams` of EvaluationConfig
+    """
     if continuity is None:
         return row.uses_sequence_ngrams and drafter.ngram_path is not None
     return continuity != NGRAMS_OPTION_NONE and (
@@ -187,8 +219,12 @@ def has_ngrams_for(row: TreeMethod, drafter: Drafter, continuity: str | None) ->
 
 
 def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
-    """Return the first process's decision if the processes compute every pass of the target
-    together (`target.shard`): decisions that depend on a clock must be the same in all of them."""
+    """Return a decision that is the same in all processes.
+
+    If the target is sharded over several processes, they compute every forward pass together, so
+    they must take the same decisions. A decision that depends on a clock could differ between them,
+    so all processes take the decision of the first one. Without sharding, `decision` is returned.
+    """
     decisions = [decision]
     if cast(Target, model).is_sharded:
         dist.broadcast_object_list(decisions)
@@ -196,15 +232,19 @@ def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
 
 
 def describe_time_limit(minutes: float | None, done: int, total: int) -> str | None:
-    """Return a sentence about the prompts that the time limit left out, None if it left out
-    none."""
+    """Return a sentence that says how many prompts were decoded within the time limit.
+
+    done, total: number of decoded prompts, and of all prompts
+
+    Returns None if all prompts were decoded.
+    """
     if done >= total:
         return None
     return f"evaluation.max_minutes={minutes:.3g} had time for {done} of {total} prompts"
 
 
 def median_budget(budgets: abc.Sequence[int]) -> int:
-    """Return the median budget; of an even number of budgets, the larger middle one."""
+    """Return the median node budget, or the larger of the two middle ones."""
     return sorted(budgets)[len(budgets) // 2]
 
 
@@ -217,16 +257,18 @@ def measure_variants(
     prompt_numbers: abc.Sequence[int] | None = None,
     deadline: float = math.inf,
 ) -> list[VariantMeasurement]:
-    """Decode every prompt with every variant, one sequence at a time, and return a measurement for
-    each variant.
+    """Decode every prompt with every variant, one sequence at a time.
 
-    On each prompt another variant begins, so that a noisy machine is equally noisy for all.
-    Prompts that were disturbed are measured again while there is time.
+    For each prompt, another variant is measured first, so that changes of the machine's speed
+    affect all variants equally. At the end, prompts that took unusually long are measured again
+    while there is time.
 
-    prompts: token ids
-    prompt_numbers: indices of the prompts among all prompts of the evaluation; each prompt's
-        sampling seed is derived from its number. None: 0, 1, 2, ...
-    deadline: value of time.monotonic() after which no prompt but the first is begun
+    prompts: token ids of each prompt
+    prompt_numbers: index of each prompt among all prompts of the evaluation, from which the
+        sampling seed is derived; None means 0, 1, 2, ...
+    deadline: a value of time.monotonic(). After this time no prompt is started, except the first
+
+    Returns a measurement for each variant, in the same order.
     """
     device = cast(Target, model).device
     clock = synchronised_clock(device)
@@ -239,7 +281,8 @@ def measure_variants(
     ) -> VariantMeasurement:
         return measure_prompt(model, drafter, variant, number, list(prompt), capacity, clock)
 
-    # Warm-up: the first calls pay for allocations and kernels.
+    # The first calls take longer because they allocate memory and compile kernels, so they are not
+    # measured.
     for variant in variants if prompts else ():
         tokens = min(WARMUP_TOKENS_BEFORE_MEASUREMENT, variant.options.max_new_tokens)
         short_options = replace(variant.options, max_new_tokens=tokens)
@@ -273,8 +316,12 @@ def measure_prompt(
     capacity: int,
     clock: abc.Callable[[], float],
 ) -> VariantMeasurement:
-    """Decode one prompt with one variant and measure the time. `number`: the prompt's index, from
-    which its seed is derived; `capacity`: positions of the KV cache."""
+    """Decode one prompt with one variant, and measure the time.
+
+    number: index of the prompt in the evaluation, from which the sampling seed is derived
+    capacity: number of positions in the KV cache
+    clock: returns the time in seconds
+    """
     options = replace(variant.options, seed=derive_seed(variant.options.seed, number))
 
     start = clock()
@@ -305,8 +352,10 @@ def measure_prompt(
 
 
 def generate_with_transformers(target: Target, prompt: list[int], options: TextOptions) -> Sequence:
-    """Continue a prompt with transformers' `generate`, with the same end conditions as the engine.
-    Sampled outputs differ from the engine's, as they are drawn with other noise."""
+    """Continue a prompt with `generate` of transformers, until our engine would stop, too.
+
+    Sampled outputs differ from those of our engine, because other random numbers are used.
+    """
     sampling = {}
     if options.temperature > 0:
         sampling = {
@@ -318,8 +367,8 @@ def generate_with_transformers(target: Target, prompt: list[int], options: TextO
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
-        # Without end tokens give an id that cannot occur: `generate` would replace None by the
-        # model's own end tokens.
+        # `generate` would replace None by the end tokens of the model. If there are no end tokens,
+        # an id is given that cannot occur.
         eos_token_id=end_ids or [target.vocab_size],
         pad_token_id=0,
         repetition_penalty=1.0,
@@ -352,13 +401,13 @@ def generate_with_transformers(target: Target, prompt: list[int], options: TextO
     sequence.ids = new_ids[:length]
     sequence.commits = [1] * length
     sequence.stats.tokens = length
-    sequence.stats.rounds = length - 1  # the prefill is no round
+    sequence.stats.rounds = length - 1  # the first token comes from the prefill, not from a round
     sequence.stats.histogram = [length - 1]
     return sequence
 
 
 def synchronised_clock(device: torch.device) -> abc.Callable[[], float]:
-    """Return a clock, in seconds, that synchronises the device before each reading."""
+    """Return a clock in seconds that waits for all work on the device before it reads the time."""
     if device.type != "cuda":
         return time.perf_counter
 

@@ -1,9 +1,9 @@
-"""Acceptance length and speedup of a method from the results of its prompts, with confidence
-intervals.
+"""Computes the acceptance length and the speedup of a method, with confidence intervals, from the
+results on each prompt.
 
-A speedup is the median, over prompts, of the ratio of tokens per second to the fastest baseline
-decoder. Intervals contain 95 of 100 bootstrap resamples of the prompts:
-https://doi.org/10.1201/9780429246593, chapter 13.
+A prompt's speedup is its tokens per second divided by those of the fastest baseline decoder. The
+speedup of a method is the median over the prompts. Confidence intervals contain 95 % of the values
+from bootstrap resamples of the prompts (https://doi.org/10.1201/9780429246593, chapter 13).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,19 +15,23 @@ from infer.evaluation.results import Evaluation, PromptResult
 
 BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE_PERCENT = 95.0
-# a prompt that takes this many times a method's median time per token is measured again
+# A prompt whose time per token is more than this many times the method's median is measured again.
 REMEASURED_PROMPT_TIME_RATIO = 5
-# with fewer prompts no interval is given
+# With fewer prompts, no confidence interval is reported.
 MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL = 5
-# shared prompts needed to compare checkpoints: the interval of 5 prompts covers the true value 82
-# times in 100, that of 8 prompts 88 times
+# Two checkpoints are compared only on at least this many prompts that both have decoded. The
+# interval of 5 prompts contains the true value in 82 % of cases, that of 8 prompts in 88 %.
 MIN_PROMPTS_TO_COMPARE_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True)
 class MethodMetrics:
-    """Acceptance length and speedup of one method. Intervals are None for fewer than
-    MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL prompts."""
+    """Acceptance length and speedup of one method.
+
+    tau: the acceptance length, which is the number of tokens per round
+    tau_interval, speedup_interval: confidence intervals; None for fewer than
+        MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL prompts
+    """
 
     tau: float
     tau_interval: list[float] | None
@@ -38,8 +42,11 @@ class MethodMetrics:
 def compute_metrics(
     prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]
 ) -> MethodMetrics:
-    """Compute a method's metrics from its prompts; `baseline` holds the fastest baseline decoder's
-    results on the same prompts."""
+    """Compute the metrics of a method.
+
+    prompts: the results of the method on each prompt
+    baseline: the results of the fastest baseline decoder on the same prompts
+    """
     baseline_by_number = {result.number: result for result in baseline}
     ratios = np.array(
         [
@@ -56,18 +63,20 @@ def compute_metrics(
 
 
 def prompt_tokens_per_second(result: PromptResult) -> float:
-    """Return a prompt's tokens per second in its fastest measurement."""
+    """Return the tokens per second in the fastest measurement of a prompt."""
     return result.tokens / max(min(result.seconds), 1e-9)
 
 
 def acceptance_length(
     counts: Sequence, baseline_counts: Sequence | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the tokens per round of n outputs, pooled over rounds, and the interval over outputs.
+    """Return the number of tokens per round of several outputs, and its confidence interval.
 
-    counts: (n, 2), for each output its tokens after the prefill's token, and its rounds
-    baseline_counts: (n, 2), the same for other decodings of the same prompts; if given, the ratio
-        to their tokens per round is returned
+    The number is the sum of all tokens divided by the sum of all rounds.
+
+    counts: for each output (number of tokens without the token of the prefill, number of rounds)
+    baseline_counts: the same for other outputs of the same prompts. If given, the tokens per round
+        are divided by those of these outputs
     """
     count_array = np.asarray(counts, float).reshape(-1, 2)
 
@@ -83,8 +92,10 @@ def acceptance_length(
 
 
 def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the counts that `acceptance_length` takes. `commits` holds for each output the tokens
-    committed by each round, the prefill's token first."""
+    """Return (number of tokens without the token of the prefill, number of rounds) of each output.
+
+    commits: for each output, how many tokens the prefill and each round committed, in this order
+    """
     return [(sum(lengths) - 1, len(lengths) - 1) for lengths in commits]
 
 
@@ -112,8 +123,12 @@ def bootstrap_interval(
 
 
 def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the evaluation of the best checkpoint: the last one, unless an earlier one is
-    significantly better on at least MIN_PROMPTS_TO_COMPARE_CHECKPOINTS prompts."""
+    """Return the evaluation of the best checkpoint of a training run.
+
+    This is the last checkpoint, unless an earlier one is significantly better. Two checkpoints are
+    compared on the prompts that both have decoded, if these are at least
+    MIN_PROMPTS_TO_COMPARE_CHECKPOINTS.
+    """
     by_step = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = by_step.pop()
     for earlier in reversed(by_step):
@@ -123,8 +138,10 @@ def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
-    """Return whether the drafter has a significantly higher acceptance length in `evaluation` than
-    in `other`, by its method with the highest one, on the prompts that both decoded."""
+    """Return whether the acceptance length in `evaluation` is significantly higher than in `other`.
+
+    The prompts and the method with which they are compared are those of `pair_shared_prompts`.
+    """
     pairs = pair_shared_prompts(evaluation, other)
     if len(pairs) < MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return False
@@ -137,9 +154,12 @@ def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
 def pair_shared_prompts(
     evaluation: Evaluation, other: Evaluation
 ) -> list[tuple[PromptResult, PromptResult]]:
-    """Return the results of both evaluations on the prompts that both decoded with one method: the
-    drafter's method with the highest acceptance length in `evaluation`, without n-grams if there is
-    one."""
+    """Return pairs of the results of two evaluations on the prompts that both have decoded.
+
+    The results are those of one method, which has the highest acceptance length in `evaluation`
+    among the methods that use the drafter. Methods that use n-grams are considered only if there is
+    no other.
+    """
     without_ngrams = [
         method for method in evaluation.drafter_methods if not method.tree_method.needs_ngrams
     ]
@@ -159,14 +179,17 @@ def pair_shared_prompts(
 
 
 def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
-    """Return a sentence if the evaluations share too few prompts to compare checkpoints, so that
-    the last one is taken; else None."""
+    """Return a sentence that says that checkpoints cannot be compared, and why, or else None.
+
+    They cannot be compared if the evaluations share fewer than MIN_PROMPTS_TO_COMPARE_CHECKPOINTS
+    prompts.
+    """
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = [len(pair_shared_prompts(evaluation, last)) for evaluation in earlier]
     most_shared = max(shared, default=MIN_PROMPTS_TO_COMPARE_CHECKPOINTS)
     if most_shared >= MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
         return None
     return (
-        f"The last checkpoint is taken: evaluations share {most_shared} of the "
+        f"The last checkpoint is used as the best one: the evaluations share {most_shared} of the "
         f"{MIN_PROMPTS_TO_COMPARE_CHECKPOINTS} prompts that are needed to choose an earlier one."
     )

@@ -1,5 +1,8 @@
-"""Compare a finished suite with the published results: Table 1 of the DDTree paper, which
-published.csv holds, in the layout of that table."""
+"""Formats the results of a suite in the layout of Table 1 of the DDTree paper, and compares them
+with the results in that table.
+
+published.csv contains the numbers of Table 1.
+"""
 
 import csv
 from collections.abc import Sequence
@@ -14,8 +17,9 @@ PAPER_CITATION = (
     "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
     "budget of 16 to 1,024 nodes"
 )
-DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")  # three models with DFlash drafters
-# a "paper" column holds the published value of the column before it
+# The file has the published results of three target models with DFlash drafters.
+DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
+# A column "paper" contains the published value for the column before it.
 SUITE_COLUMNS = (
     "set",
     "answers",
@@ -31,7 +35,7 @@ SUITE_COLUMNS = (
     "paper",
     "same",
 )
-# of the numbers in SUITE_COLUMNS: all columns but the first two and the last
+# Formats of the numbers in all columns of SUITE_COLUMNS except the first two and the last one
 SUITE_NUMBER_FORMATS = (
     "{:.1f}",
     "{:.2f}x",
@@ -47,7 +51,10 @@ SUITE_NUMBER_FORMATS = (
 
 
 class PublishedResult(NamedTuple):
-    """The paper's results for one model and one question set."""
+    """The published results for one target model and one question set.
+
+    A value is None if the paper does not report it.
+    """
 
     chain_speedup: float | None = None
     chain_tau: float | None = None
@@ -56,8 +63,12 @@ class PublishedResult(NamedTuple):
 
 
 def find_published_result(target: str, temperature: float, set_name: str) -> PublishedResult | None:
-    """Return the paper's results for a target, a temperature and a question set; None if the paper
-    has none. The target's hub name or folder must end in the model's name."""
+    """Return the published results for a target, a temperature and a question set.
+
+    target: hub name or folder of the target, whose last part is the name of the model
+
+    Returns None if the paper has no such results.
+    """
     model = target.rstrip("/").rpartition("/")[2].lower()
     for row in csv.reader(DDTREE_PAPER_RESULTS_FILE.read_text().splitlines()):
         if row[:3] == [model, f"{temperature:g}", set_name]:
@@ -66,7 +77,7 @@ def find_published_result(target: str, temperature: float, set_name: str) -> Pub
 
 
 def compute_column_means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Return the mean of every column; None for a column with a missing number."""
+    """Return the mean of every column of a table, or None for a column with a missing number."""
     means = []
     for column in zip(*rows, strict=True):
         numbers = [number for number in column if number is not None]
@@ -75,8 +86,11 @@ def compute_column_means(rows: Sequence[Sequence[float | None]]) -> list[float |
 
 
 def format_suite(suite: SuiteResult) -> str:
-    """Return the suite's results in Markdown. For each temperature there is a table in the layout
-    of the DDTree paper's Table 1, with the published results, and a table of all methods."""
+    """Return the results of a suite in Markdown.
+
+    For each temperature there are two tables. The first has the layout of Table 1 of the DDTree
+    paper, and shows the published results if there are any. The second has all methods.
+    """
     paragraphs = [f"# {suite.suite}: {suite.target}"]
     has_published = False
     for temperature in dict.fromkeys(each.temperature for each in suite.sets):
@@ -97,24 +111,28 @@ def format_suite(suite: SuiteResult) -> str:
         "tokens"
     )
     if left_out:
-        notes += f"; {left_out} questions were left out: too long for the target"
+        notes += f"; {left_out} questions were left out because they are too long for the target"
     for each in suite.sets:
         if each.result.time_limit_note:
             notes += f"; {each.title}: {each.result.time_limit_note}"
     notes += (
-        ". τ: tokens a round, bonus token included; like speedups, averaged over answers, without "
-        "the prefill. Same: answers that are plain decoding's, token by token, of the method that "
-        "has the fewest."
+        ". τ is the number of tokens per round, including the bonus token. τ and speedups are "
+        "averaged over answers and do not include the prefill. The column 'same' counts the "
+        "answers that equal those of plain decoding, for the method with the lowest count."
     )
     if has_published:
-        notes += f" Paper: {PAPER_CITATION}."
+        notes += f" The paper is {PAPER_CITATION}."
     return "\n\n".join([*paragraphs, notes])
 
 
 def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
-    """Return a Markdown table of the paper's methods with the budget of the highest speedup, one
-    row for each set and one of means. The columns of published results are left out if there are
-    none."""
+    """Return a Markdown table of the chain and of DDTree with its fastest node budget.
+
+    It has a row for each question set and a row of means.
+
+    published: the published results for each set. If there are none for any set, their columns are
+        left out
+    """
     rows = []
     number_rows = []
     for result, paper in zip(sets, published, strict=True):
@@ -158,13 +176,13 @@ def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResu
 
 
 def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodResult:
-    """Return the method of this name, of all budgets, with the highest decoding speedup."""
+    """Return the method with the given name whose node budget gives the highest speedup."""
     candidates = [method for method in methods if method.name == name]
     return max(candidates, key=lambda method: method.decoding_speedup or 0.0)
 
 
 def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers of a row of `format_best_budgets` as text."""
+    """Return the numbers in one row of the table of `format_best_budgets` as text."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
         for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)
@@ -172,7 +190,10 @@ def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
 
 
 def format_all_methods(sets: list[SetResult]) -> str:
-    """Return a Markdown table with τ and speedup of every method on every set, and means."""
+    """Return a Markdown table with τ and speedup of every method on every question set.
+
+    The last row has the means over the sets.
+    """
     methods = sets[0].result.drafting_methods
     titles = [result.title for result in sets]
     number_rows = []

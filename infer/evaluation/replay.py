@@ -1,14 +1,16 @@
-"""Replay greedy outputs: find the rounds that decoding them takes, with any tree method and node
-budget, without decoding.
+"""Computes the rounds in which a greedy output would be decoded, for any tree method and node
+budget, without decoding the output again. This is called a replay.
 
-A greedy output does not depend on the drafts. So one pass over the whole sequence gives the
-target's features, one block is drafted after every token of the answer, many blocks at a time, and
-a round that begins there accepts as many drafts as the sequence itself follows in the tree
-(`infer.engine.verification.walk`). The rounds follow from these counts. `replay_tree_variants` and
-`summarise_replay` use them to find what trees gain.
+A greedy output does not depend on the drafts, so it can be replayed as follows. One forward pass of
+the target over prompt and answer gives the features that the drafter reads. The drafter drafts a
+block after every token of the answer, for many tokens at once. A round that begins after a token
+accepts the draft tokens that agree with the next tokens of the answer (`walk`). The sequence of
+rounds follows from these counts. `replay_tree_variants` and `summarise_replay` use it to compare
+trees with chains.
 
-n: sequences, P: positions of an answer, T: tokens of a sequence, L: drafted positions, M:
-candidates per position, F: features per position, R: tokens of the drafter's vocabulary
+Letters in shapes: n is the number of sequences, P positions of an answer, T tokens of a sequence, L
+drafted positions of a block, F features per position, R tokens of the drafter's vocabulary, W
+positions of a block, D the hidden size.
 """
 
 from collections import defaultdict
@@ -33,45 +35,63 @@ from infer.trees.ddtree import MarginalConditionals
 from infer.trees.methods import TREE_METHODS
 from infer.trees.tree import Conditionals, Proposal
 
-MAX_REPLAY_SCORES_IN_MEMORY = 1 << 24  # scores of drafted positions that are in memory at a time
-MAX_BLOCKS_REPLAYED_AT_ONCE = 128
+MAX_REPLAY_SCORES_IN_MEMORY = (
+    1 << 24
+)  # maximum number of scores of drafted tokens in memory at a time
+MAX_BLOCKS_REPLAYED_AT_ONCE = 128  # maximum number of blocks in one forward pass of the drafter
 
-# token ids of a prompt and of the target's greedy answer
+# Token ids of a prompt, and token ids of the target's greedy answer
 PromptAndAnswer = tuple[Sequence[int], Sequence[int]]
 
 
 class ReplayVariant(NamedTuple):
-    """A tree method, its size, and the ranking that selects its nodes."""
+    """A tree method, its node budget, and the scores that rank the candidate nodes.
 
-    method: str  # a row of TREES that drafts and needs no n-grams
-    nodes: int  # the node budget; of a chain block_size - 1
-    # "drafter": as in decoding; "marginals": without the conditional head; "ideal": the best
-    # possible ranking, see `count_ideal_accepted`
+    method: name of a method in TREE_METHODS that uses a drafter and no n-grams
+    nodes: the node budget, which is block_size - 1 for a chain
+    ranking: "drafter" ranks as in decoding, "marginals" without the scores of the conditional head,
+        and "ideal" as well as possible, see `count_ideal_accepted`
+    """
+
+    method: str
+    nodes: int
     ranking: str = "drafter"
 
 
 class BlockBatch(NamedTuple):
-    """Blocks drafted after P tokens of an answer."""
+    """Blocks that were drafted after P tokens of an answer.
 
-    bonus: torch.Tensor  # (P,)
-    block: DraftedBlock  # (P, L, R)
-    next_tokens: torch.Tensor  # (P, L + 1) the sequence's tokens after the bonus; -1 past its end
-    conditional_draft: ConditionalDraft | None  # None if the drafter has no conditional head
+    bonus: the token before each block, of shape (P,)
+    block: the drafted blocks, with scores of shape (P, L, R)
+    next_tokens: tokens of the answer after each bonus token, of shape (P, L + 1); -1 after its end
+    conditional_draft: None if the drafter has no conditional head
+    """
+
+    bonus: torch.Tensor
+    block: DraftedBlock
+    next_tokens: torch.Tensor
+    conditional_draft: ConditionalDraft | None
 
 
 class ReplayedSequence(NamedTuple):
-    """The rounds of one sequence."""
+    """The replayed rounds of one sequence.
 
-    commits: dict[ReplayVariant, list[int]]  # tokens committed by each round, the prefill's first
-    # by "marginals" and "head": (4, L) int64, `count_first_choices` summed over the rounds of the
-    # reference variant
+    commits: for each variant, how many tokens the prefill and each round commit, in this order
+    first_choices: for the keys "marginals" and "head", the counts of `count_first_choices`, summed
+        over the rounds of the reference variant, of shape (4, L) and dtype int64
+    """
+
+    commits: dict[ReplayVariant, list[int]]
     first_choices: dict[str, np.ndarray]
 
 
 def extract_features(
     target: Target, layers: Sequence[int], sequence: PromptAndAnswer
 ) -> torch.Tensor:
-    """Return the features (T, F) of `layers` at every token of a sequence, with one pass."""
+    """Return the target's features at every token of a sequence, of shape (T, F).
+
+    layers: ids of the target layers whose hidden states are the features
+    """
     packed = pack_sequence(sequence, target.device)
     features = target.compute_packed_features(
         packed["ids"], packed["positions"], packed["documents"], tuple(layers)
@@ -80,7 +100,10 @@ def extract_features(
 
 
 def pack_sequence(sequence: PromptAndAnswer, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a sequence as a packed sequence with one document; each tensor is (1, T)."""
+    """Return a sequence as a packed sequence that contains one document.
+
+    Each tensor has the shape (1, T).
+    """
     prompt, answer = sequence
     ids = torch.tensor([[*prompt, *answer]], device=device)
     return {
@@ -99,14 +122,16 @@ def replay_sequences(
     features: Sequence[torch.Tensor] | None = None,
     reference: ReplayVariant | None = None,
 ) -> list[ReplayedSequence]:
-    """Return what the rounds of each sequence commit with each variant. The counts are those of
-    `Sequence.commits` after decoding, except for rounding.
+    """Replay sequences with each variant, and return how many tokens each round commits.
 
-    drafter: one with a network; prompt lookup is not supported
-    sequences: prompts and greedy answers, with their end token if they have one
-    features: `extract_features` of each sequence at the drafter's `layer_ids`, if already computed
-    reference: one of the variants, in whose rounds the drafter's first choices are counted; None:
-        they are not counted
+    The counts equal those of `Sequence.commits` after decoding, except for rounding errors.
+
+    drafter: a drafter with a network; prompt lookup is not supported
+    sequences: prompts and greedy answers; an answer includes its end token if it has one
+    features: the result of `extract_features` for each sequence, with the layers
+        `drafter.layer_ids`; None means that the features are computed here
+    reference: one of the variants. In its rounds, `count_first_choices` counts the first choices of
+        the drafter. None means that they are not counted
     """
     replayed = []
     for i, sequence in enumerate(sequences):
@@ -130,7 +155,7 @@ def replay_sequences(
         commits = {variant: compute_commits(accepted[variant]) for variant in variants}
         sums = {}
         if reference is not None and first_choices:
-            # Rounds of the reference variant begin after these tokens of the answer.
+            # Indices of the answer tokens after which the rounds of the reference variant begin
             starts = np.cumsum([0, *commits[reference][1:-1]])
             for source, position_counts in first_choices.items():
                 counts_at_starts = torch.cat(position_counts, 1)[:, starts]  # (4, rounds, L)
@@ -142,8 +167,12 @@ def replay_sequences(
 def iterate_block_batches(
     target: Target, drafter: Drafter, sequence: PromptAndAnswer, context: torch.Tensor
 ) -> Iterator[BlockBatch]:
-    """Draft a block after each token of the answer but the last, and yield the blocks in order, as
-    many at a time as fit in memory. context: (T, F), the features."""
+    """Draft a block after each token of the answer except the last one.
+
+    Yields the blocks in order, as many at a time as fit into memory.
+
+    context: the target's features at every token of the sequence, of shape (T, F)
+    """
     packed = pack_sequence(sequence, target.device)
     prompt, answer = sequence
     if len(answer) <= 1:
@@ -171,7 +200,7 @@ def iterate_block_batches(
 def count_accepted_per_block(
     drafter: Drafter, batch: BlockBatch, variant: ReplayVariant
 ) -> torch.Tensor:
-    """Return how many drafts the round after each bonus token accepts, (P,)."""
+    """Return how many draft tokens a round after each bonus token accepts, of shape (P,)."""
     conditional_draft = None if variant.ranking == "marginals" else batch.conditional_draft
     proposal = Proposal(
         batch.bonus,
@@ -189,9 +218,13 @@ def count_accepted_per_block(
 
 
 def count_ideal_accepted(proposal: Proposal, next_tokens: torch.Tensor) -> torch.Tensor:
-    """Return how many drafts are accepted, (P,), if the candidates are ranked by an oracle: the
-    tree then holds the sequence's own path, as long as each token is among the candidates of its
-    position. No other ranking of the same candidates accepts more."""
+    """Return how many draft tokens are accepted with the best possible ranking, of shape (P,).
+
+    The best ranking puts the next tokens of the answer into the tree, up to the first token that is
+    not among the candidates of its position. No ranking of the same candidates accepts more.
+
+    next_tokens: tokens of the answer after each bonus token, of shape (P, L + 1)
+    """
     candidates = proposal.conditionals
     if candidates is None:
         marginals = cast(torch.Tensor, proposal.marginals)
@@ -203,13 +236,17 @@ def count_ideal_accepted(proposal: Proposal, next_tokens: torch.Tensor) -> torch
 def count_first_choices(
     target: Target, drafter: Drafter, batch: BlockBatch, lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Count how often the drafter's most likely token is the sequence's token, at the positions
-    that rounds reach which accept `lengths` (P,) drafts.
+    """Count how often the drafter's first choice, its most likely token, is the answer's token.
 
-    Returns int64 counts (4, P, L) by "marginals", and by "head" if there is a conditional head,
-    whose distributions follow the sequence's own tokens. The rows are: attempts and correct ones
-    where all tokens before were first choices, then attempts and correct ones after an accepted
-    sibling of a first choice.
+    A round that accepts m draft tokens gives one attempt at each of the first m + 1 positions.
+
+    lengths: number of draft tokens that each round accepts, of shape (P,)
+
+    Returns int64 counts of shape (4, P, L) for the key "marginals". If the drafter has a
+    conditional head, it also returns them for the key "head", given the answer's tokens before. The
+    four rows are:
+    0 and 1: attempts, and correct first choices, where all accepted tokens before are first choices
+    2 and 3: attempts, and correct first choices, where an accepted token before is not one
     """
     next_tokens = batch.next_tokens[:, :-1]  # (P, L)
     log_probs_by_source = {"marginals": batch.block.marginals}
@@ -233,8 +270,11 @@ def count_first_choices(
 
 
 def compute_commits(accepted: Sequence[int]) -> list[int]:
-    """Return what each round commits, the prefill's token first. accepted: for each token of an
-    answer but the last, the drafts that a round accepts which begins after it."""
+    """Return how many tokens the prefill and each round commit, in this order.
+
+    accepted: for each token of an answer except the last one, how many draft tokens are accepted by
+        a round that begins after the token
+    """
     commits = [1]
     position = 0
     while position < len(accepted):
@@ -247,9 +287,12 @@ def compute_commits(accepted: Sequence[int]) -> list[int]:
 def replay_tree_variants(
     target: Target, drafter: Drafter, baseline: Iterable[DecodedSequence], config: EvaluationConfig
 ) -> list[ReplayedSequence]:
-    """Replay the chain and DDTrees of every budget on the outputs of baseline decoding, with each
-    ranking, and count first choices in the rounds of the largest tree. Return nothing for sampled
-    outputs, and for prompt lookup, which drafts no blocks."""
+    """Replay the chain and the DDTree of every node budget on the outputs of baseline decoding.
+
+    Each is replayed with each ranking of `ReplayVariant`. First choices are counted in the rounds
+    of the largest tree. Returns an empty list for sampled outputs, and for prompt lookup, which
+    drafts no blocks.
+    """
     if config.temperature > 0 or drafter.family is PROMPT_LOOKUP_FAMILY:
         return []
     sequences = [(sequence.prompt, sequence.ids) for sequence in baseline]
@@ -265,7 +308,7 @@ def replay_tree_variants(
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
-    """Return the results of replayed sequences, with intervals over sequences."""
+    """Return the results of replayed sequences, with confidence intervals over the sequences."""
     variants = sequences[0].commits
     counted = [sequence.first_choices for sequence in sequences if sequence.first_choices]
     first_choices = []
@@ -296,7 +339,10 @@ def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
 
 
 def accuracy_interval(attempts: np.ndarray, correct: np.ndarray) -> list[float] | None:
-    """Return the confidence interval of correct per attempt over n sequences with counts (n,)."""
+    """Return the confidence interval of the share of correct attempts.
+
+    attempts, correct: number of attempts, and of correct ones, in each sequence, of shape (n,)
+    """
 
     def accuracy(indices: np.ndarray) -> np.ndarray:
         return correct[indices].sum(-1) / np.maximum(attempts[indices].sum(-1), 1)

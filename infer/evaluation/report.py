@@ -1,8 +1,9 @@
-"""Write an evaluation's report: one HTML page for readers who do not know speculative decoding,
-which needs no network.
+"""Writes the report of an evaluation. It is an HTML page without external files, for readers who do
+not know speculative decoding.
 
-report.html.j2 holds the text of the page. Its colours follow the reader's light or dark setting,
-and everything that is marked by colour is marked in another way too."""
+The template report.html.j2 contains the text of the page. The colours follow the light or dark
+setting of the browser. Everything that has a colour is also marked in another way.
+"""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,20 @@ from infer.utils.progress import format_duration
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a report says about the run that an evaluation belongs to."""
+    """What a report says about the run of which an evaluation is part.
+
+    command: the command line
+    config: the options of the run, without secrets
+    data: name of the data set
+    losses: pairs (training step, loss)
+    seconds: duration of the training
+    """
 
     command: str | None = None
-    config: dict[str, object] = field(default_factory=dict)  # without secrets
+    config: dict[str, object] = field(default_factory=dict)
     data: str | None = None
-    losses: Sequence[tuple[int, float]] = ()  # (step, loss)
-    seconds: float | None = None  # of training
+    losses: Sequence[tuple[int, float]] = ()
+    seconds: float | None = None
 
 
 def write_report(
@@ -50,10 +58,12 @@ def write_report(
     notes: Sequence[str] = (),
     run: RunDescription | None = None,
 ) -> Path:
-    """Write report.html into `folder` and return its path. `notes` are sentences for the top of the
-    page.
+    """Write report.html into a folder, and return the path of the file.
 
-    The best evaluation is shown in detail. If there are several, τ by training step is drawn too.
+    The page shows the evaluation of the best checkpoint in detail. If there are several
+    evaluations, it also has a chart of τ by training step.
+
+    notes: sentences for the top of the page
     """
     evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = select_best_checkpoint(evaluations)
@@ -102,7 +112,7 @@ def write_report(
 
 
 def build_title(evaluation: Evaluation) -> str:
-    """Return the title of the page: drafter, target, step and date, as far as they are known."""
+    """Return the title of the page, with the target and what is known of drafter, step and date."""
     drafter = f"Drafter {evaluation.drafter}" if evaluation.drafter else "A drafter"
     step = f", step {evaluation.step}" if evaluation.step else ""
     date = f", {evaluation.date}" if evaluation.date else ""
@@ -110,8 +120,7 @@ def build_title(evaluation: Evaluation) -> str:
 
 
 def list_settings(evaluation: Evaluation, run: RunDescription) -> list[tuple[str, object]]:
-    """Return name and value of the settings that the page shows: command, data, times and
-    machine."""
+    """Return (name, value) of the settings that the page shows, such as data, times and machine."""
     methods = [method for each in evaluation.with_others for method in each.methods]
     prompts = f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each"
     temperature = f"{evaluation.temperature:g}"
@@ -136,7 +145,10 @@ def list_settings(evaluation: Evaluation, run: RunDescription) -> list[tuple[str
 
 
 def flatten_config(config: Mapping, prefix: str = "") -> list[tuple[str, object]]:
-    """Return the options of a nested configuration with their dotted names."""
+    """Return (dotted name, value) of every option in a nested configuration.
+
+    prefix: put in front of every name
+    """
     rows = []
     for key, value in config.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The results of evaluations as frozen dataclasses, and the reader and writer of their JSON files.
+"""Dataclasses with the results of evaluations, and functions that write and read them as JSON.
 
-A field that is None is left out of the JSON. Keys without a field are ignored when reading. Some
-fields have another name in the file than here: `metadata["key"]` is the name in the file.
+A field that is None is not written. Unknown keys of a JSON file are ignored. If a field has another
+name in JSON files than in the dataclass, `metadata["key"]` of the field is the name in files.
 """
 
 import json
@@ -16,7 +16,8 @@ from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, Tre
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-# baseline decoding by transformers, measured in infer/evaluation/measurement.py
+# The entry of a methods table for baseline decoding by transformers, which
+# infer/evaluation/measurement.py measures
 TRANSFORMERS_BASELINE = TreeMethod(
     "generate",
     "transformers",
@@ -29,146 +30,176 @@ TRANSFORMERS_BASELINE = TreeMethod(
 
 @dataclass(frozen=True)
 class TextSample:
-    """One decoded output, cut into what each round committed."""
+    """A decoded output that is cut into the pieces which each round committed.
+
+    accepted: how many tokens the prefill and each round committed, in this order
+    pieces: lists [text, kind]. The kind is "accepted", "rejected" (the text is not part of the
+        output), "corrected" or "bonus"
+    """
 
     prompt: str
     completion: str
-    # tokens committed by each round; the first entry is the prefill's token
     accepted: list[int]
-    # [text, kind]; kind is accepted, rejected (not in the completion), corrected or bonus
     pieces: list[list[str]]
 
 
 @dataclass(frozen=True)
 class ExampleNode:
-    """One node of an example round's draft tree."""
+    """A node of the draft tree in an `ExampleRound`."""
 
     word: str  # the token as text
     parent: int  # index of the parent node; the root's parent is the root
-    probability: float  # the drafter's probability, given the parent token
+    probability: float  # the drafter's probability of the token, given the parent token
     accepted: bool
 
 
 @dataclass(frozen=True)
 class ExampleRound:
-    """One round as an example: its draft tree, root first, and the token that the target added."""
+    """A decoding round that a report shows as an example.
 
-    before: str  # the end of the text before the root
+    before: the end of the text before the root token
+    nodes: the draft tree; the first node is the root
+    added: the token that the target added after the accepted tokens
+    """
+
+    before: str
     nodes: list[ExampleNode]
     added: str
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """Tokens, rounds and time that one method took on one prompt."""
+    """The result of one method on one prompt."""
 
-    number: int  # index among all prompts of the evaluation
-    kind: str
-    tokens: int
-    rounds: int
-    seconds: list[float]  # one value; earlier versions measured repeatedly
-    # tokens of the repetition that ended the output; 0 for an output that ended otherwise
+    number: int  # index of the prompt among all prompts of the evaluation
+    kind: str  # kind of the prompt, such as "functions"
+    tokens: int  # number of generated tokens
+    rounds: int  # number of decoding rounds
+    seconds: list[float]  # a single decoding time; earlier versions measured several times
+    # If the output was stopped because it repeated itself, the number of repeated tokens, else 0
     loop_tokens: int = field(metadata={"key": "looped"})
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """Counts of accepted drafts by position, from rounds that drafted chains."""
+    """How many draft tokens were accepted at each position, in rounds that drafted chains.
+
+    rounds: number of rounds
+    accepted: entry k is the number of rounds whose first k + 1 draft tokens were all accepted
+    """
 
     rounds: int
-    accepted: list[int]  # [k]: number of rounds whose first k + 1 drafts were all accepted
+    accepted: list[int]
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Shares of the rounds whose first k + 1 drafts were all accepted."""
+        """The share of rounds whose first k + 1 draft tokens were all accepted, for each k."""
         return [count / max(1, self.rounds) for count in self.accepted]
 
     @property
     def mean_accepted(self) -> float:
-        """Mean number of accepted drafts per round; the acceptance length is one more."""
+        """Mean number of accepted draft tokens per round. The acceptance length τ is one more."""
         return sum(self.accepted) / max(1, self.rounds)
 
     @property
     def standard_error(self) -> float:
-        """Standard error of `mean_accepted`, as if rounds were independent."""
-        # sum over rounds of the squared number of accepted drafts
+        """Standard error of `mean_accepted`, if the rounds are assumed to be independent."""
+        # The sum over rounds of the squared number of accepted draft tokens
         squares = sum((2 * k + 1) * count for k, count in enumerate(self.accepted))
         variance = squares / max(1, self.rounds) - self.mean_accepted**2
         return math.sqrt(max(0.0, variance) / max(1, self.rounds))
 
     @classmethod
     def pool(cls, counts: Sequence["AcceptanceCounts"]) -> "AcceptanceCounts":
-        """Add up the counts of several outputs."""
+        """Return the sum of the counts of several outputs."""
         columns = zip_longest(*(each.accepted for each in counts), fillvalue=0)
         return cls(sum(each.rounds for each in counts), [sum(column) for column in columns])
 
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """A prompt, the target's greedy answer to it, and the acceptance of chains on that answer."""
+    """A prompt, the target's greedy answer, and the acceptance of chains while it was decoded.
 
-    prompt_text: str = field(metadata={"key": "said"})  # as a client sends it
-    chat: bool  # sent as a user message of a chat, not as text to complete
+    prompt_text: the text that a client sends
+    chat: whether the text is sent as a user message of a chat; if false, it is sent as text that
+        the target continues
+    prompt_ids, answer_ids: token ids of the prompt and of the answer
+    acceptance: None if the file has only the acceptance of all answers together
+    """
+
+    prompt_text: str = field(metadata={"key": "said"})
+    chat: bool
     prompt_ids: list[int] = field(metadata={"key": "prompt"})
     answer_ids: list[int] = field(metadata={"key": "ids"})
-    # None: the file holds the acceptance of all answers together only
     acceptance: AcceptanceCounts | None = None
 
 
 @dataclass(frozen=True)
 class AcceptanceReference:
-    """A drafter's acceptance with chains, with all that is needed to measure it again elsewhere.
+    """A drafter's acceptance with chains, and the prompts with which another engine can measure it.
 
-    A round counts if it begins before the last block_size - 1 tokens of its answer, so that the end
-    of the answer cuts no draft. The reference is published with the drafter: it holds no names or
-    paths, and only prompts that may be public.
+    Only rounds that begin before the last block_size - 1 tokens of an answer are counted, because
+    the end of the answer cuts the drafts of later rounds. The reference is published with the
+    drafter, so it contains only public prompts, and no names or paths.
+
+    dtype: the dtype of the target
+    acceptance: the counts of all answers together
     """
 
-    dtype: str  # of the target
+    dtype: str
     block_size: int
-    acceptance: AcceptanceCounts  # of all answers together
+    acceptance: AcceptanceCounts
     answers: list[ReferenceAnswer] = field(metadata={"key": "texts"})
 
     @property
     def acceptance_by_answer(self) -> list[AcceptanceCounts]:
-        """The acceptance of each answer; one entry for all together if they were not stored."""
+        """The acceptance of each answer.
+
+        If it was not stored for each answer, a list with the acceptance of all answers together.
+        """
         counts = [answer.acceptance for answer in self.answers if answer.acceptance is not None]
         return counts if len(counts) == len(self.answers) else [self.acceptance]
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The measurements of one decoding method over all prompts: one row of every table."""
+    """The measurements of one decoding method over all prompts. Tables have a row for each."""
 
-    name: str  # of the tree methods' table; for a masked model, drafting method and draft length
-    budget: int  # drafted nodes per round; for a masked model, states
-    tau: float  # tokens committed per round, pooled over rounds
-    tau_prompt_mean: float  # the same, averaged over prompts
+    # Name of the method in TREE_METHODS; for a masked diffusion model, the drafting method and the
+    # draft length
+    name: str
+    budget: int  # drafted nodes per round; for a masked diffusion model, number of states
+    tau: float  # committed tokens of all rounds, divided by the number of rounds
+    tau_prompt_mean: float  # mean over prompts of the committed tokens per round
     rounds: int
     tokens: int
-    seconds: float  # wall-clock time, prefill included
+    seconds: float  # wall-clock time, including the prefill
     tokens_per_second: float
-    speedup: float  # over the fastest baseline decoder: infer/evaluation/metrics.py
-    histogram: list[int]  # [i]: number of rounds that committed i + 1 tokens
-    # whether every output equals baseline decoding's; None: sampled with other noise
+    speedup: float  # relative to the fastest baseline decoder, see infer/evaluation/metrics.py
+    histogram: list[int]  # entry i is the number of rounds that committed i + 1 tokens
+    # Whether every output equals that of baseline decoding. None if the outputs were sampled with
+    # other random numbers, so that they cannot be compared
     identical: bool | None = None
-    ties: int | None = None  # prompts that differ from the baseline at a tie of rounded logits
-    defects: int | None = None  # prompts that differ for any other reason
+    # Number of outputs that differ from baseline decoding by a tie, see `classify_difference`
+    ties: int | None = None
+    defects: int | None = None  # number of outputs that differ for any other reason
     identical_outputs: int | None = field(
         default=None, metadata={"key": "same"}
-    )  # number of prompts
-    # ratio of seconds per token without the prefill, averaged over outputs
+    )  # number of outputs that equal those of baseline decoding
+    # Speedup without the prefill, from the mean time per token over outputs, as in publications
     decoding_speedup: float | None = None
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
-    # prompts measured again because another process slowed the first measurement
+    # Number of prompts that were measured again because another process slowed the measurement
     remeasured_prompts: int | None = field(default=None, metadata={"key": "again"})
 
     @property
     def significance(self) -> str:
-        """What the speedup's interval shows: "faster", "slower" or "undecided"; "" for results of
-        earlier versions, which have no intervals."""
+        """What the confidence interval of the speedup shows: "faster", "slower" or "undecided".
+
+        It is "" for results of earlier versions, which have no intervals.
+        """
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
         low, high = self.speedup_interval
@@ -180,19 +211,22 @@ class MethodResult:
 
     @property
     def tree_method(self) -> TreeMethod:
-        """The method's row in the table of tree methods, see `find_tree_method`."""
+        """The description of the method, see `find_tree_method`."""
         return find_tree_method(self.name)
 
     @property
     def label(self) -> str:
-        """The method's name in reports: plain, chain, DDTree 64."""
+        """The name of the method in reports, such as plain, chain or DDTree 64."""
         row = self.tree_method
         return f"{row.label} {self.budget}" if row.scales_with_budget else row.label
 
 
 def find_tree_method(name: str) -> TreeMethod:
-    """Return a method's row in the table of tree methods, or of the methods that only evaluations
-    have. Return a row of default values for other names."""
+    """Return the description of the method with the given name.
+
+    The method is one of TREE_METHODS, or one of the two methods that only evaluations have. For an
+    unknown name, a description with default values is returned.
+    """
     rows = TREE_METHODS | {
         row.name: row for row in (NGRAMS_WITHOUT_DRAFTER_METHOD, TRANSFORMERS_BASELINE)
     }
@@ -203,49 +237,64 @@ def find_tree_method(name: str) -> TreeMethod:
 
 @dataclass(frozen=True)
 class FirstChoiceAccuracy:
-    """How often the drafter's most likely token is the target's token, at the positions that the
-    rounds of a tree reach."""
+    """How often the drafter's first choice, its most likely token, is the target's token. The
+    positions that the rounds of a tree reach are counted.
 
-    source: str = field(
-        metadata={"key": "by"}
-    )  # "marginals", or "head" for the conditional head's distributions
-    # accepted before in the round: "first choices" only, or also "a sibling" of a first choice
+    source: whose probabilities choose the token: "marginals" for those without the conditional
+        head, or "head" for those of the conditional head
+    prefix: which tokens were accepted before in the round: only "first choices", or also "a
+        sibling" of a first choice
+    attempts: number of positions at each depth of the tree, from depth 1
+    correct: number of positions at each depth at which the first choice is the target's token
+    intervals: confidence interval of the accuracy at each depth
+    interval: confidence interval of the accuracy over all depths
+    """
+
+    source: str = field(metadata={"key": "by"})
     prefix: str = field(metadata={"key": "behind"})
-    attempts: list[int] = field(metadata={"key": "asked"})  # by depth, from 1
-    correct: list[int] = field(metadata={"key": "right"})  # by depth, from 1
-    intervals: list[list[float] | None]  # of the accuracy at each depth
-    interval: list[float] | None = None  # of the accuracy over all depths
+    attempts: list[int] = field(metadata={"key": "asked"})
+    correct: list[int] = field(metadata={"key": "right"})
+    intervals: list[list[float] | None]
+    interval: list[float] | None = None
 
     @property
     def accuracy(self) -> float:
-        """The accuracy over all depths."""
+        """The share of correct first choices over all depths."""
         return sum(self.correct) / max(1, sum(self.attempts))
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The acceptance length that replaying one variant of drafting gave."""
+    """The acceptance length of one `ReplayVariant` (infer/evaluation/replay.py)."""
 
     method: str
     nodes: int
-    ranking: str = field(metadata={"key": "by"})  # see `infer.evaluation.replay.ReplayVariant`
-    tau: float
+    ranking: str = field(metadata={"key": "by"})
+    tau: float  # the acceptance length
     tau_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class TreeStudy:
-    """What trees gain over chains and why, replayed on the greedy outputs of an evaluation."""
+    """A comparison of trees and chains, which were replayed on the outputs of an evaluation.
 
-    nodes: int  # size of the trees whose rounds `first_choices` counts
+    nodes: node budget of the trees in whose rounds first choices were counted
+    first_choices: how often the first choices of the drafter are right
+    results: the acceptance length of each replayed variant
+    """
+
+    nodes: int
     first_choices: list[FirstChoiceAccuracy] = field(metadata={"key": "choices"})
     results: list[ReplayResult] = field(metadata={"key": "orders"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The measurements of every method on the same prompts. The first method is baseline decoding
-    by our engine; for a masked model, decoding step by step."""
+    """The results of every method on the same prompts.
+
+    The first method is baseline decoding by our engine. For a masked diffusion model, it is
+    decoding step by step.
+    """
 
     target: str
     device: str
@@ -253,33 +302,34 @@ class Evaluation:
     prompts: int
     max_new_tokens: int
     temperature: float
-    block_size: int | None = None  # None for a masked model
+    block_size: int | None = None  # None for a masked diffusion model
     methods: list[MethodResult]
     samples: list[TextSample]
-    step: int | None = None  # of the training run
+    step: int | None = None  # training step of the checkpoint
     checkpoint: str | None = None
     drafter: str | None = None
-    baseline: str | None = None  # name of the fastest baseline decoder; None: plain
-    # the same methods on other prompts, or sampled
+    baseline: str | None = None  # name of the fastest baseline decoder; None means plain
+    # Evaluations of the same methods on other prompts, or with sampling
     other_evaluations: "list[Evaluation] | None" = field(default=None, metadata={"key": "beside"})
     example: ExampleRound | None = None
-    # of one of `other_evaluations`: how its prompts or options differ
+    # For an entry of `other_evaluations`, a name that says how its prompts or options differ
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    reference: AcceptanceReference | None = None  # on the prompts from outside the data
+    reference: AcceptanceReference | None = None  # measured on external prompts
     # None for sampled outputs, and for drafters that cannot be replayed
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})
-    # what was left out when evaluation.max_minutes were over
+    # Says what was left out because of the time limit evaluation.max_minutes
     time_limit_note: str | None = field(default=None, metadata={"key": "cut"})
-    date: str | None = None  # of the measurement, as 2026-11-28; None in files of earlier versions
+    # Date of the measurement, such as 2026-11-28; None in files of earlier versions
+    date: str | None = None
 
     @property
     def engine_methods(self) -> list[MethodResult]:
-        """The methods of our engine, without transformers' baseline."""
+        """All methods except baseline decoding by transformers."""
         return [method for method in self.methods if method.name != TRANSFORMERS_BASELINE.name]
 
     @property
     def drafting_methods(self) -> list[MethodResult]:
-        """The methods of our engine without baseline decoding."""
+        """All methods except both baseline decoders."""
         return self.engine_methods[1:]
 
     @property
@@ -293,7 +343,7 @@ class Evaluation:
 
     @property
     def best_drafter_method(self) -> MethodResult:
-        """The drafter's method with the highest lower bound of its speedup."""
+        """The fastest method that uses the drafter, see `select_best_method`."""
         return select_best_method(self.drafter_methods)
 
     @property
@@ -306,8 +356,10 @@ class Evaluation:
 
     @property
     def same_output(self) -> bool:
-        """Whether every method of our engine gave baseline decoding's outputs, here and in
-        `other_evaluations`."""
+        """Whether all outputs of our engine equal those of baseline decoding.
+
+        The outputs of `other_evaluations` are included.
+        """
         if not all(method.identical for method in self.engine_methods):
             return False
         return all(evaluation.same_output for evaluation in self.other_evaluations or ())
@@ -319,8 +371,10 @@ class Evaluation:
 
 
 def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method with the highest lower bound of its speedup's interval, or with the highest
-    speedup if there are no intervals."""
+    """Return the method whose speedup has the highest lower end of the confidence interval.
+
+    If a method has no interval, the speedup itself is compared.
+    """
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
 
@@ -328,19 +382,19 @@ def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
 class SetResult:
     """The results of one question set at one temperature."""
 
-    settings: dict[str, object]  # everything that the results depend on
+    settings: dict[str, object]  # everything that determines the results
     set: str
     title: str
     temperature: float
     questions: int
-    answers: int  # number of turns that were answered
-    left_out: int  # number of turns that do not fit into the target's positions
+    answers: int  # number of chat turns that were answered
+    left_out: int  # number of chat turns that were left out because they are too long
     result: Evaluation
 
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The results of all sets of a suite, temperature by temperature."""
+    """The results of all question sets of a suite, ordered by temperature."""
 
     suite: str
     checkpoint: str
@@ -349,27 +403,33 @@ class SuiteResult:
 
 
 def write_result(path: Path, result: object) -> None:
-    """Write one of these dataclasses as JSON."""
+    """Write one of the dataclasses of this module to a JSON file."""
     write_json(path, to_json(result))
 
 
 def read_result(path: Path, result_class: type[Result]) -> Result:
-    """Read what `write_result` wrote. Raises OSError, and ValueError for a file with other
-    content."""
+    """Read a JSON file that `write_result` wrote, and return the dataclass.
+
+    Raises OSError if the file cannot be read, and ValueError if it has other content.
+    """
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
-        raise ValueError(f"{path} holds no {result_class.__name__}: {error}") from error
+        raise ValueError(
+            f"{path} does not contain a result of the type {result_class.__name__}: {error}"
+        ) from error
 
 
 def json_key(dataclass_field: Field) -> str:
-    """Return the key of a field in JSON files."""
+    """Return the key that a field has in JSON files."""
     return dataclass_field.metadata.get("key", dataclass_field.name)
 
 
 def to_json(value: Any) -> Any:
-    """Convert dataclasses to dictionaries, at any depth. Fields that are None are left out, except
-    `step`."""
+    """Convert a value to JSON types. Dataclasses become dictionaries, at any depth.
+
+    Fields that are None are left out, except `step`.
+    """
     if is_dataclass(value):
         pairs = {each.name: (json_key(each), getattr(value, each.name)) for each in fields(value)}
         return {
@@ -385,7 +445,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: dict, result_class: type[Result]) -> Result:
-    """Return the dataclass from which `to_json` made `data`."""
+    """Convert a dictionary that `to_json` returned back to the dataclass `result_class`."""
     hints = get_type_hints(result_class)
     values = {}
     for each in fields(result_class):  # ty: ignore[invalid-argument-type]
@@ -396,8 +456,10 @@ def from_json(data: dict, result_class: type[Result]) -> Result:
 
 
 def decode_field_value(value: Any, annotation: Any) -> Any:
-    """Convert a field's JSON value to the dataclasses that its annotation names, such as
-    list[TextSample] or ExampleRound | None."""
+    """Convert the JSON value of a field to the type of the field.
+
+    annotation: the type of the field, such as list[TextSample] or ExampleRound | None
+    """
     if value is None:
         return None
     if is_dataclass(annotation):

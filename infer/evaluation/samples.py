@@ -1,7 +1,8 @@
-"""What a report shows of the outputs themselves: samples that mark the accepted and rejected
-drafts, and one round as an example.
+"""Collects what a report shows of the outputs: text samples that mark accepted and rejected draft
+tokens, and one decoding round as an example.
 
-The outputs are decoded again after all timing, because recording rejected drafts takes time.
+The outputs are decoded again after all times were measured, because recording rejected draft tokens
+takes time.
 """
 
 import math
@@ -18,22 +19,23 @@ from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
 MAX_ANSWER_SAMPLES_IN_REPORT = 3
-MAX_EXAMPLE_TREE_NODES = 8  # of the example's tree: larger drawings cannot be read
-MAX_EXAMPLE_TREE_LEAVES = 5  # of the example's tree: wider drawings do not fit on a phone
-MAX_REJECTED_TOKENS_IN_SAMPLE = 3  # of a rejected draft that a sample shows
+MAX_EXAMPLE_TREE_NODES = 8  # the drawing of a tree with more nodes cannot be read
+MAX_EXAMPLE_TREE_LEAVES = 5  # the drawing of a tree with more leaves does not fit on a phone
+MAX_REJECTED_TOKENS_IN_SAMPLE = 3  # a sample shows at most this many rejected tokens of a round
 EXAMPLE_TREE_CONTEXT_CHARACTERS = 120
 
 ReportSamples = tuple[list[TextSample], ExampleRound | None]
 
 
 def collect_samples(
-    target: Target,
-    drafter: Drafter,
-    sequences: Sequence[DecodedSequence],
-    options: DecodeOptions,
+    target: Target, drafter: Drafter, sequences: Sequence[DecodedSequence], options: DecodeOptions
 ) -> ReportSamples:
-    """Decode the first of `sequences` again, which were decoded with `options`, with trees that are
-    small enough to be drawn. Return samples with the rejected drafts, and an example round."""
+    """Decode the first sequences again, with trees that are small enough to be drawn.
+
+    sequences: finished sequences that were decoded with `options`
+
+    Returns the samples, and an example round or None.
+    """
     if target.tokenizer is None:
         return [], None
     options = replace(options, max_num_seqs=1, budget=min(options.budget, MAX_EXAMPLE_TREE_NODES))
@@ -60,9 +62,12 @@ def collect_samples(
 
 
 def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
-    """Cut a sequence into pieces: the prefill's token, then of each round the accepted drafts, the
-    rejected ones after them, and the target's own token. That token is a correction if a draft was
-    rejected, else a bonus."""
+    """Cut the output of a sequence into pieces.
+
+    The first piece is the token of the prefill. Each round then has up to three pieces: the
+    accepted draft tokens, the rejected draft tokens, and the token that the target added. The added
+    token is marked as a correction if a draft token was rejected, else as a bonus.
+    """
     tokenizer: Any = target.tokenizer
     decode_prompts = tokenizer.decode
     pieces = []
@@ -84,7 +89,10 @@ def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
 
 
 def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequence) -> ExampleRound:
-    """Describe the newest round of a sequence, which verified `tree`."""
+    """Return the last round of a sequence as an example.
+
+    tree: the draft tree that the round verified
+    """
     tokens = tree.tokens[0].tolist()
     parents = tree.parents[0].tolist()
     log_probs = tree.log_probs[0].tolist()
@@ -112,8 +120,10 @@ def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequen
 
 
 def rank_example_round(example: ExampleRound) -> tuple[bool, int]:
-    """Return a sort key for example rounds: whether there are few enough leaves to draw, then the
-    number of accepted nodes."""
+    """Return a sort key for example rounds; the best example has the highest key.
+
+    The key is (whether the tree has few enough leaves to be drawn, number of accepted nodes).
+    """
     nodes = example.nodes
     parents = {node.parent for node in nodes[1:]}
     leaves = len(nodes) - len(parents)

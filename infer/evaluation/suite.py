@@ -1,9 +1,12 @@
-"""Evaluate a drafter on a suite of question sets. Each finished set is written to a file, and is
-not decoded again when the command is repeated.
+"""Evaluates a drafter on a suite of question sets.
 
-Chats of several turns are answered turn by turn. The history holds the model's own answers, those
-of baseline decoding: greedy answers are the same for every method, and so are sampled ones with the
-same seed."""
+The result of each finished set is written to a file. If the command is repeated, a finished set is
+not decoded again.
+
+Chats of several turns are answered turn by turn. The prompt of a later turn contains the answers
+that baseline decoding gave to the earlier turns. The other methods give the same answers, because
+they use the same seed.
+"""
 
 import hashlib
 import math
@@ -38,7 +41,7 @@ SECONDS_PER_TOKEN_FLOOR = 1e-9
 
 
 class LoadedQuestionSet(Protocol):
-    """A question set that is ready to be answered, see data/suites.py."""
+    """Interface of a loaded question set, see data/suites.py."""
 
     @property
     def name(self) -> str: ...
@@ -48,12 +51,12 @@ class LoadedQuestionSet(Protocol):
 
     @property
     def chats(self) -> Sequence[Sequence[list[dict[str, str]]]]:
-        """The new messages of every turn of every chat."""
+        """The chats of the set. A chat is a list of turns, and a turn a list of new messages."""
         ...
 
 
 class SuiteOptions(Protocol):
-    """The options of a suite, as data/suites.py has them."""
+    """Interface of the options of a suite, see SuiteConfig in data/suites.py."""
 
     name: str | None
     thinking: bool
@@ -75,15 +78,16 @@ def evaluate_suite(
     log: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback = lambda done, total: None,
 ) -> SuiteResult:
-    """Decode every question set at every temperature. Write each set to out/sets as soon as it is
-    finished, and all of them to out/suite.json.
+    """Decode every question set at every temperature.
 
-    Each set may take an equal share of what is left of `evaluation.max_minutes`.
+    The result of each set is written to out/sets as soon as it is finished, and the results of all
+    sets to out/suite.json. The sets share the time limit `evaluation.max_minutes` equally.
 
-    checkpoint: where the drafter was loaded from
+    checkpoint: folder or name from which the drafter was loaded
+    log: called with a line of text for each set
 
-    Raises ValueError if `out` holds a set that was measured with other settings, and if no question
-    of a set fits into the target's positions.
+    Raises ValueError if `out` contains a set that was measured with other settings, and if all
+    questions of a set are too long for the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
     weights_digest = drafter_digest(checkpoint)
@@ -112,7 +116,7 @@ def evaluate_suite(
             )
             write_result(file, result)
         else:
-            log(f"{label} measured before, in {file}")
+            log(f"{label} already measured, see {file}")
         results.append(result)
 
     suite = SuiteResult(options.name or "", checkpoint, target.name, results)
@@ -129,10 +133,13 @@ def evaluate_question_set(
     progress: ProgressCallback,
     deadline: float,
 ) -> SetResult:
-    """Decode one question set at one temperature. For every method, also count the answers that
-    equal baseline decoding's, and compute the speedup as publications do (`seconds_per_token`).
+    """Decode one question set at one temperature, and return the results.
 
-    deadline: value of time.monotonic() after which no more questions are begun
+    For every method, the result includes the number of answers that equal those of baseline
+    decoding, and the speedup as publications compute it, see `seconds_per_token`.
+
+    settings: everything that determines the results
+    deadline: a value of time.monotonic(), after which no more questions are started
     """
     variants = list_variants(drafter, config)
     thinking = bool(settings["thinking"])
@@ -179,9 +186,10 @@ def answer_questions(
 ) -> tuple[list[VariantMeasurement], int]:
     """Answer every turn of the chats with every variant, turn by turn.
 
-    Returns the measurements, and the number of turns that were left out because they do not fit
-    into the target's positions. No turn is begun after `deadline`, see `measure_variants`. Raises
-    ValueError if no turn fits.
+    deadline: a value of time.monotonic(), after which no more questions are started
+
+    Returns the measurement of each variant, and the number of turns that were left out because they
+    are too long for the target. Raises ValueError if all turns are too long.
     """
     chats = question_set.chats
     max_new_tokens = variants[0].options.max_new_tokens
@@ -217,15 +225,20 @@ def answer_questions(
         measurements_by_turn.append(measurements)
     if not measurements_by_turn:
         raise ValueError(
-            f"{question_set.title}: no question and {max_new_tokens} new tokens fit into the "
-            f"target's {max_positions(target)} positions: lower evaluation.max_new_tokens"
+            f"{question_set.title}: no question together with {max_new_tokens} new tokens fits "
+            f"into the target's {max_positions(target)} positions: reduce "
+            "evaluation.max_new_tokens"
         )
     return merge_measurements(measurements_by_turn), left_out
 
 
 def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
-    """Return the token ids of a chat up to the start of the model's answer. Without a chat template
-    the messages are joined by empty lines."""
+    """Return the token ids of a chat up to the beginning of the model's answer.
+
+    If the target has no chat template, the messages are joined by empty lines.
+
+    thinking: value of the chat template variable enable_thinking
+    """
     tokenizer: Any = target.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         text = "\n\n".join(message["content"] for message in messages) + "\n\n"
@@ -237,11 +250,14 @@ def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) 
 
 
 def seconds_per_token(measurement: VariantMeasurement) -> float:
-    """Return the seconds per token without the prefill, averaged over answers. Published speedups
-    are ratios of these."""
+    """Return the mean over answers of the time per token without the prefill, in seconds.
+
+    Published speedups are ratios of two such times.
+    """
     stats = measurement.stats
     total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
-    return max(total / len(stats), SECONDS_PER_TOKEN_FLOOR)  # 0 if all answers have one token
+    # If all answers have one token, which comes from the prefill, the time is 0.
+    return max(total / len(stats), SECONDS_PER_TOKEN_FLOOR)
 
 
 def collect_settings(
@@ -251,7 +267,7 @@ def collect_settings(
     thinking: bool,
     config: EvaluationConfig,
 ) -> dict[str, object]:
-    """Return everything that a set's results depend on."""
+    """Return everything that determines the results of a question set."""
     unused = ("prompts", "external_prompts", "max_prompt_tokens", "sampling_temperature")
     options = {name: value for name, value in asdict(config).items() if name not in unused}
     return {
@@ -265,10 +281,10 @@ def collect_settings(
 
 
 def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return the result that an earlier run wrote, None if there is none.
+    """Return the result of a question set that an earlier run wrote, or None if there is none.
 
-    Raises ValueError if it was measured with other settings. Settings that no longer exist are
-    ignored, and so is the time limit if it left nothing out.
+    Raises ValueError if the earlier run had other settings. Saved settings that no longer exist are
+    ignored. The time limit is ignored if the earlier run decoded all questions.
     """
     if not file.exists():
         return None
@@ -282,12 +298,17 @@ def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | No
 
 
 def drafter_digest(checkpoint: str) -> str:
-    """Return the SHA-256 of a drafter's weights; for prompt lookup, which has none, its name.
-    Raises FileNotFoundError if there are no weights."""
+    """Return the SHA-256 digest of a drafter's weights, in hexadecimal.
+
+    For prompt lookup, which has no weights, the name is returned. Raises FileNotFoundError if the
+    checkpoint has no weights.
+    """
     if checkpoint == PROMPT_LOOKUP_FAMILY.name:
         return checkpoint
     files = sorted(find_drafter_folder(checkpoint).glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
+        raise FileNotFoundError(
+            f"checkpoint={checkpoint}: the folder contains no weights of a drafter (*.safetensors)"
+        )
     digests = b"".join(bytes.fromhex(file_digest(file)) for file in files)
     return hashlib.sha256(digests).hexdigest()

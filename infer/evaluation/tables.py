@@ -1,5 +1,7 @@
-"""Format evaluations as text: tables with one row per method under METHOD_COLUMNS, for a terminal,
-Markdown and HTML alike, and the result in a few sentences."""
+"""Formats the results of evaluations as tables and as sentences, for terminals, Markdown and HTML.
+
+The main table has the columns METHOD_COLUMNS and a row for each method.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +30,7 @@ INSIGNIFICANT_LEGEND = (
 
 
 def format_method_row(method: MethodResult) -> list[str]:
-    """Return a method's cells under METHOD_COLUMNS."""
+    """Return the cells of a method in the columns METHOD_COLUMNS."""
     if method.identical is None:
         same_output = MISSING_CELL
     elif method.identical:
@@ -51,7 +53,7 @@ def format_method_row(method: MethodResult) -> list[str]:
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    """Return an interval in brackets with a space before it, "" if there is none."""
+    """Return an interval in brackets after a space, or "" if there is no interval."""
     if interval is None or interval[0] == interval[1]:
         return ""
     return f" [{interval[0]:.2f}, {interval[1]:.2f}]"
@@ -64,13 +66,19 @@ def significance_mark(method: MethodResult) -> str:
 
 
 def explain_marks(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
-    """Return the explanation of INSIGNIFICANT_MARK if a method or a cell has it, else nothing."""
+    """Return a list with the explanation of INSIGNIFICANT_MARK, or an empty list.
+
+    The list is empty if neither the methods nor the table cells have the mark.
+    """
     texts = [*map(significance_mark, methods), *cells]
     return [INSIGNIFICANT_LEGEND] if any(INSIGNIFICANT_MARK in text for text in texts) else []
 
 
 def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with padded columns: the first one aligned left, the others right."""
+    """Return a Markdown table whose columns are padded with spaces.
+
+    The first column is aligned left, and the others are aligned right.
+    """
     columns = []
     for i, (name, *cells) in enumerate(zip(head, *rows, strict=True)):
         width = max(4, len(name), *map(len, cells))
@@ -84,15 +92,18 @@ def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def format_method_table(evaluation: Evaluation) -> str:
-    """Return the methods of an evaluation as a Markdown table, and the meaning of its marks."""
+    """Return a Markdown table of the methods, followed by an explanation of its marks."""
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
     return "\n\n".join([table, *explain_marks(evaluation.methods)])
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Return an evaluation for a terminal: the methods, then other prompts and sampled outputs, the
-    replayed trees, and notes."""
+    """Return the text that a terminal shows for an evaluation.
+
+    It consists of a table of methods, a table of groups of prompts, a table of replayed trees, and
+    notes.
+    """
     paragraphs = [format_method_table(evaluation)]
 
     groups = group_by_prompt_kind(evaluation)
@@ -111,8 +122,11 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return the replayed chain and DDTrees: the rows of a table, REPLAY_TABLE_COLUMNS first, and a
-    sentence on what trees gain. Return None if nothing was replayed."""
+    """Return the results of the replayed chain and DDTrees.
+
+    Returns (rows, sentence), or None if nothing was replayed. The first row is
+    REPLAY_TABLE_COLUMNS. The sentence compares the trees with the chain.
+    """
     study = evaluation.tree_study
     if study is None:
         return None
@@ -132,8 +146,10 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
         rows.append([method.label, *cells, f"{method.tokens_per_second:.1f}"])
 
     accuracies = ", ".join(
-        f"{each.accuracy:.2f}{format_interval(each.interval)} behind {each.prefix} "
-        f"by the {each.source}"
+        (
+            f"{each.accuracy:.2f}{format_interval(each.interval)} behind {each.prefix} by the "
+            f"{each.source}"
+        )
         for each in study.first_choices
         if any(each.attempts)
     )
@@ -144,16 +160,18 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
     ]
     best = select_best_method(trees_over_chain)
     sentence = (
-        "How often the drafter's first choice is the target's token, in rounds of "
-        f"{study.nodes} nodes: {accuracies}. Of the trees, {best.label} is "
-        f"{describe_speedup(best)}, compared with the chain."
+        f"How often the drafter's first choice is the target's token, in rounds of {study.nodes} "
+        f"nodes: {accuracies}. Of the trees, {best.label} is {describe_speedup(best)}, compared "
+        "with the chain."
     )
     return rows, sentence
 
 
 def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
-    """Return the evaluations of several drafters, by name, as one Markdown table: τ, tokens per
-    second and speedup of each."""
+    """Return a Markdown table with τ, tokens per second and speedup of several drafters.
+
+    evaluations: the evaluation of each drafter, with the drafter's name as the key
+    """
     rows: dict[str, list[str]] = {}
     for i, evaluation in enumerate(evaluations.values()):
         for method in evaluation.methods:
@@ -172,23 +190,26 @@ def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
 
 
 def format_headline(evaluation: Evaluation) -> str:
-    """Return the result in a few sentences, see `list_findings`."""
+    """Return the sentences of `list_findings` as one text."""
     return " ".join(list_findings(evaluation))
 
 
 def list_findings(evaluation: Evaluation) -> list[str]:
-    """Return the result as sentences: τ of the chain, which other engines verify; what that means
-    for them; the speedups on this machine; whether the outputs are lossless (always the last)."""
+    """Return sentences that summarise an evaluation.
+
+    They say which τ the chain has, how fast other engines that verify chains can be with this
+    drafter, and which speedups were measured on this machine. The last sentence always says whether
+    the outputs equal those of baseline decoding.
+    """
     sentences = []
     for chain in evaluation.drafter_methods:
         if chain.name != "chain":
             continue
         sentences += [
             f"A chain of {chain.budget} drafts, which is what {ENGINES_VERIFYING_CHAINS_ONLY} "
-            "verify, commits "
-            f"τ = {chain.tau:.2f} tokens per pass of the target.",
-            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times as "
-            f"fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
+            f"verify, commits τ = {chain.tau:.2f} tokens per pass of the target.",
+            f"τ does not depend on the machine: such an engine is at most {chain.tau:.2f} times "
+            f"as fast with this drafter, nearly that where a pass over {chain.budget + 1} tokens "
             "costs about as much as a pass over one (on a GPU with few requests), and less where "
             "it costs more (on a CPU).",
         ]
@@ -199,8 +220,11 @@ def list_findings(evaluation: Evaluation) -> list[str]:
 
 
 def describe_speedups(evaluation: Evaluation) -> str | None:
-    """Return a sentence with the speedups of the chain, of the best trees with and without n-grams,
-    and of n-grams alone on this machine. Return None if no method drafted."""
+    """Return a sentence with the speedups that were measured on this machine.
+
+    It names the chain, the best tree with and without n-grams, and n-grams without the drafter.
+    Returns None if none of these was measured.
+    """
     drafter_methods = evaluation.drafter_methods
     chains = [method for method in drafter_methods if method.name == "chain"]
     trees = [
@@ -229,7 +253,7 @@ def describe_speedups(evaluation: Evaluation) -> str | None:
 
 
 def describe_outputs(evaluation: Evaluation) -> str:
-    """Return a sentence on whether every method gave baseline decoding's outputs."""
+    """Return a sentence that says whether all outputs equal those of baseline decoding."""
     methods = [method for each in evaluation.with_others for method in each.engine_methods]
     labels = dict.fromkeys(method.label for method in methods if not method.identical)
     count = evaluation.prompts
@@ -245,7 +269,7 @@ def describe_outputs(evaluation: Evaluation) -> str:
 
 
 def describe_speedup(method: MethodResult) -> str:
-    """Return a method's speedup in words."""
+    """Return the speedup of a method in words, such as "1.50 times as fast"."""
     text = f"{method.speedup:.2f} times as fast"
     if method.significance == "undecided":
         return f"{text} (not significant)"
@@ -253,8 +277,11 @@ def describe_speedup(method: MethodResult) -> str:
 
 
 def list_notes(evaluation: Evaluation) -> list[str]:
-    """Return notes for below the tables: what there was no time for, how many prompts were measured
-    again, and how many outputs ended in a repetition."""
+    """Return the notes below the tables.
+
+    They say what was left out because of the time limit, how many prompts were measured again, and
+    how many outputs ended because they repeated themselves.
+    """
     notes = []
     for each in evaluation.with_others:
         if each.time_limit_note:
@@ -266,8 +293,7 @@ def list_notes(evaluation: Evaluation) -> list[str]:
     if remeasured:
         notes.append(
             f"measured again, as it took over {REMEASURED_PROMPT_TIME_RATIO} times the method's "
-            "median "
-            f"time per token: {remeasured}"
+            f"median time per token: {remeasured}"
         )
 
     for each in evaluation.with_others:
@@ -285,8 +311,10 @@ def list_notes(evaluation: Evaluation) -> list[str]:
 
 
 def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
-    """Return the columns of the second table: the evaluation restricted to the prompts of each
-    kind, if there are several, then the evaluations of other prompt sets."""
+    """Return the evaluation of each group of prompts, with the name of the group as the key.
+
+    If the prompts have several kinds, each kind is a group. Every other prompt set is a group, too.
+    """
     groups = {}
     kinds = dict.fromkeys(result.kind for result in evaluation.methods[0].prompts or ())
     if len(kinds) > 1:
@@ -300,7 +328,10 @@ def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
 
 
 def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) -> MethodResult:
-    """Return the method with its metrics over the prompts of one kind."""
+    """Return the results of a method on the prompts of one kind.
+
+    baseline: the results of the fastest baseline decoder, to which speedups refer
+    """
     prompts = [result for result in method.prompts or () if result.kind == kind]
     baseline_prompts = [result for result in baseline.prompts or () if result.kind == kind]
     metrics = compute_metrics(prompts, baseline_prompts)
@@ -308,8 +339,11 @@ def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) ->
 
 
 def build_group_rows(evaluation: Evaluation, groups: Mapping[str, Evaluation]) -> list[list[str]]:
-    """Return a row for each method of the evaluation: its label, then for each group its τ and its
-    speedup with the mark."""
+    """Return the rows of a table with τ and speedup of each method on each group of prompts.
+
+    The first cell of a row is the label of the method. A cell ends with INSIGNIFICANT_MARK if the
+    speedup is not significant.
+    """
     rows = []
     for method in evaluation.methods:
         row = [method.label]

@@ -6,7 +6,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def needs_escaping(template: str | None) -> bool:
-    """Return whether values are escaped in a template: in HTML and SVG, not in Markdown."""
+    """Return whether values that are inserted into a template must be escaped.
+
+    This is so for HTML and SVG, but not for Markdown.
+    """
     return template is not None and not template.endswith(".md.j2")
 
 
@@ -21,5 +24,8 @@ REPORT_JINJA_ENVIRONMENT = Environment(
 
 
 def render_template(template: str, **values: object) -> str:
-    """Return the text of a template with `values` inserted; they are escaped in HTML and SVG."""
+    """Return the text of a template in which `values` are inserted.
+
+    template: file name of the template in this folder
+    """
     return REPORT_JINJA_ENVIRONMENT.get_template(template).render(values)

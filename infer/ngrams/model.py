@@ -7,8 +7,8 @@ numbers of level 1 are token ids. Level k, for k = 2 .. order, has the k-grams t
 Siblings are sorted by token. An inner node is a node of any level but the last. The file is little
 endian, and its sections are aligned to 64 bytes:
 
-    header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, and a CRC32 of
-                     the header
+    header           NGRAM_FILE_HEADER_DTYPE: the format, the offsets of the sections, and a CRC32
+                     of the header
     entries          uint32 for each node: token << count_bits | code. The code is the node's count,
                      or the largest code if the count does not fit into count_bits bits.
     low              uint32 for each inner node, and one more value

@@ -1,5 +1,7 @@
-"""The OpenAI-compatible server, a loop for Hugging Face's `generate`, and regenerated answers.
+"""The OpenAI-compatible server, a decoding loop for Hugging Face's `generate`, and functions that
+generate new answers for a data set.
 
-May import every package but cli and the optional ones, and infer.api. Start with server.py;
-protocol.py has the requests, responses.py the responses, guard.py the limits.
+This package may import infer.api and every package except cli and the optional packages. server.py
+is the entry point of the server. protocol.py defines the requests, responses.py the responses, and
+guard.py the limits on requests.
 """

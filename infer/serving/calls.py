@@ -1,9 +1,10 @@
 """Separates an answer into reasoning, content and tool calls.
 
-A model generates all of these as one text, with marks of its family around each. The response
-parser of transformers separates them. It needs a response template: the tokenizer's own, or else
-the entry of `TOOL_CALL_FORMATS` whose marker is in the chat template. Tool calls that a request
-requires are generated under a grammar of the same entry.
+A model generates all three as one text. It puts marks such as "<think>" around reasoning and tool
+calls, and the marks differ between model families. The response parser of transformers separates
+the parts. The parser needs a response template, which comes from the tokenizer or, if the tokenizer
+has none, from `TOOL_CALL_FORMATS`. If a request requires a tool call, a grammar that is built from
+the same entry of `TOOL_CALL_FORMATS` constrains the answer.
 """
 
 import json
@@ -29,12 +30,13 @@ REASONING_AND_TOOL_CALL_MARKS = {
     "</tool_call>",
     "<|python_tag|>",
 }
-# llguidance's options for JSON with the white space that models learnt.
+# Options of llguidance: JSON has the white space that models have learnt to generate.
 JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keys of a JSON schema whose values are definitions that other parts of the schema refer to.
 JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
 ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
 PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
-    16  # tokens at the end of a prompt that may open the reasoning
+    16  # "<think>" is searched in this many last tokens of a prompt
 )
 
 
@@ -42,11 +44,13 @@ PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
 class ToolCallFormat:
     """How a family of models marks reasoning and tool calls.
 
-    template_marker: text in the chat templates of the family
-    call_field: the field "tool_calls" of a response template; None: the family calls no tools
-    arguments_key: key of the arguments in JSON calls; None: calls are not JSON
-    call_delimiters: text before and after a call
-    allows_several: whether a call may follow another one
+    template_marker: a text that all chat templates of the family contain
+    call_field: the value of the field "tool_calls" in a response template; None means that the
+        family does not call tools
+    arguments_key: the key of the arguments in a tool call that is JSON; None means that calls are
+        not JSON
+    call_delimiters: the text before a call and the text after a call
+    allows_several: whether an answer may contain several calls
     """
 
     template_marker: str
@@ -57,9 +61,10 @@ class ToolCallFormat:
 
     @property
     def template_fields(self) -> dict:
-        """The fields of a response template.
+        """The fields of the response template of this family.
 
-        The body of a call stays text, so that text which is not valid JSON is not lost.
+        The response parser returns a call as text and does not parse it as JSON. A call that is not
+        valid JSON is therefore not lost.
         """
         fields: dict[str, dict] = {
             "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -71,9 +76,10 @@ class ToolCallFormat:
         return fields
 
 
-# The first entry whose marker is in the chat template is used.
+# Key: a name of the format. Value: the format. The first entry whose `template_marker` is in the
+# chat template is used.
 TOOL_CALL_FORMATS = {
-    # Qwen3-Coder, Qwen3.5
+    # The format of Qwen3-Coder and Qwen3.5
     "tags": ToolCallFormat(
         "<function=",
         {
@@ -89,7 +95,7 @@ TOOL_CALL_FORMATS = {
             },
         },
     ),
-    # Hermes, Qwen2.5, Qwen3
+    # The format of Hermes, Qwen2.5 and Qwen3
     "hermes": ToolCallFormat(
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
@@ -107,9 +113,10 @@ TOOL_CALL_FORMATS = {
 
 
 def build_call_schema(tool: Tool, arguments_key: str) -> dict:
-    """Return the JSON schema of a call: {"name": tool.name, arguments_key: arguments}.
+    """Return the JSON schema of a call of the tool.
 
-    Definitions that the tool's schema refers to are moved to the top level.
+    The call has the form {"name": tool.name, arguments_key: arguments}. The schema of the arguments
+    may refer to definitions by their path from the top level, so its definitions are copied there.
     """
     schema = {
         "type": "object",
@@ -125,7 +132,11 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
 
 
 def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
-    """Return a text in the syntax of Lark grammars, in which special tokens have their own form."""
+    """Return a text as literals of a Lark grammar.
+
+    Ordinary text becomes a quoted string. A special token is written without quotes, as llguidance
+    requires.
+    """
     if not special_tokens:
         return json.dumps(text) if text else ""
     separator = "(" + "|".join(map(re.escape, special_tokens)) + ")"
@@ -137,9 +148,10 @@ def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
 
 
 def parse_json_calls(body: str) -> list[dict]:
-    """Parse consecutive calls in JSON. Returns {"name", "arguments"} of each.
+    """Parse a text that contains one tool call after another, each as JSON.
 
-    Raises ValueError, KeyError or TypeError for text that is not a call.
+    Returns a dictionary with the keys "name" and "arguments" for each call. Raises ValueError,
+    KeyError or TypeError if the text is not a sequence of calls.
     """
     calls = []
     decoder = json.JSONDecoder()
@@ -154,10 +166,10 @@ def parse_json_calls(body: str) -> list[dict]:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How the answers of one model are parsed, and its tool calls generated.
+    """How the answers of one model are parsed, and how its tool calls are constrained.
 
-    call_format: None if the chat template has no known marker
-    response_template: the tokenizer's own, if it has one
+    call_format: the tool call format of the model's family; None if the family is unknown
+    response_template: the response template of the tokenizer; None if the tokenizer has none
     """
 
     tokenizer: Any
@@ -166,7 +178,10 @@ class AnswerFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether answers must be decoded with special tokens, because marks are among them."""
+        """Whether the text of an answer must include special tokens.
+
+        This is so if marks of reasoning or tool calls are special tokens.
+        """
         if self.response_template is not None:
             return True
         return not REASONING_AND_TOOL_CALL_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
@@ -178,21 +193,27 @@ class AnswerFormat:
         )
 
     def parser_prefix(self, prompt: list[int]) -> str:
-        """Return the text before the answer that its parser must know.
+        """Return the text that the parser must read before the answer.
 
-        This is "<think>" if the prompt ends with it. The tokenizer's own response template needs
-        the whole prompt.
+        With a response template of the tokenizer, it is the whole prompt. Otherwise it is "<think>"
+        if the prompt ends with "<think>", else an empty string.
         """
         if self.response_template is not None:
             return self.tokenizer.decode(prompt)
         return "<think>" if self.prompt_opens_reasoning(prompt) else ""
 
     def create_parser(self, tools: Sequence[Tool], prompt: list[int]) -> "AnswerParser":
-        """Return a parser for one answer to a prompt, which may call the tools."""
+        """Return a parser for one answer to a prompt.
+
+        tools: the tools that the answer may call
+        """
         return AnswerParser(self, tools, self.parser_prefix(prompt))
 
     def parser_template(self, includes_calls: bool) -> dict:
-        """Return the response template. Without calls, their text becomes content."""
+        """Return the response template with which an answer is parsed.
+
+        includes_calls: whether tool calls are separated; if false, their text is content
+        """
         template: dict[str, Any] | None = self.response_template
         if template is None:
             assert self.call_format is not None
@@ -205,18 +226,20 @@ class AnswerFormat:
     def build_grammar(
         self, tools: Sequence[Tool], allows_several: bool, reasoning_is_open: bool
     ) -> str:
-        """Return the Lark grammar of an answer that calls one of the tools.
+        """Return a Lark grammar for answers that call one of the tools.
 
-        allows_several: more calls may follow
-        reasoning_is_open: the prompt ends with "<think>"
+        If the chat template supports reasoning, the answer may contain reasoning before the call.
 
-        If the model reasons, its reasoning comes before the call. Raises ValueError if the format
-        of the model's calls is unknown.
+        allows_several: whether more calls may follow the first one
+        reasoning_is_open: whether the prompt ends with "<think>"
+
+        Raises ValueError if the format of the model's calls is unknown.
         """
         call_format = self.call_format
         if call_format is None or call_format.arguments_key is None:
             raise ValueError(
-                "tool_choice: the format of this model's tool calls is unknown, use auto"
+                "tool_choice requires a tool call, but the format of this model's tool calls is "
+                'unknown: use tool_choice="auto"'
             )
         special_tokens = [
             token
@@ -247,7 +270,11 @@ class AnswerFormat:
 
 
 def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
-    """Return the format of a model's answers; None if they are only text, as far as is known."""
+    """Return the format of a model's answers.
+
+    Returns None if the tokenizer has no chat template, or if nothing in it shows how the model
+    marks reasoning or tool calls. The answers of such a model are treated as text.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     chat_template = str(tokenizer.get_chat_template())
@@ -265,15 +292,17 @@ def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
 
 @dataclass
 class AnswerParser:
-    """Parses one answer piece by piece. `parse` takes new text and returns OpenAI's message delta.
+    """Parses one answer piece by piece.
 
-    prefix: text before the answer that the parser must know
-    call_count: tool calls so far
-    call_body: text of the current call
-    trailing_spaces: white space at the end of "content" and "reasoning_content" so far; it is
-        dropped if nothing follows
-    started_fields: fields that have text
-    is_broken: the response template failed, and all further text is content
+    `parse` takes new text of the answer and returns a message delta in the form of OpenAI's API.
+
+    prefix: the text that the parser reads before the answer, see `AnswerFormat.parser_prefix`
+    call_count: number of tool calls that were parsed so far
+    call_body: text of the tool call that is being parsed
+    trailing_spaces: white space at the end of the fields "content" and "reasoning_content" that was
+        not returned yet. It is returned only if more text follows
+    started_fields: names of the fields that already have text
+    is_broken: whether the parser has failed on the answer; all further text is then content
     """
 
     answer_format: AnswerFormat
@@ -295,7 +324,10 @@ class AnswerParser:
         )
 
     def parse(self, text: str, is_final: bool) -> dict:
-        """Return the delta that new text adds. `is_final`: the answer ends after this text."""
+        """Return the message delta for new text of the answer.
+
+        is_final: whether the answer ends after this text
+        """
         events = []
         if not self.is_broken:
             try:
@@ -303,7 +335,7 @@ class AnswerParser:
                 if is_final:
                     events += self.parser.finalize()[1]
             except (ValueError, KeyError, TypeError):
-                # The text is not a call under the tokenizer's own template.
+                # The tokenizer's response template could not parse the text as a call.
                 self.is_broken = True
                 text = self.call_body + text
                 self.call_body = ""
@@ -321,9 +353,10 @@ class AnswerParser:
         return delta
 
     def _parse_text(self, field: str, text: str, delta: dict) -> None:
-        """Add text to the reasoning or the content.
+        """Add text to the reasoning or to the content of the delta.
 
-        White space around reasoning, and between content and calls, is dropped.
+        White space before and after the reasoning, and between the content and tool calls, is
+        dropped.
         """
         name = "reasoning_content" if field in REASONING_FIELDS_OF_RESPONSE_TEMPLATES else "content"
         if name == "reasoning_content":
@@ -338,7 +371,11 @@ class AnswerParser:
             append_text(delta, name, stripped_text)
 
     def _parse_call(self, event: dict, delta: dict) -> None:
-        """Add a call when its text is complete. Text that is not a valid call becomes content."""
+        """Handle a parser event of a tool call.
+
+        When the text of the call is complete, the call is added to the delta. Text that is not a
+        valid call is added as content.
+        """
         if event["type"] == "region_chunk":
             self.call_body += event["text"]
         if event["type"] != "region_close":
@@ -367,5 +404,5 @@ class AnswerParser:
 
 
 def append_text(delta: dict, field: str, text: str) -> None:
-    """Append text to a field of a delta."""
+    """Append text to a field of a message delta, and create the field if it is missing."""
     delta[field] = delta.get(field, "") + text

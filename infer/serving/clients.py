@@ -1,4 +1,5 @@
-"""Answers from a server with OpenAI's API (vLLM, SGLang or ours), with many concurrent requests."""
+"""Generates answers with a server that has OpenAI's API (vLLM, SGLang or the server of this
+project), with many concurrent requests."""
 
 import asyncio
 import json
@@ -20,23 +21,27 @@ from infer.serving.regeneration_task import (
     seed_options_for_turn,
 )
 
-MAX_REQUEST_ATTEMPTS = 3  # for one output, before its example counts as failed
-RETRY_DELAY_SECONDS = 1.0  # before the second attempt, four times as long before the third
-MAX_OUTAGE_SECONDS = 60.0  # without a connection, before the run ends
+MAX_REQUEST_ATTEMPTS = 3  # after this many failed requests for one example, the example fails
+RETRY_DELAY_SECONDS = 1.0  # delay before the second attempt; the next one is four times as long
+MAX_OUTAGE_SECONDS = 60.0  # if no connection is possible for so long, the run ends
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
-# Tasks that are started for each concurrent request. Records are yielded in order, so a slow task
-# must not keep the others from starting.
+# Number of examples that are started for each concurrent request. Records are yielded in the order
+# of the examples, so that one slow example must not prevent the next ones from starting.
 MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST = 4
 RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes
-# `owned_by` of models whose server supports return_token_ids: vLLM and our server.
+# Values of the field `owned_by` that vLLM and our server report for their models. Both servers
+# support the request field return_token_ids.
 MODEL_OWNERS_RETURNING_TOKEN_IDS = ("vllm", "local")
 # Sampling options that OpenAI's API does not have. They are sent only if they have an effect.
 EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 
 
 def build_request_body(task: RegenerationTask, model: str, options: DecodeOptions) -> dict:
-    """Return the body of the request for a task's next output."""
+    """Return the body of the HTTP request for the next output of a task.
+
+    model: name of the model on the server
+    """
     example = task.example
     body: dict[str, Any] = {
         "model": model,
@@ -66,7 +71,7 @@ def build_request_body(task: RegenerationTask, model: str, options: DecodeOption
 
 
 def to_openai_messages(messages: list[dict]) -> list[dict]:
-    """Return messages with the arguments of tool calls as JSON text, as OpenAI's API takes them."""
+    """Return messages in which the arguments of tool calls are JSON text, as in OpenAI's API."""
     converted_messages = []
     for message in messages:
         calls = []
@@ -79,19 +84,21 @@ def to_openai_messages(messages: list[dict]) -> list[dict]:
 
 
 def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> TargetOutput:
-    """Return the output in a server's response.
+    """Return the output that a server's response contains.
 
-    prompt_end: the last words of the prompt, which may open the reasoning of the output
+    is_chat: whether it is a response of /chat/completions, not of /completions
+    prompt_end: the text at the end of the prompt. If it ends with "<think>", the output begins with
+        reasoning
 
-    Raises LookupError, TypeError or AttributeError for a response of another form.
+    Raises LookupError, TypeError or AttributeError for a malformed response.
     """
     choice = response["choices"][0]
     message = choice["message"] if is_chat else {"content": choice["text"]}
     text = str(message["content"] or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     finish_reason = choice["finish_reason"] or "stop"
-    # In vLLM's responses, stop_reason is the stop string that ended the output. Such an output does
-    # not have the model's own end.
+    # In vLLM's responses, stop_reason is the stop string that ended the output. The model has then
+    # not generated an end token.
     if isinstance(choice.get("stop_reason"), str):
         finish_reason = "stop string"
     if is_chat and not reasoning:
@@ -102,14 +109,15 @@ def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> Targe
 
 
 class OpenAIClient:
-    """Generates answers with a server.
+    """Generates answers with a server that has OpenAI's API.
 
     url: address of the API, such as http://host:8000/v1
-    max_concurrent_requests: requests that are running at the same time
-    prompt_end: returns the last words of an example's prompts
+    max_concurrent_requests: maximum number of requests that run at the same time
+    prompt_end: returns the text at the end of an example's prompts
 
-    The key in the environment variable OPENAI_API_KEY is sent. Raises ValueError if there is no
-    server with a model at the address.
+    If the environment variable OPENAI_API_KEY is set, its value is sent as the API key. The
+    constructor raises ValueError if there is no server at the address, or if the server has no
+    model.
     """
 
     def __init__(
@@ -134,17 +142,20 @@ class OpenAIClient:
             self.reports_token_ids = model.get("owned_by") in MODEL_OWNERS_RETURNING_TOKEN_IDS
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"server={url}: there are no models there ({error}); the address usually ends in "
-                "/v1. For several servers, start one run for each, with shard="
+                f"server={url}: no server with a model answers at this address ({error}). The "
+                "address usually ends in /v1. To use several servers, start one run for each of "
+                "them with another shard="
             ) from error
 
     def answer_examples(
         self, examples: Iterable[PromptExample], on_finished: Callable[[], None] = lambda: None
     ) -> Iterator[dict]:
-        """Yield the records of the examples in order.
+        """Answer the examples, and yield their records in the order of the examples.
 
-        `on_finished` is called for each finished example, in any order. Closing the generator
-        cancels running requests.
+        Closing the generator cancels running requests.
+
+        on_finished: called as soon as an example is finished, which may be before its record can be
+            yielded
         """
         started: deque[asyncio.Task] = deque()
         timeout = httpx.Timeout(CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS)
@@ -183,11 +194,13 @@ class OpenAIClient:
                 try:
                     error = await self._request_output(http, task)
                 except httpx.ConnectError as connect_error:
-                    # The example is not the reason, so this is not one of its attempts.
+                    # A missing connection is not caused by the example, and does not count as a
+                    # failed attempt.
                     if time.monotonic() - last_response_time > MAX_OUTAGE_SECONDS:
                         raise ValueError(
-                            f"server={self.url} has not answered for {MAX_OUTAGE_SECONDS:.0f} s: "
-                            f"{connect_error}"
+                            f"server={self.url} has accepted no connection for "
+                            f"{MAX_OUTAGE_SECONDS:.0f} s ({connect_error}): start the server, "
+                            "then run the same command again to continue"
                         ) from connect_error
                     await asyncio.sleep(min(1.0, MAX_OUTAGE_SECONDS / 10))
                     continue
@@ -203,9 +216,11 @@ class OpenAIClient:
         return task.record
 
     async def _request_output(self, http: httpx.AsyncClient, task: RegenerationTask) -> str | None:
-        """Request a task's next output and add it to the task.
+        """Request the next output of a task from the server, and add the output to the task.
 
-        Returns an error message if another attempt may succeed, else None. Raises ConnectError.
+        Returns an error message if the request failed and another attempt may succeed. Otherwise
+        returns None: the task then has the output, or it has failed. Raises ConnectError if the
+        server accepts no connection.
         """
         body = build_request_body(task, self.model, self.options)
         if self.reports_token_ids and task.is_chat:
@@ -227,13 +242,14 @@ class OpenAIClient:
             AttributeError,
             RecursionError,
         ) as error:
-            return f"no valid response: {type(error).__name__}: {error}"
+            return f"the server sent no valid response ({type(error).__name__}: {error})"
 
         status = response.status_code
-        message = f"status {status}: {response.text[:200]}"
+        message = f"the server answered with status {status}: {response.text[:200]}"
         is_client_error = 400 <= status < 500 and status not in RETRYABLE_CLIENT_ERRORS
         if not is_client_error:
             return message
-        # Another attempt would fail, too. With status 400, a chat may have become too long.
+        # Another attempt would fail, too. Status 400 may mean that the chat has become too long, so
+        # the answers that were generated before are kept.
         task.fail(message, keep_answers=status == 400)
         return None

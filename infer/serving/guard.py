@@ -1,4 +1,4 @@
-"""Limits on HTTP requests: who may send them, and how large they may be."""
+"""Checks that decide who may send HTTP requests to the server, and how large requests may be."""
 
 import asyncio
 import hmac
@@ -16,32 +16,40 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HEADER_BYTES = 16 * 1024  # names and values together
-MAX_CONNECTIONS = 1024  # open at the same time; further ones get status 503
-# Bytes of chunk sizes, chunk extensions and trailers, beyond as many bytes as the body has.
+MAX_HEADER_BYTES = 16 * 1024  # limit of all header names and values together
+MAX_CONNECTIONS = 1024  # limit of open connections; further connections get status 503
+# Framing is everything in a chunked request after its headers that is not the body: chunk sizes,
+# chunk extensions and trailers. It may have as many bytes as the body, and this many more.
 MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
-HTTP_BYTES_BETWEEN_LIMIT_CHECKS = 16 * 1024  # processed before the limits are checked again
-MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # between two parts of a body
-# `ApiServer` ends running answers after one second; after this time connections are closed.
+HTTP_BYTES_BETWEEN_LIMIT_CHECKS = (
+    16 * 1024
+)  # after this many bytes of a request, the limits are checked again
+MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # limit of the time between two parts of a request body
+# When the server stops, `ApiServer` ends running answers after one second. After this time,
+# connections that are still open are closed.
 SHUTDOWN_TIMEOUT_SECONDS = 2
-MAX_QUOTED_HOST_CHARACTERS = 100
-CLOSE_CONNECTION = {"Connection": "close"}  # the rest of the request is not read
-# Key in a request's state: `LimitedH11Protocol` has found that the request is too large.
+MAX_QUOTED_HOST_CHARACTERS = 100  # an error message quotes this much of the Host header
+# Header of a response that is sent although the rest of the request is not read.
+CLOSE_CONNECTION = {"Connection": "close"}
+# `LimitedH11Protocol` sets this key in the state of a request that is too large.
 TOO_LARGE_REQUEST_STATE_KEY = "too_large"
 
 
 class RequestGuard:
     """Middleware that requires the API key (except for /health) and limits the size of requests.
 
-    A loopback server without a key accepts only the names of this machine in the Host header. A
-    web page could otherwise resolve a name of its own to 127.0.0.1 (DNS rebinding) and read
-    answers.
+    A server that listens on loopback without a key accepts only "localhost" and loopback addresses
+    in the Host header. Without this check, a web page could make its domain name resolve to
+    127.0.0.1 (DNS rebinding) and read the answers of the server.
     """
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
         self.max_body_bytes = options.max_body_bytes
-        self.too_large_message = f"a request may have {self.max_body_bytes} bytes"
+        self.too_large_message = (
+            f"the request body is larger than {self.max_body_bytes} bytes: send less, or start "
+            "the server with a larger server.max_body_bytes"
+        )
         key = options.key()
         self.expected_authorization = None if key is None else b"Bearer " + key
         self.requires_local_host = (
@@ -49,7 +57,10 @@ class RequestGuard:
         )
 
     def refuse(self, scope: Scope) -> Response | None:
-        """Return the response to a request that is refused before its body is read, else None."""
+        """Check a request before its body is read.
+
+        Returns None if the request is accepted, else the response with which it is refused.
+        """
         headers = dict(scope["headers"])
         if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
             response = make_error_response(413, self.too_large_message)
@@ -59,8 +70,9 @@ class RequestGuard:
         if self.requires_local_host and host and not is_loopback(parse_hostname(host)):
             return make_error_response(
                 403,
-                "this server answers to localhost and 127.0.0.1, not to "
-                f"{host[:MAX_QUOTED_HOST_CHARACTERS]}: see server.allow_unauthenticated",
+                "this server accepts requests to localhost and 127.0.0.1 only, not to "
+                f"{host[:MAX_QUOTED_HOST_CHARACTERS]}: use one of these addresses, or start the "
+                "server with server.allow_unauthenticated=true",
             )
         if self.expected_authorization is None or scope["path"] == "/health":
             return None
@@ -68,7 +80,7 @@ class RequestGuard:
         if hmac.compare_digest(authorization, self.expected_authorization):
             return None
         response = make_error_response(
-            401, "this server requires a key: send it as Authorization: Bearer <key>"
+            401, "this server requires a key: send the header 'Authorization: Bearer <key>'"
         )
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
@@ -92,7 +104,8 @@ class RequestGuard:
             except TimeoutError as error:
                 raise HTTPException(
                     408,
-                    f"nothing more of the request came for {MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s",
+                    "the request is incomplete, and no data arrived for "
+                    f"{MAX_PAUSE_IN_REQUEST_BODY_SECONDS} s: send the request again",
                     CLOSE_CONNECTION,
                 ) from error
             received_bytes += len(message.get("body", b""))
@@ -106,16 +119,17 @@ class RequestGuard:
 
 
 class LimitedH11Protocol(H11Protocol):
-    """HTTP/1.1 that stops reading a request that announces or sends too much.
+    """An implementation of HTTP/1.1 that stops reading a request that is too large.
 
-    This is the case if the next chunk of a body is announced as larger than `max_body` bytes, or
-    if there are too many bytes around the body. `RequestGuard` then sends the response.
+    A request is too large if a chunk of its body is announced with more than `max_body` bytes, or
+    if it has too many framing bytes, see MAX_HTTP_BODY_FRAMING_BYTES. `RequestGuard` then sends the
+    response.
     """
 
     def __init__(self, *args: Any, max_body: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.max_body = max_body
-        # Bytes around the body of the current request, beyond as many bytes as the body has.
+        # Framing bytes of the current request, minus the number of bytes of its body.
         self.framing_bytes = 0
         self.is_too_large = False
 
@@ -126,7 +140,7 @@ class LimitedH11Protocol(H11Protocol):
             self.process_bytes(data[start : start + HTTP_BYTES_BETWEEN_LIMIT_CHECKS])
 
     def process_bytes(self, data: bytes) -> None:
-        """Process bytes of a request, then check the limits."""
+        """Process bytes that were received, then check whether the request is too large."""
         cycle = self.cycle
         previous_body_bytes = 0 if cycle is None else len(cycle.body)
         super().data_received(data)
@@ -138,7 +152,8 @@ class LimitedH11Protocol(H11Protocol):
             self.framing_bytes = max(0, self.framing_bytes + len(data) - 2 * body_bytes)
         else:
             self.framing_bytes = 0
-        # After the response, nothing reads the rest of the body.
+        # After the response was sent, the rest of the body is received but not processed. It then
+        # counts as framing.
         is_answered = self.cycle.response_complete
         max_framing_bytes = MAX_HTTP_BODY_FRAMING_BYTES + (self.max_body if is_answered else 0)
         # h11 has no public name for the size of a chunk whose bytes have not arrived.
@@ -159,7 +174,10 @@ class LimitedH11Protocol(H11Protocol):
 
 
 def parse_hostname(host: str) -> str:
-    """Return a Host header without its port; an empty text if it is malformed."""
+    """Return the host name in a Host header, without the port.
+
+    Returns an empty string if the header is malformed.
+    """
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -173,7 +191,8 @@ def build_uvicorn_config(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
         app,
         host=options.host,
         port=options.port,
-        http=cast(Any, protocol_class),  # uvicorn only calls it
+        # uvicorn declares the type of a class here, but it only calls the object.
+        http=cast(Any, protocol_class),
         ws="none",
         log_level="warning",
         proxy_headers=False,

@@ -1,7 +1,8 @@
-"""For Hugging Face users: `model.generate(..., custom_generate=speculative(target, drafter))`.
+"""A decoding loop for the method `generate` of Hugging Face models:
+`model.generate(..., custom_generate=speculative(target, drafter))`.
 
-Generation configs, logits processors, stopping criteria and streamers work as in `generate`. Only
-the decoding loop is replaced.
+Generation configs, logits processors and stopping criteria of `generate` work as usual. A streamer
+is given to `speculative`. Only the decoding loop is replaced.
 """
 
 from collections import abc
@@ -28,8 +29,9 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
 from infer.targets.target import Target
 
-# Processors that `infer.engine.sampling.adjust_logits` applies itself, in this order, to all rows
-# and nodes at once: (their attribute, option of `TextOptions`).
+# Logits processors that need not be called, because the engine applies an equivalent option to all
+# sequences and tree nodes at once, in this order.
+# Key: class of the processor. Value: (attribute of the processor, option of `TextOptions`).
 SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -37,12 +39,12 @@ SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# Processors that store the prompts of the whole batch.
+# Logits processors that store the prompts of the whole batch.
 LOGITS_PROCESSORS_STORING_BATCH_PROMPTS = (
     EncoderRepetitionPenaltyLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
 )
-# Arguments that `generate` prepares for its own loops. They are not needed here.
+# Arguments that `generate` prepares for the decoding loops of transformers. They are ignored here.
 IGNORED_GENERATE_ARGUMENTS = {
     "past_key_values",
     "use_cache",
@@ -51,6 +53,7 @@ IGNORED_GENERATE_ARGUMENTS = {
     "logits_to_keep",
     "token_type_ids",
 }
+# Options of a generation config that ask for outputs that this loop does not return.
 UNSUPPORTED_OUTPUTS = (
     "output_scores",
     "output_logits",
@@ -69,16 +72,19 @@ def speculative(
     streamer: Any = None,
     continuity: str | None = None,
 ) -> abc.Callable:
-    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`.
+    """Return a speculative decoding loop for `target.model.generate(..., custom_generate=...)`.
 
-    method, budget, continuity: see EngineConfig
-    streamer: given here and not to `generate`, which does not pass it on to custom loops
-        (transformers 5.23)
+    method, budget: see EngineConfig
+    streamer: a streamer that receives the tokens. `generate` of transformers 5.23 does not pass a
+        streamer to custom loops, so it must be given here
+    continuity: the option `ngrams` of EngineConfig
 
-    Greedy output is the same as without the loop. Sampled output has the same distribution; its
-    seeds come from torch's generator, so that `torch.manual_seed` reproduces it with every method.
-    Raises ValueError for what the loop does not support: beam search, scores and hidden states as
-    output, prompts as embeddings.
+    Greedy output is the same as with the loop of transformers. Sampled output has the same
+    distribution. The seeds of sampling come from torch's random generator, so that
+    `torch.manual_seed` makes the output reproducible, with every method.
+
+    The loop raises ValueError for arguments of `generate` that it does not support: beam search,
+    prompts as embeddings, and scores, attentions or hidden states as output.
     """
     engine_options = EngineConfig(method, budget, continuity)
     engine_options.check()
@@ -86,15 +92,16 @@ def speculative(
     @torch.inference_mode()
     def generate(
         model: Any,
-        input_ids: torch.Tensor,  # (B, T)
+        input_ids: torch.Tensor,  # (batch, tokens)
         logits_processor: abc.Sequence[LogitsProcessor] = (),
         stopping_criteria: abc.Sequence[StoppingCriteria] = (),
         generation_config: Any = None,
-        **model_arguments: Any,  # with the attention mask (B, T)
+        **model_arguments: Any,  # may contain "attention_mask" of shape (batch, tokens)
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         if model is not target.model:
             raise ValueError(
-                "custom_generate belongs to another model: call speculative(Target(model), drafter)"
+                "custom_generate was created for another model: create it for this model with "
+                "speculative(Target(model), drafter)"
             )
         attention_mask = model_arguments.pop("attention_mask", None)
         _refuse_unsupported(generation_config, attention_mask, model_arguments)
@@ -106,7 +113,7 @@ def speculative(
         engine = Engine(
             target, drafter, replace(engine_options, max_num_seqs=len(prompts)), capacity
         )
-        # The engine limits the number of tokens itself.
+        # The engine itself stops at the maximum number of tokens, so this criterion is not needed.
         criteria = [item for item in stopping_criteria if not isinstance(item, MaxLengthCriteria)]
         sequences = _submit_prompts(
             engine, input_ids, prompts, logits_processor, criteria, generation_config
@@ -125,7 +132,10 @@ def speculative(
 def _remove_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> list[list[int]]:
-    """Return the token ids of every row without padding."""
+    """Return the token ids of every batch row without padding.
+
+    attention_mask: None means that there is no padding
+    """
     if attention_mask is None:
         return input_ids.tolist()
     prompts = []
@@ -142,10 +152,12 @@ def _submit_prompts(
     criteria: list[StoppingCriteria],
     generation_config: Any,
 ) -> list[Sequence]:
-    """Submit the rows of a batch to the engine.
+    """Submit every row of a batch to the engine, and return the sequences of the engine.
 
-    input_ids: (B, T), prompts with padding on the left
+    input_ids: token ids with padding on the left, of shape (batch, tokens)
     prompts: token ids of every row without padding
+    processors: the logits processors of `generate`
+    criteria: the stopping criteria of `generate`, without the one for the maximum length
     """
     max_new_tokens = generation_config.max_length - input_ids.shape[1]
     do_sample = generation_config.do_sample
@@ -165,7 +177,8 @@ def _submit_prompts(
         options = TextOptions(
             max_new_tokens=max_new_tokens,
             seed=seed,
-            ignore_eos=True,  # end tokens are among the stopping criteria
+            # `generate` has a stopping criterion for end tokens.
+            ignore_eos=True,
             temperature=temperature if do_sample else 0.0,
             **sampling_options,
         )
@@ -180,13 +193,17 @@ def _submit_prompts(
 def _adapt_processor_to_row(
     processor: LogitsProcessor, row: int, batch_size: int
 ) -> LogitsProcessor:
-    """Return a processor for one row of a batch, decoded without the other rows.
+    """Return a logits processor that can be called with a single row of the batch.
 
-    Raises ValueError for processors that store the prompts of the batch, if there are several.
+    processor: a logits processor that expects all rows of the batch
+    row: index of the row
+
+    Raises ValueError for a processor that stores the prompts of a batch with several rows.
     """
     if isinstance(processor, LOGITS_PROCESSORS_STORING_BATCH_PROMPTS) and batch_size > 1:
         raise ValueError(
-            "encoder_repetition_penalty and encoder_no_repeat_ngram_size: give one prompt at a time"
+            "encoder_repetition_penalty and encoder_no_repeat_ngram_size work with a single "
+            f"prompt only, and the batch has {batch_size}: call generate once for each prompt"
         )
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         constrained: Any = copy(processor)
@@ -196,7 +213,7 @@ def _adapt_processor_to_row(
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         penalty: Any = copy(processor)
         if penalty.prompt_ignore_length is not None:
-            # One length for all rows, or one for each.
+            # There is either one length for all rows, or one length for each row.
             lengths = torch.as_tensor(penalty.prompt_ignore_length).flatten()
             penalty.prompt_ignore_length = int(lengths[row % len(lengths)])
         return penalty
@@ -209,10 +226,15 @@ def _pad_processor_input(
     prompt_length: int,
     end_tokens: abc.Sequence[torch.Tensor],
 ) -> LogitsProcessor:
-    """Return a processor that gets the row's ids with the padding in front.
+    """Return a logits processor that passes padding and token ids of a row to `processor`.
 
-    Processors that count positions expect it. After an end token, the scores are not changed,
-    because tokens there are cut off.
+    The engine calls processors with the token ids of a row without padding. A processor that counts
+    positions needs the padding, too. After an end token the scores are returned unchanged, because
+    tokens after it are not part of the output.
+
+    padding: the padding before the row's prompt, of shape (1, padding tokens)
+    prompt_length: number of prompt tokens of the row
+    end_tokens: tensors of end token ids
     """
 
     def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -231,11 +253,13 @@ def _decode(
     criteria: abc.Sequence[StoppingCriteria],
     streamer: Any,
 ) -> list[list[int]]:
-    """Decode until every sequence has ended by itself or by a criterion.
+    """Decode until every sequence has ended, by a stopping criterion or at its maximum length.
 
-    Returns the new tokens of each sequence.
+    input_ids: padding and prompt of each sequence, of shape (batch, tokens)
+
+    Returns the generated tokens of each sequence.
     """
-    # Tokens that the criteria and the streamer have seen.
+    # Number of generated tokens of each sequence that the criteria and the streamer have seen.
     lengths = dict.fromkeys(sequences, 0)
     prompts = dict(zip(sequences, input_ids, strict=True))
     while engine.busy:
@@ -255,19 +279,26 @@ def _decode(
 
 
 def _is_met(criterion: StoppingCriteria, ids: torch.Tensor) -> bool:
-    """Return whether a stopping criterion ends a sequence, ids (1, T)."""
+    """Return whether a stopping criterion ends a sequence.
+
+    ids: the token ids of the sequence, of shape (1, tokens)
+    """
     return bool(torch.as_tensor(criterion(ids, None)).all())
 
 
 def _extract_options(
     processors: abc.Sequence[LogitsProcessor], padding_length: int
 ) -> tuple[dict[str, Any], abc.Sequence[LogitsProcessor]]:
-    """Return text options with the same effect as the processors of one row, and no processors.
+    """Replace the logits processors of one row by options of `TextOptions` with the same effect.
 
-    If there are no such options, return no options and all processors. They are then called for
-    one node after the other, each with its true prefix. The engine's repetition penalty covers the
-    whole prompt and nothing before it, so a penalty with another start than the end of the row's
-    padding stays a processor.
+    Returns (options, processors). If all processors can be replaced, the options have their values,
+    and there are no processors. Otherwise there are no options, and all processors are returned;
+    the engine then calls them for each tree node with the token ids before the node.
+
+    The engine's repetition penalty applies to the whole prompt without padding. A processor for a
+    repetition penalty can therefore be replaced only if it ignores exactly the padding.
+
+    padding_length: number of padding tokens before the row's prompt
     """
     order = list(SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR)
     positions = []
@@ -293,7 +324,11 @@ def _extract_options(
 def _refuse_unsupported(
     config: Any, attention_mask: torch.Tensor | None, arguments: dict[str, object]
 ) -> None:
-    """Raise ValueError for arguments that the loop does not support."""
+    """Raise ValueError for arguments of `generate` that this decoding loop does not support.
+
+    config: the generation config
+    arguments: further arguments for the model
+    """
     unsupported = []
     if config.return_dict_in_generate:
         unsupported += [name for name in UNSUPPORTED_OUTPUTS if vars(config).get(name)]
@@ -304,27 +339,36 @@ def _refuse_unsupported(
     )
     if config.num_beams not in (None, 1):
         raise ValueError(
-            f"num_beams={config.num_beams}: speculative decoding has no beam search, use "
-            "num_beams=1"
+            f"num_beams={config.num_beams}: speculative decoding does not support beam search; "
+            "use num_beams=1"
         )
     if unsupported:
         raise ValueError(
-            f"{', '.join(unsupported)}: not supported with speculative decoding, leave it out"
+            f"generate was called with {', '.join(unsupported)}, which speculative decoding does "
+            f"not support: remove {', '.join(unsupported)}"
         )
     if attention_mask is None:
         return
     if attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give (batch, tokens)"
+            f"attention_mask has {attention_mask.dim()} dimensions: give a mask with 2 "
+            "dimensions, (batch, tokens)"
         )
     if (attention_mask.diff(dim=1) < 0).any():
         raise ValueError(
-            "attention_mask: pad the prompts on the left (tokenizer.padding_side = 'left')"
+            "attention_mask has padding on the right of a prompt: pad prompts on the left "
+            "(tokenizer.padding_side = 'left')"
         )
 
 
 def _join_outputs(input_ids: torch.Tensor, outputs: list[list[int]], config: Any) -> torch.Tensor:
-    """Return prompts and outputs, (B, T + longest output), with padding after shorter outputs."""
+    """Return prompts and outputs as one tensor of shape (batch, prompt tokens + output tokens).
+
+    Outputs that are shorter than the longest one are padded at the end.
+
+    input_ids: the prompts, of shape (batch, prompt tokens)
+    outputs: generated token ids of each row
+    """
     longest = max(map(len, outputs))
     pad_token = vars(config).get("_pad_token_tensor")
     pad_token_id = 0 if pad_token is None else int(pad_token)

@@ -7,16 +7,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infer.serving.regeneration_task import parse_call_arguments
 
-# For lists: report the first invalid element only. A list may have 100,000 of them.
+# This field setting makes pydantic stop at the first invalid element of a list. A list may have
+# 100,000 elements, and an error for each would be too much.
 FAIL_FAST_LIST_FIELD = Field(fail_fast=True)
-MAX_TOOL_CALLS_PER_MESSAGE = 128  # in one message
+MAX_TOOL_CALLS_PER_MESSAGE = 128  # maximum number of tool calls in one message
 
 
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call.
 
-    parameters: JSON schema of its arguments
+    parameters: JSON schema of the function's arguments
     """
 
     name: str
@@ -24,11 +25,11 @@ class Tool:
 
 
 class StrictModel(BaseModel):
-    """An object of a request in which unknown fields are errors.
+    """Base class for objects of a request in which an unknown field is an error.
 
-    A silently ignored option would be worse than an error. Null means the same as a missing field.
-    Unknown fields are accepted if their value is neutral: null, false, 0 or empty. Values are not
-    converted: true is not a number.
+    An error is better than an option that is ignored silently. A field with the value null counts
+    as missing. An unknown field is accepted if its value has no effect, which means null, false, 0
+    or an empty value. Values are not converted, so that true, for example, is not a number.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -36,9 +37,10 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_neutral_fields(cls, fields: Any) -> Any:
-        """Remove known fields that are null and unknown fields that are neutral.
+        """Remove known fields with the value null, and unknown fields whose value has no effect.
 
-        Of the other unknown fields, one is kept, which pydantic then reports.
+        Of the remaining unknown fields, only the first one is kept. pydantic reports it as an
+        error.
         """
         if not isinstance(fields, dict):
             return fields
@@ -56,17 +58,17 @@ class StrictModel(BaseModel):
 
 
 class LenientModel(StrictModel):
-    """An object of a message in which unknown fields are ignored, as vLLM does.
+    """Base class for parts of a chat message, in which unknown fields are ignored, as in vLLM.
 
-    Clients send messages back as they received them. Other servers add fields to them, such as
-    annotations.
+    Clients send earlier answers back as they received them. Answers of other servers may contain
+    additional fields, such as annotations.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class TextPart(LenientModel):
-    """A text in a message."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: str
@@ -87,7 +89,7 @@ ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class FunctionCall(LenientModel):
-    """A function's name, and its arguments as JSON text."""
+    """The name of a called function, and the arguments of the call as JSON text."""
 
     name: str
     arguments: str = "{}"
@@ -101,47 +103,54 @@ class ToolCall(LenientModel):
     function: FunctionCall
 
     def to_template_call(self) -> dict[str, Any]:
-        """Return the call for a chat template, with its arguments as an object."""
+        """Return the call as chat templates read it, with the arguments as a Python object."""
         arguments = parse_call_arguments(self.function.model_dump())
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(LenientModel):
-    """A message of a chat. Answers of this server and of others are accepted as they were sent."""
+    """A message of a chat.
+
+    An answer that this server or another one has sent is accepted unchanged as a message.
+    """
 
     role: str
     content: str | Annotated[list[ContentPart], FAIL_FAST_LIST_FIELD] = ""
-    refusal: str | None = None  # OpenAI sends it in place of the content
-    reasoning_content: str | None = None  # name of this server
-    reasoning: str | None = None  # name of vLLM
-    thinking: str | None = None  # name of Ollama
-    name: str | None = None  # of the participant
+    refusal: str | None = None  # OpenAI sends this instead of the content
+    reasoning_content: str | None = None  # the reasoning, as this server names it
+    reasoning: str | None = None  # the reasoning, as vLLM names it
+    thinking: str | None = None  # the reasoning, as Ollama names it
+    name: str | None = None  # the name of the chat participant
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS_PER_MESSAGE)
-    tool_call_id: str | None = None  # in messages with role "tool": the call that it answers
-    audio: None = None  # not supported: the words of the answer would be missing
-    function_call: None = None  # not supported: OpenAI's predecessor of tool_calls
+    tool_call_id: str | None = None  # id of the call whose result a message with role "tool" has
+    # A spoken answer has no text that the chat template could use, so it is refused.
+    audio: None = None
+    function_call: None = None  # the predecessor of tool_calls in OpenAI's API; it is refused
 
     @model_validator(mode="before")
     @classmethod
     def require_content(cls, fields: Any) -> Any:
-        """Raise ValueError for a message without content, whose key may be misspelt."""
+        """Raise ValueError if a message of another role than assistant has no field "content".
+
+        Unknown fields are ignored, so a misspelt "content" would otherwise not be noticed.
+        """
         if not isinstance(fields, dict):
             return fields
         if "content" not in fields and fields.get("role") != "assistant":
-            raise ValueError("it has no content")
+            raise ValueError('the message has no field "content": add it')
         return fields
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, under whatever name it was sent."""
+        """The reasoning, from whichever of the three fields for reasoning is set."""
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message for a chat template.
+        """Return the message as a dictionary for the chat template.
 
-        The reasoning has the key "reasoning_content". `place_reasoning` moves it to where the
-        template reads it.
+        The reasoning has the key "reasoning_content". If the template reads reasoning from another
+        place, `place_reasoning` moves it there later.
         """
         content = self.content
         if not isinstance(content, str):
@@ -169,26 +178,26 @@ class FunctionDefinition(StrictModel):
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=make_empty_parameters_schema)
-    # Has no effect. Calls that tool_choice requires always follow the schema; other calls are
-    # generated without it.
+    # This field has no effect. Calls that tool_choice requires always follow the schema of the
+    # parameters, and other calls are generated without a schema.
     strict: bool = False
 
 
 class ToolDefinition(StrictModel):
-    """A tool. Functions are the only kind."""
+    """A tool that the model may call. Functions are the only supported type of tool."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(StrictModel):
-    """The name of a function."""
+    """An object that contains only the name of a function."""
 
     name: str
 
 
 class NamedTool(StrictModel):
-    """The tool that must be called, in `tool_choice`."""
+    """A value of the field `tool_choice` that names the tool which the answer must call."""
 
     type: Literal["function"]
     function: FunctionName
@@ -197,7 +206,8 @@ class NamedTool(StrictModel):
 class ResponseFormat(StrictModel):
     """The required form of an answer.
 
-    json_schema: {"schema": ...}; its other keys have no effect
+    json_schema: an object whose key "schema" is the JSON schema of the answer; other keys have no
+        effect
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -205,7 +215,10 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def check_schema_and_type(self) -> "ResponseFormat":
-        """Raise ValueError for a schema without its type, or the type without a schema."""
+        """Raise ValueError unless type is "json_schema" exactly if a schema is given."""
         if (self.type == "json_schema") != ("schema" in self.json_schema):
-            raise ValueError("response_format: type json_schema and json_schema.schema go together")
+            raise ValueError(
+                'response_format: type "json_schema" and json_schema.schema must be given '
+                f"together (type is {self.type!r})"
+            )
         return self

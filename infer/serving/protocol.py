@@ -19,10 +19,12 @@ from infer.serving.messages import (
 )
 from infer.utils.chat_template import tool_arguments_to_json
 
-MAX_PROMPTS_PER_REQUEST = 4096  # in one request; checked before the prompts themselves
-MAX_METADATA_PAIRS = 64
+MAX_PROMPTS_PER_REQUEST = (
+    4096  # maximum number of prompts in one request; it is checked before the prompts
+)
+MAX_METADATA_PAIRS = 64  # maximum number of entries of the field "metadata"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# Fields that have the same name and meaning in `TextOptions`.
+# Fields of a request that have the same name and meaning in `TextOptions`.
 REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
     "temperature",
     "top_p",
@@ -34,13 +36,15 @@ REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
 
 
 def as_list(value: Any) -> Any:
-    """Return a list with one element for a text, and any other value as it is."""
+    """Return a list that contains the value if the value is a string, else the value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 def check_prompt_count(value: Any) -> Any:
-    """Return prompts as a list. Raises ValueError if there are more than
-    MAX_PROMPTS_PER_REQUEST."""
+    """Return the prompts of a request as a list.
+
+    Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST prompts.
+    """
     prompts = as_list(value)
     is_list_of_prompts = isinstance(prompts, list) and len(prompts) > 0
     # A list of integers is the token ids of one prompt.
@@ -50,15 +54,21 @@ def check_prompt_count(value: Any) -> Any:
         and not isinstance(prompts[0], int)
     ):
         raise ValueError(
-            f"{len(prompts)} prompts in a request, {MAX_PROMPTS_PER_REQUEST} are allowed"
+            f"the request has {len(prompts)} prompts, at most {MAX_PROMPTS_PER_REQUEST} are "
+            "allowed: send several requests"
         )
     return prompts
 
 
 def check_metadata_count(value: Any) -> Any:
-    """Return a value unchanged. Raises ValueError for more than MAX_METADATA_PAIRS pairs."""
+    """Return the field "metadata" unchanged.
+
+    Raises ValueError if it has more than MAX_METADATA_PAIRS entries.
+    """
     if isinstance(value, dict) and len(value) > MAX_METADATA_PAIRS:
-        raise ValueError(f"{len(value)} pairs, {MAX_METADATA_PAIRS} are allowed")
+        raise ValueError(
+            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed"
+        )
     return value
 
 
@@ -67,21 +77,23 @@ StopString = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class StreamOptions(StrictModel):
-    """What a stream contains in addition to the text."""
+    """Options of a streamed response."""
 
-    include_usage: bool = False  # token counts in the last chunk
+    include_usage: bool = False  # whether the last chunk contains token counts
 
 
 class CompletionRequest(StrictModel):
-    """Fields that both kinds of requests have: OpenAI's and the extra sampling fields of vLLM.
+    """Base class with the fields that completion requests and chat requests have in common.
 
-    The properties are empty unless a chat request overrides them.
+    These are fields of OpenAI's API, extra sampling fields of vLLM, and one field of this server.
+    The properties about chat templates, tools and response formats return empty values here, and
+    the class of chat requests overrides them.
     """
 
     is_chat: ClassVar[bool] = False
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default: sampling
+    temperature: float = Field(1.0, ge=0, le=10)  # as in OpenAI's API, the default is sampling
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -92,34 +104,36 @@ class CompletionRequest(StrictModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    trace: bool = False  # only here: streamed chunks contain drafted and rejected tokens
-    return_token_ids: bool = False  # vLLM's: choices contain their token ids
-    # vLLM's: constraints of the output
-    guided_json: Annotated[str, BeforeValidator(tool_arguments_to_json)] | None = None  # a schema
+    # A field of this server only: streamed chunks also say which tokens were drafted and rejected.
+    trace: bool = False
+    return_token_ids: bool = False  # a field of vLLM: choices contain token ids
+    # The next four fields are fields of vLLM that constrain the output.
+    guided_json: Annotated[str, BeforeValidator(tool_arguments_to_json)] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
     guided_grammar: str | None = None  # in Lark's syntax
-    # Accepted without an effect on the output.
+    # The next two fields are accepted and have no effect on the output.
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_metadata_count)] | None = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "CompletionRequest":
-        """Raise ValueError for options of a stream if the request does not stream."""
+        """Raise ValueError for options of streamed responses without stream=true."""
         if (self.stream_options or self.trace) and not self.stream:
             raise ValueError(
-                "stream_options and trace: for streams only, add stream=true or leave them out"
+                "stream_options and trace work with stream=true only: add stream=true, or remove "
+                "stream_options and trace"
             )
         return self
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Variables of the chat template."""
+        """Variables of the chat template, by name."""
         return {}
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        """Tool definitions for the chat template."""
+        """Tool definitions that the chat template reads."""
         return []
 
     @property
@@ -129,7 +143,7 @@ class CompletionRequest(StrictModel):
 
     @property
     def required_tools(self) -> list[Tool] | None:
-        """Tools of which the answer must call one; None if it need not call any."""
+        """The tools of which the answer must call one; None if the answer need not call a tool."""
         return None
 
     @property
@@ -139,32 +153,40 @@ class CompletionRequest(StrictModel):
 
     @property
     def response_schema(self) -> str | None:
-        """The JSON schema that `response_format` requires, as JSON text."""
+        """The JSON schema of `response_format` as JSON text; None if there is no such schema."""
         return None
 
     @property
     def output_token_limit(self) -> int | None:
-        """The maximum number of generated tokens; None: as many as fit."""
+        """The maximum number of generated tokens; None means as many as the server allows."""
         raise NotImplementedError
 
     @property
     def logprob_alternatives(self) -> int | None:
-        """The number of log-probabilities per token beside its own; None: no log-probabilities."""
+        """For how many alternatives of each token the response has log-probabilities.
+
+        None means that the response has no log-probabilities. 0 means that it has only those of the
+        generated tokens.
+        """
         raise NotImplementedError
 
     def prompts(self) -> list[Any]:
-        """Return the request's prompts: texts, token ids, or the messages of a chat."""
+        """Return the prompts of the request.
+
+        Each prompt is a text, a list of token ids, or a list of chat messages.
+        """
         raise NotImplementedError
 
     def grammar_options(self) -> dict[str, str]:
-        """Return the constraint of the output, under its name in `TextOptions`.
+        """Return the option of `TextOptions` that constrains the output, as {name: value}.
 
-        Raises ValueError for more than one constraint.
+        Returns an empty dictionary if the request has no constraint. Raises ValueError for more
+        than one constraint.
         """
         choice_grammar = None
         if self.guided_choice:
             choice_grammar = "start: " + " | ".join(map(json.dumps, self.guided_choice))
-        # Field of the request: (name in `TextOptions`, value).
+        # Key: field of the request. Value: (option in `TextOptions`, value of the option).
         constraints = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
@@ -179,11 +201,18 @@ class CompletionRequest(StrictModel):
                 options[option] = value
                 fields.append(field)
         if len(fields) > 1:
-            raise ValueError(f"{' and '.join(fields)}: an answer can follow one of them, give one")
+            raise ValueError(
+                f"the request has {' and '.join(fields)}, but an answer can follow only one of "
+                "these constraints: keep one and remove the others"
+            )
         return options
 
     def to_text_options(self, max_new_tokens: int, index: int) -> TextOptions:
-        """Return the options of sequence number `index` of the request."""
+        """Return the options with which sequence number `index` of the request is generated.
+
+        Without the field `seed`, the seed is random. With it, every sequence has a different seed
+        that is derived from the field.
+        """
         seed = random.getrandbits(62) if self.seed is None else derive_seed(self.seed, index)
         shared_options: dict[str, Any] = self.model_dump(
             include=REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS
@@ -200,7 +229,7 @@ class CompletionRequest(StrictModel):
 
 
 class PromptRequest(CompletionRequest):
-    """A request to /v1/completions."""
+    """The body of a request to /v1/completions."""
 
     prompt: Annotated[
         TokenIds
@@ -225,39 +254,48 @@ class PromptRequest(CompletionRequest):
 
 
 class ChatRequest(CompletionRequest):
-    """A request to /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     is_chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)  # vLLM's
+    # A field of vLLM: variables of the chat template
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
     response_format: ResponseFormat | None = None
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True  # whether a required call may be followed by others
+    parallel_tool_calls: bool = True  # whether an answer may call more tools after a required call
 
     @model_validator(mode="after")
     def check_combinations(self) -> "ChatRequest":
         """Raise ValueError for fields that contradict each other or have no effect."""
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: with logprobs=true only, add it or leave this out")
+            raise ValueError(
+                "top_logprobs works with logprobs=true only: add logprobs=true, or remove "
+                "top_logprobs"
+            )
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError(
-                "max_tokens: is the old name of max_completion_tokens, give one of them"
+                "max_tokens is the old name of max_completion_tokens, and the two have different "
+                "values: remove max_tokens"
             )
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two have one name")
+            raise ValueError("tools: two tools have the same name; give every tool its own name")
         if self.required_tools == []:
-            raise ValueError("tool_choice: there is no such tool")
+            raise ValueError(
+                "tool_choice requires a tool that is not in tools: add the tool, or use "
+                'tool_choice="auto"'
+            )
         if self.required_tools is not None:
             options = list(self.grammar_options())
             if options:
                 raise ValueError(
-                    f"tool_choice: an answer that must call a tool cannot follow {options[0]} too"
+                    "tool_choice: an answer that must call a tool cannot also follow the "
+                    f"constraint {options[0]}; remove one of the two from the request"
                 )
         return self
 

@@ -1,8 +1,8 @@
 """Generate the target's answers to the examples of a data set, as training data for drafters.
 
-Answers are written in the order of the examples, one JSON line each. A run that was stopped
-continues after the last complete line. They come from our engine, or from a server with OpenAI's
-API (infer/serving/clients.py).
+Our engine generates the answers, or a server with OpenAI's API (infer/serving/clients.py). They are
+written in the order of the examples, one JSON line for each example. If a run is stopped, the next
+run continues after the last complete line.
 """
 
 import hashlib
@@ -29,35 +29,44 @@ from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Settings that change no answer. Earlier versions wrote the first one.
+# Settings that may differ between the runs that write one file, because they change no answer.
+# data.bad_rows was written by earlier versions.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
-# Tasks that are started for each batch row of the engine. Records are yielded in order, so a slow
-# task must not keep the others from starting.
+# Number of examples that are started for each batch row of the engine. Records are yielded in the
+# order of the examples, so that one slow example must not prevent the next ones from starting.
 STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
-    8  # tokens at the end of a prompt that may open the reasoning
+    8  # "<think>" is searched in this many last tokens of a prompt
 )
 
 
 @dataclass
 class EngineTask:
-    """A task, and the engine's sequence for its next output (None: there is none)."""
+    """A task, and the engine's sequence that generates the task's next output.
+
+    The sequence is None if the task is finished.
+    """
 
     task: RegenerationTask
     sequence: Sequence | None
 
 
 def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int) -> AnswerExamples:
-    """Return a function that answers examples with our engine, `options.max_num_seqs` at a time.
+    """Return a function that generates the answers to examples with our engine.
 
-    capacity: positions of the KV cache for every batch row, prompt and output together
+    options: how answers are generated; `options.max_num_seqs` is the batch size
+    capacity: number of positions in the KV cache for each batch row, which a prompt and its output
+        share
     """
     from infer.api import encode_prompt, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
 
     def submit(task: RegenerationTask) -> Sequence | None:
-        """Submit a task's prompt. The task fails if the prompt is invalid or too long."""
+        """Submit the next prompt of a task to the engine, and return the engine's sequence.
+
+        If the prompt is invalid or too long, the task ends and None is returned.
+        """
         example = task.example
         try:
             ids = encode_prompt(target, task.prompt, example.template_options, example.tools)
@@ -108,8 +117,8 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
 def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> TargetOutput:
     """Return the output of a finished sequence of our engine.
 
-    In a chat, special tokens within the text are kept because they may mark reasoning or a tool
-    call.
+    is_chat: whether the prompt is a chat. The text of a chat output includes special tokens, which
+        may mark reasoning or a tool call
     """
     from infer.api import decode_output
 
@@ -139,15 +148,20 @@ def regenerate_answers(
     max_failures: int,
     total: int | None = None,
 ) -> dict[str, int]:
-    """Write the records of the examples to `out`, one JSON line each.
+    """Answer the examples, and write their records to `out`, one JSON line for each example.
 
-    settings: everything that determines the answers; its "content" identifies target and data
-    max_failures: examples that may fail
-    total: number of examples; None: `len(examples)`
+    Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
+    exists, only the examples after its last record are answered.
 
-    Records of failed examples, {"index", "error"}, go to `out`.failed. A file that was started
-    with other settings is not continued. Returns {"answers": count, "failed": count}. Raises
-    ValueError for other settings or too many failures, and RunAborted if the disk is full.
+    answer_examples: generates the answers and yields the records
+    settings: everything that determines the answers; the entry "content" identifies the target and
+        the data
+    max_failures: maximum number of examples that may fail
+    total: number of examples; None means `len(examples)`
+
+    Returns {"answers": number of answered examples, "failed": number of failed examples}. Raises
+    ValueError if `out` was started with other settings or too many examples fail, and RunAborted if
+    the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -164,12 +178,17 @@ def regenerate_answers(
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report an example that is finished but may not be written before earlier ones."""
+        """Report progress for a finished example.
+
+        Its record may be written later, because records are written in the order of the examples.
+        """
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")
 
-    interrupt_message = f"{out} has the answers so far, the same command goes on from there"
+    interrupt_message = (
+        f"{out} contains the answers that were generated so far; run the same command to continue"
+    )
     with (
         explain_interrupt(interrupt_message),
         abort_on_write_error(str(out)),
@@ -182,47 +201,51 @@ def regenerate_answers(
                 write_json_line(answer_file, record)
             else:
                 failures += 1
-                # Opened here, so that the file exists only if an example failed.
+                # The file is opened here, so that it exists only if an example failed.
                 with failed_path.open("a", encoding="utf-8") as failed_file:
                     write_json_line(failed_file, record | {"error": redact_text(error)})
             if failures > max_failures:
                 raise ValueError(
-                    f"{failures} examples failed, at most {max_failures} may; the last error was "
-                    f"{error!r}"
+                    f"{failures} examples failed, at most {max_failures} may fail. The last error "
+                    f"was {error!r}; {failed_path} contains all errors"
                 )
     return {"answers": answers, "failed": failures}
 
 
 def check_and_save_settings(out: Path, settings: dict) -> None:
-    """Write the settings to `out`.settings.json, after a check against those of an earlier run.
+    """Compare the settings with those of an earlier run, and write them to `out`.settings.json.
 
-    Raises ValueError if `out` was started with other settings or is not a file of this command.
+    Raises ValueError if `out` was started with other settings, or was not written by this command.
     """
     settings_path = Path(f"{out}.settings.json")
     if settings_path.exists():
         saved = translate_saved_config(json.loads(settings_path.read_text()))
-        # Without options that no longer exist.
+        # Saved options that no longer exist are ignored.
         saved = {key: value for key, value in saved.items() if key in settings}
-        if "content" not in saved:  # an earlier version did not write it
+        # Earlier versions did not write the entry "content".
+        if "content" not in saved:
             saved["content"] = settings.get("content")
-        message = f"out={out} was started with another {{keys}}: give another out, or delete it"
+        message = (
+            f"out={out} was started with another {{keys}}: give another out, or delete {out} and "
+            f"{settings_path}"
+        )
         refuse_changed_settings(saved, settings, message, SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS)
     elif out.exists():
         raise ValueError(
-            f"out={out} exists already and was not written by this command: give another out"
+            f"out={out} exists already and was not written by this command: give another out="
         )
     with abort_on_write_error(str(out)):
         write_json(settings_path, settings)
 
 
 def write_json_line(file: TextIO, record: dict) -> None:
-    """Append a record as one line and flush it."""
+    """Append a record to a file as one JSON line, and flush the file."""
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
 
 
 def digest_examples(examples: Iterable[PromptExample]) -> tuple[int, str]:
-    """Return the number of examples and the SHA-256 of all of them."""
+    """Return the number of examples, and the SHA-256 digest of their content in hexadecimal."""
     count = 0
     digest = hashlib.sha256()
     for example in examples:
@@ -238,10 +261,11 @@ def digest_examples(examples: Iterable[PromptExample]) -> tuple[int, str]:
 
 
 def repair_and_count_lines(path: Path) -> tuple[int, int]:
-    """Cut off an incomplete last line of a file of records.
+    """Check a file of records, and cut off an incomplete last line.
 
-    Returns the number of lines and the index in the last one (-1: there is no line). Raises
-    ValueError if the indices do not increase, as after two concurrent runs.
+    Returns the number of records, and the example index of the last one, which is -1 if there are
+    no records. Raises ValueError for a line that is not a record, and if the indices do not
+    increase, which happens if two runs write to the file at the same time.
     """
     count = 0
     last_index = -1
@@ -257,12 +281,13 @@ def repair_and_count_lines(path: Path) -> tuple[int, int]:
                 index = int(json.loads(line)["index"])
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {count + 1}: not a record of this command ({error})"
+                    f"{path}, line {count + 1} is not a record of this command ({error}): give "
+                    "another out="
                 ) from error
             if index <= last_index:
                 raise ValueError(
-                    f"{path}, line {count + 1}: example {index} comes after example {last_index}: "
-                    "give another out"
+                    f"{path}, line {count + 1}: example {index} comes after example {last_index}, "
+                    "but indices must increase: give another out="
                 )
             count += 1
             last_index = index
@@ -271,6 +296,9 @@ def repair_and_count_lines(path: Path) -> tuple[int, int]:
 
 
 def select_output_options(options: TextOptions) -> dict:
-    """Return the options that determine an output, without those that only change the speed."""
+    """Return the options that determine an output, by name.
+
+    Options that change only the speed are left out.
+    """
     speed_options = {*EngineConfig.__dataclass_fields__, "draft_length", "nodes"}
     return {key: value for key, value in asdict(options).items() if key not in speed_options}

@@ -1,7 +1,8 @@
-"""Examples of a data set for which the target generates new answers.
+"""Examples of a data set, and the tasks of generating new answers for them.
 
-A text gets one output. In a chat, every assistant message is generated again, each after the
-messages that were generated before it.
+For an example that is a text, the target generates one output. In an example that is a chat, the
+target generates every assistant message again. The prompt of each contains the messages that were
+generated before it.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 from infer.config import TextOptions
 from infer.engine.sampling import derive_seed
 
-# Finish reasons of outputs that no limit cut off.
+# Finish reasons of complete outputs. Other outputs were cut off, for example by a token limit.
 COMPLETE_FINISH_REASONS = ("stop", "tool_calls")
 # A tool call in the text of an answer, as the templates of Qwen and Hermes write it.
 TOOL_CALL_PATTERN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -23,12 +24,12 @@ AnyTextOptions = TypeVar("AnyTextOptions", bound=TextOptions)
 
 @dataclass(frozen=True)
 class PromptExample:
-    """An example of the data.
+    """An example of the data set that needs new answers.
 
-    index: its position in the data
-    prompt: a text, or the messages of a chat; assistant messages among them are generated again
+    index: position of the example in the data set
+    prompt: a text, or the messages of a chat. The assistant messages of a chat are generated again
     tools: tool definitions of a chat
-    template_options: variables of the chat template
+    template_options: variables of the chat template, by name
     """
 
     index: int
@@ -48,10 +49,11 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What the target generated for one prompt.
+    """The output of the target for one prompt.
 
-    token_ids: None if a server does not report them
-    reasoning, tool_calls: set if a server separates them from the text
+    token_ids: ids of the generated tokens; None if a server does not report them
+    reasoning: the reasoning, if a server separates it from the text; else None
+    tool_calls: the tool calls, if a server separates them from the text; else None
     """
 
     text: str
@@ -73,18 +75,21 @@ class TargetOutput:
         return message
 
 
-# Takes examples and a function that is called whenever one of them is finished, in any order.
-# Yields the `RegenerationTask.record` of every example, in the order of the examples.
+# A function that generates the answers to examples. Its second argument is a function that it calls
+# whenever an example is finished, in any order. It yields the `RegenerationTask.record` of every
+# example, in the order of the examples.
 AnswerExamples = Callable[[Iterable[PromptExample], Callable[[], None]], Iterator[dict]]
 
 
 def seed_options_for_turn(
     options: AnyTextOptions, example: PromptExample, turn: int = 0
 ) -> AnyTextOptions:
-    """Return the options with the sampling seed of one turn of an example.
+    """Return a copy of the options with the sampling seed for one output of an example.
 
-    The seed depends only on the configured seed, the example's index and the turn. It is the same
-    for our engine and a server, and for a run that was resumed.
+    The seed depends only on `options.seed`, the index of the example and the turn. It is therefore
+    the same with our engine and with a server, and in a run that continues another one.
+
+    turn: number of outputs that were generated for the example before
     """
     example_seed = derive_seed(options.seed, example.index)
     return replace(options, seed=derive_seed(example_seed, turn))
@@ -93,18 +98,19 @@ def seed_options_for_turn(
 class RegenerationTask:
     """An example whose answers are being generated.
 
-    `prompt` is what the target gets next. `record` is None until the example is finished. It is
-    then a row of training data, {"index", "prompt", "response", "finish"} or {"index",
-    "messages", ...}, or {"index", "error"}.
+    `prompt` is the next prompt for the target, and `add_output` takes the output. `record` is None
+    until the example is finished. Then it is an example of training data, which is {"index",
+    "prompt", "response", "finish"} for a text and {"index", "messages", ...} for a chat. For a
+    failed example it is {"index", "error"}.
 
-    A chat ends early after an answer that was cut off. It also ends where the data has results of
-    tool calls, and the target made other calls.
+    A chat ends early after an answer that was cut off. It also ends early if the next messages of
+    the data are results of tool calls, but the target has made other calls than the data.
     """
 
     def __init__(self, example: PromptExample) -> None:
         self.example = example
         self.is_chat = example.is_chat
-        self.turn = 0  # outputs added so far
+        self.turn = 0  # number of outputs that were added so far
         self.record: dict | None = None
         self.messages: list[dict] = []
         self._remaining = deque(example.messages)
@@ -113,13 +119,13 @@ class RegenerationTask:
 
     @property
     def prompt(self) -> str | list[dict]:
-        """The next prompt: a text, or messages as chat templates and servers take them."""
+        """The next prompt: a text, or a list of chat messages."""
         if not self.is_chat:
             return self.example.prompt
         return [to_prompt_message(message) for message in self.messages]
 
     def add_output(self, output: TargetOutput) -> None:
-        """Add the target's output for `prompt`."""
+        """Add the target's output for the current `prompt`, and move on to the next prompt."""
         self.turn += 1
         if not self.is_chat:
             self.record = {
@@ -144,9 +150,10 @@ class RegenerationTask:
             self._finish_chat()
 
     def fail(self, error: str, keep_answers: bool = False) -> None:
-        """Finish with an error.
+        """Finish the example because an output could not be generated.
 
-        keep_answers: if there are answers already, finish the chat after the last one instead
+        keep_answers: if true and the chat has answers already, the example counts as finished, and
+            the chat ends after the last answer. Otherwise the example fails with the error
         """
         if keep_answers and self.turn:
             while self.messages[-1]["role"] != "assistant":
@@ -156,7 +163,7 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Add the messages before the next assistant message. Finish if there are none."""
+        """Add the messages before the next assistant message. Finish the chat if there are none."""
         previous_count = len(self.messages)
         while self._remaining and self._remaining[0]["role"] != "assistant":
             self.messages.append(self._remaining.popleft())
@@ -172,7 +179,11 @@ class RegenerationTask:
 
 
 def to_prompt_message(message: dict) -> dict:
-    """Return a message as part of a prompt, with its reasoning in front of the content."""
+    """Return a message as part of a prompt.
+
+    The reasoning of an assistant message is put in front of the content, between "<think>" and
+    "</think>".
+    """
     keys = ("role", "content", "name", "tool_call_id")
     prompt_message = {key: message[key] for key in keys if key in message}
     if message.get("reasoning_content"):
@@ -186,8 +197,8 @@ def to_prompt_message(message: dict) -> dict:
 def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
-    Without "tool_calls", the calls are parsed from the content. Content with a malformed call
-    gives one entry that equals no valid call.
+    If the message has no entry "tool_calls", the calls are parsed from the content. Content with a
+    malformed call gives a single entry with an empty name, which no valid call has.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:
@@ -199,7 +210,10 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
 
 
 def parse_call_arguments(function: dict) -> object:
-    """Return the arguments of a called function, which may be JSON text."""
+    """Return the arguments of a called function as a Python object.
+
+    If they are text that is not valid JSON, the text is returned.
+    """
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
         return arguments
@@ -210,12 +224,12 @@ def parse_call_arguments(function: dict) -> object:
 
 
 def opens_reasoning(prompt_end: str) -> bool:
-    """Return whether a prompt ends with "<think>", so that the output begins with reasoning."""
+    """Return whether a prompt ends with "<think>". The output then begins with reasoning."""
     return prompt_end.rstrip().endswith("<think>")
 
 
 def restore_reasoning_tag(text: str, prompt_end: str) -> str:
-    """Return an output with "<think>" in front, if it was the end of the prompt."""
+    """Return the text of an output, with "<think>" in front if the prompt ended with "<think>"."""
     if opens_reasoning(prompt_end) and not text.lstrip().startswith("<think>"):
         return f"<think>\n{text}"
     return text

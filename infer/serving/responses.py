@@ -22,12 +22,15 @@ OPENAI_ERROR_TYPE_BY_STATUS = {
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What one round added to a sequence, and how the sequence finished, if it did.
+    """The tokens that one decoding round added to a sequence.
 
-    finish_reason: "stop", "length", "cancelled" or "error"; None: the sequence goes on
-    drafted: draft nodes that the round verified
-    rejected_ids: the likeliest draft path that the target did not take, if requested
-    error: HTTP status and message of a sequence that failed
+    text: text of the added tokens
+    ids: ids of the added tokens
+    logprobs: log-probabilities of the added tokens, if requested
+    finish_reason: "stop", "length", "cancelled" or "error" if the sequence has ended, else None
+    drafted: number of draft tokens that the round verified
+    rejected_ids: the most likely path of rejected draft tokens; None if it was not requested
+    error: HTTP status and message for a sequence that failed, else None
     """
 
     text: str
@@ -40,28 +43,31 @@ class SequenceDelta:
 
 
 def make_failure_delta(status: int, message: str) -> SequenceDelta:
-    """Return the last delta of a sequence that failed, with the HTTP status and message."""
+    """Return the last delta of a sequence that failed.
+
+    status, message: HTTP status and message for the client
+    """
     return SequenceDelta("", [], [], "error", error=(status, message))
 
 
 class DeltaParser(Protocol):
-    """Separates reasoning, content and tool calls of one answer.
+    """Interface of a parser that separates the reasoning, content and tool calls of one answer.
 
-    Implemented by the optional module `infer.serving.calls`.
+    The optional module `infer.serving.calls` implements it.
     """
 
-    call_count: int  # tool calls so far
+    call_count: int  # number of tool calls that were parsed so far
 
     def parse(self, text: str, is_final: bool) -> dict:
-        """Return the message delta, in OpenAI's form, that new text adds.
+        """Return the message delta for new text of the answer, in the form of OpenAI's API.
 
-        `is_final`: the answer ends after this text.
+        is_final: whether the answer ends after this text
         """
         ...
 
 
 def format_server_sent_event(payload: dict) -> str:
-    """Return a payload as a server-sent event with JSON data."""
+    """Return a server-sent event whose data is the payload as JSON."""
     return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
@@ -77,10 +83,10 @@ def make_error_response(status: int, message: str) -> JSONResponse:
 
 
 class ResponseBuilder:
-    """Builds the response to one request.
+    """Builds the response to one request, complete or as streamed chunks.
 
-    prompts: token ids of every prompt
-    parsers: one for each of the request's answers; empty if answers are only text
+    prompts: token ids of every prompt of the request
+    parsers: a parser for each answer; empty if answers are not separated into parts
     """
 
     id_prefix: str
@@ -105,9 +111,10 @@ class ResponseBuilder:
         self.parsers = parsers
 
     def build_response(self, answers: list[SequenceDelta], cached_tokens: int) -> dict:
-        """Return the complete response. Each answer is one delta with everything.
+        """Return the complete response.
 
-        cached_tokens: prompt tokens that were found in the prefix cache
+        answers: a delta for each answer, which contains the complete answer
+        cached_tokens: number of prompt tokens that were found in the prefix cache
         """
         choices = []
         for index, answer in enumerate(answers):
@@ -117,13 +124,19 @@ class ResponseBuilder:
         return self.build_envelope(self.object_type, choices) | {"usage": usage}
 
     def build_first_chunk(self, index: int) -> dict | None:
-        """Return the chunk that is sent before the first delta of an answer, if there is one."""
+        """Return the chunk that is sent before the first delta of an answer; None if none is.
+
+        index: number of the answer in the response
+        """
         return None
 
     def build_chunk(self, index: int, delta: SequenceDelta) -> dict:
-        """Return the streamed chunk of one delta.
+        """Return the streamed chunk for one delta of an answer.
 
-        The key "round" is an extension, for requests with `trace`.
+        For requests with `trace`, it has the key "round" with the draft tokens of the round, which
+        is an extension of OpenAI's API.
+
+        index: number of the answer in the response
         """
         choice = self.build_choice(index, delta, is_chunk=True)
         chunk = self.build_envelope(self.chunk_object_type, [choice])
@@ -137,12 +150,12 @@ class ResponseBuilder:
         return chunk
 
     def build_usage_chunk(self, completion_tokens: int, cached_tokens: int) -> dict:
-        """Return the last chunk of a stream, which has the token counts and no choices."""
+        """Return the last chunk of a stream, which contains token counts and no text."""
         usage = self.build_usage(completion_tokens, cached_tokens)
         return self.build_envelope(self.chunk_object_type, []) | {"usage": usage}
 
     def build_usage(self, completion_tokens: int, cached_tokens: int) -> dict:
-        """Return the token counts. A prompt with several answers is counted once."""
+        """Return the token counts of the response. A prompt with several answers counts once."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -151,7 +164,7 @@ class ResponseBuilder:
         }
 
     def build_envelope(self, object_type: str, choices: list[dict]) -> dict:
-        """Return the fields that every response and every chunk has."""
+        """Return a response or a chunk: the choices and the fields that all of them have."""
         return {
             "id": self.id,
             "object": object_type,
@@ -161,14 +174,17 @@ class ResponseBuilder:
         }
 
     def build_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
-        """Return the choice of an answer, with token ids if they were requested."""
+        """Return the entry of "choices" for an answer, with token ids if they were requested.
+
+        is_chunk: whether the entry is part of a streamed chunk
+        """
         choice = self.build_text_choice(index, delta, is_chunk)
         if self.includes_token_ids:
             choice["token_ids"] = delta.ids
         return choice
 
     def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
-        """Return the choice of an answer in the form of the API."""
+        """Return the entry of "choices" for an answer, in the form of the requested API."""
         raise NotImplementedError
 
     def decode_token(self, token_id: int) -> str:
@@ -237,7 +253,10 @@ class ChatBuilder(ResponseBuilder):
         return choice | {"logprobs": logprobs, "finish_reason": finish_reason}
 
     def complete_message(self, delta: dict) -> dict:
-        """Return the message that consists of one delta with everything."""
+        """Return the complete message of an answer.
+
+        delta: a message delta that contains the complete answer
+        """
         delta = dict(delta)
         calls = []
         for call in delta.pop("tool_calls", ()):

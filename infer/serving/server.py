@@ -26,8 +26,8 @@ from infer.serving.service import CompletionService
 from infer.serving.worker import OUT_OF_MEMORY_DELTA
 from infer.utils.errors import RunAborted
 
-SECONDS_TO_FINISH_ANSWERS = 1.0  # for running answers when the server stops
-MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # of a header in an error message
+SECONDS_TO_FINISH_ANSWERS = 1.0  # when the server stops, running answers have this time to end
+MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # an error message quotes this much of a header
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> Response:
@@ -44,13 +44,13 @@ async def handle_memory_error(request: Request, error: MemoryError) -> Response:
 
 
 async def handle_validation_error(request: Request, error: RequestValidationError) -> Response:
-    """Return the response to a request that does not fit its model: the first invalid field."""
+    """Return the response to a request with invalid fields, which names the first of them."""
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         return make_error_response(
             400,
-            "send JSON, with the header Content-Type: application/json "
-            f"(it is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}')",
+            f"the header Content-Type is '{content_type[:MAX_QUOTED_CONTENT_TYPE_CHARACTERS]}': "
+            "send the request as JSON with Content-Type: application/json",
         )
     first_error = error.errors()[0]
     field = ".".join(str(key) for key in first_error["loc"] if key != "body")
@@ -66,9 +66,9 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 
 
 def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
-    """Return the application around an engine.
+    """Return the HTTP application that answers requests with an engine.
 
-    Its startup and shutdown start and end the engine's thread.
+    The thread of the engine starts and ends together with the application.
     """
     service = CompletionService(engine, options)
     created = int(time.time())
@@ -122,19 +122,17 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
 
 
 class ApiServer(uvicorn.Server):
-    """The HTTP server of a service.
+    """The HTTP server of a `CompletionService`.
+
+    When the server is stopped, running answers have SECONDS_TO_FINISH_ANSWERS to end.
 
     on_listening: called when the server accepts connections
 
-    `run` raises RunAborted with the reason if it cannot listen at its address. When the server is
-    stopped, running answers have SECONDS_TO_FINISH_ANSWERS to end.
+    `run` raises RunAborted if the server cannot listen at the configured address.
     """
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        service: CompletionService,
-        on_listening: Callable[[], None],
+        self, config: uvicorn.Config, service: CompletionService, on_listening: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self.service = service
@@ -144,8 +142,8 @@ class ApiServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit as exit_error:
-            # uvicorn exits after an OSError, or after an error of the application's startup, which
-            # it has printed.
+            # uvicorn exits after an OSError, which is then the context of SystemExit. It also exits
+            # after an error in the startup of the application, and has then printed that error.
             error = exit_error.__context__
             if error is None:
                 reason = "the server could not be started, see the error above"
@@ -163,9 +161,12 @@ class ApiServer(uvicorn.Server):
 def make_server(
     engine: Engine, options: ServerConfig, on_listening: Callable[[], None]
 ) -> ApiServer:
-    """Return a server of an engine.
+    """Return an HTTP server that answers requests with an engine.
 
-    Its `run` starts it. It ends when `should_exit` is set, or when the engine cannot continue.
+    The method `run` of the server starts it. `run` returns after `should_exit` was set to true, or
+    when the engine cannot continue.
+
+    on_listening: called when the server accepts connections
     """
     app = create_app(engine, options)
     service = app.state.service
@@ -177,12 +178,12 @@ def make_server(
 def serve(
     engine: Engine, options: ServerConfig, on_listening: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until interrupted.
+    """Serve an engine over HTTP until the process is interrupted.
 
     on_listening: called when the server accepts connections
 
-    Raises RunAborted if the engine cannot continue, so that the process ends with an exit code
-    that a supervisor notices.
+    Raises RunAborted if the engine cannot continue. The process then ends with an error code, and a
+    supervisor can restart it.
     """
     server = make_server(engine, options, on_listening)
     server.run()

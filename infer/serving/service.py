@@ -1,5 +1,7 @@
-"""Admits requests and answers them, complete or streamed. Everything here runs in the event loop,
-except the preparation of prompts and grammars."""
+"""Checks and answers the requests to the server, with complete or streamed responses.
+
+The code runs in the event loop, except that prompts and grammars are prepared in other threads.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -41,20 +43,24 @@ from infer.serving.worker import EngineThread, SequenceRequest, ServerMetrics
 from infer.utils.chat_template import place_reasoning
 from infer.utils.optional import is_installed, require_installed
 
-# Function (tokenizer) -> `AnswerFormat` of an optional module, which separates answers into
-# reasoning, content and tool calls.
+# A function of an optional module. It takes a tokenizer and returns an `AnswerFormat`, with which
+# answers are separated into reasoning, content and tool calls.
 ANSWER_FORMAT_ENTRY_POINT = "infer.serving.calls:find_answer_format"
 SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
 ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # options of the engine that /metrics shows
 DISCONNECT_POLL_SECONDS = 0.1
-CLIENT_CLOSED_REQUEST = 499  # HTTP status of nginx
+# The HTTP status that nginx uses if the client closes the connection before the response
+CLIENT_CLOSED_REQUEST = 499
 
 
 class CompletionService:
-    """Admits and answers the requests for one engine.
+    """Checks and answers the requests for one engine.
 
-    active_requests: sequences that were admitted and whose HTTP request has not ended
-    preparing_sequences: how many sequences are being tokenised or checked
+    A request is admitted if it is valid and the server is not overloaded. An admitted request has
+    one `SequenceRequest` for each answer.
+
+    active_requests: all `SequenceRequest`s whose HTTP request has not ended
+    preparing_sequences: number of sequences that are being tokenised or checked
     """
 
     def __init__(self, engine: Engine, options: ServerConfig) -> None:
@@ -67,7 +73,7 @@ class CompletionService:
             find_answer_format = resolve_name(ANSWER_FORMAT_ENTRY_POINT)
             self.answer_format = find_answer_format(self.target.tokenizer)
         engine_options = vars(engine.options)
-        # The options of a masked model's engine have no budget.
+        # The engine options of a masked diffusion model have no entry "budget".
         labels = {
             name: str(engine_options[name])
             for name in ENGINE_OPTIONS_IN_METRICS_LABELS
@@ -78,7 +84,8 @@ class CompletionService:
         self.active_requests: set[SequenceRequest] = set()
         self.preparing_sequences = 0
         self.grammar_sandbox = GrammarSandbox(partial(serialise_tokenizer, engine.target))
-        # One thread each, so that a slow grammar does not delay requests without one.
+        # Prompts with and without a grammar have separate threads, so that a grammar that compiles
+        # slowly does not delay requests without a grammar.
         self.prompt_pool = ThreadPoolExecutor(1, "prompts")
         self.grammar_pool = ThreadPoolExecutor(1, "grammars")
 
@@ -127,14 +134,19 @@ class CompletionService:
         return sequence_requests
 
     def _check_load(self, request: CompletionRequest) -> list[Any]:
-        """Return a request's prompts.
+        """Check that the server can take a request, and return the prompts of the request.
 
-        Raises HTTPException for another model, too many sequences, or an engine that has failed.
+        Raises HTTPException if the engine has failed, if the request names another model, or if it
+        asks for more sequences than the server allows.
         """
         if self.worker.failure is not None:
             raise HTTPException(503, self.worker.failure)
         if request.model not in (None, self.model_name):
-            raise HTTPException(404, f"the model here is {self.model_name}, not {request.model}")
+            raise HTTPException(
+                404,
+                f"this server has no model {request.model!r}: use {self.model_name!r}, or leave "
+                "out model",
+            )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
         active_count = len(self.active_requests) + self.preparing_sequences
@@ -142,12 +154,13 @@ class CompletionService:
         if sequence_count > limit:
             raise HTTPException(
                 400,
-                f"the request asks for {sequence_count} sequences, the server allows {limit}",
+                f"the request asks for {sequence_count} sequences, this server allows {limit} "
+                "(server.max_requests): send several requests",
             )
         if active_count + sequence_count > limit:
             raise HTTPException(
                 429,
-                f"{active_count} sequences are running or waiting, the server allows {limit}: "
+                f"{active_count} sequences are running or waiting, this server allows {limit}: "
                 "try again later",
             )
         return prompts
@@ -155,7 +168,10 @@ class CompletionService:
     def _prepare(
         self, request: CompletionRequest, prompts: list[Any], loop: asyncio.AbstractEventLoop
     ) -> list[SequenceRequest]:
-        """Tokenise and check a request's prompts. Raises ValueError."""
+        """Tokenise the prompts of a request and check its options.
+
+        Returns a `SequenceRequest` for each answer. Raises ValueError for an invalid request.
+        """
         if request.callable_tools:
             require_installed(ANSWER_FORMAT_ENTRY_POINT, "tools: the parser of tool calls")
         tokenizer: Any = self.target.tokenizer
@@ -189,7 +205,10 @@ class CompletionService:
     def _check_options(
         self, request: CompletionRequest, prompt_ids: list[int], index: int
     ) -> TextOptions:
-        """Return the checked options of sequence number `index`. Raises ValueError."""
+        """Return the options with which sequence number `index` of a request is generated.
+
+        Raises ValueError for invalid options, prompts that are too long, and unsuitable grammars.
+        """
         max_new_tokens = request.output_token_limit
         if max_new_tokens is None:
             max_new_tokens = max(1, self.engine.capacity - len(prompt_ids))
@@ -202,7 +221,8 @@ class CompletionService:
                 check_properties(tool.parameters)
             if self.answer_format is None:
                 raise ValueError(
-                    "tool_choice: the format of this model's tool calls is unknown, use auto"
+                    "tool_choice requires a tool call, but the format of this model's tool calls "
+                    'is unknown: use tool_choice="auto"'
                 )
             grammar = self.answer_format.build_grammar(
                 tools,
@@ -225,7 +245,7 @@ class CompletionService:
             sequence_request.deltas.put_nowait((sequence_request.index, SERVER_STOPPED_DELTA))
 
     def release(self, sequence_requests: list[SequenceRequest]) -> None:
-        """Forget the sequences of an HTTP request that has ended, and cancel unfinished ones."""
+        """Remove the sequences of an HTTP request that has ended, and cancel unfinished ones."""
         for sequence_request in self.active_requests.intersection(sequence_requests):
             self.active_requests.discard(sequence_request)
             sequence_request.cancelled = True
@@ -238,7 +258,7 @@ class CompletionService:
     ) -> Response:
         """Return the response to a request, complete or streamed."""
         sequence_requests = await self.admit(request)
-        # The `n` sequences of a prompt follow each other.
+        # The `n` sequences of one prompt are neighbours in the list.
         first_of_prompts = sequence_requests[:: request.n]
         prompts = [sequence_request.prompt for sequence_request in first_of_prompts]
         parsers: list[DeltaParser] = []

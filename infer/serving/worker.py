@@ -1,7 +1,7 @@
 """The thread that runs the engine of a server.
 
-It does not use HTTP. It receives `SequenceRequest`s through a queue, and sends `SequenceDelta`s
-back to the event loop.
+The thread receives `SequenceRequest`s through a queue, and sends `SequenceDelta`s back to the event
+loop of the HTTP server. It knows nothing about HTTP.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from infer.serving.responses import SequenceDelta, make_failure_delta
 log = logging.getLogger(__name__)
 
 ENGINE_LOST_MESSAGE = (
-    "the engine failed and could not be restarted: start the server again; "
-    "a smaller decoding.max_num_seqs needs less memory"
+    "the engine failed and could not be restarted: start the server again. If memory was short, "
+    "use a smaller decoding.max_num_seqs"
 )
 OUT_OF_MEMORY_DELTA = make_failure_delta(
     503, "the server is short of memory: send a smaller request, or try again later"
@@ -37,14 +37,19 @@ ENGINE_FAILURE_DELTA = make_failure_delta(500, "the engine failed on this reques
 
 @dataclass(eq=False)
 class SequenceRequest:
-    """One sequence of an HTTP request that the engine decodes.
+    """A sequence of an HTTP request that the engine has to decode.
 
-    deltas: queue of (index, delta), shared by all sequences of a request; used by the event loop
-    index: number of the sequence in its request
-    keep_special_tokens: whether the text includes special tokens
-    trace: whether deltas include rejected draft tokens
-    sequence: set by the engine's thread
-    sent_tokens, sent_rounds: how many tokens and rounds of the sequence were sent
+    prompt: token ids of the prompt
+    loop: the event loop of the HTTP server
+    deltas: queue of (index, delta), which all sequences of a request share. Only the event loop
+        uses it
+    index: number of the sequence in the request
+    keep_special_tokens: whether the text of the deltas includes special tokens
+    trace: whether the deltas include rejected draft tokens
+    sequence: the sequence in the engine; None until the thread has submitted the request
+    sent_tokens: number of tokens that were sent to the event loop
+    sent_rounds: number of rounds whose tokens were sent to the event loop
+    cancelled: whether the engine should stop decoding the sequence
     """
 
     prompt: list[int]
@@ -60,15 +65,15 @@ class SequenceRequest:
     cancelled: bool = False
 
     def send(self, delta: SequenceDelta) -> None:
-        """Send a delta from the engine's thread to the event loop."""
+        """Put a delta into the queue `deltas`. The thread of the engine calls this method."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.deltas.put_nowait, (self.index, delta))
 
 
 class ServerMetrics:
-    """The counters and gauges of /metrics.
+    """The Prometheus counters and gauges that the server returns at /metrics.
 
-    decoding: options of the engine, which /metrics shows as labels
+    decoding: names and values of engine options, which are returned as labels
     """
 
     def __init__(self, decoding: dict[str, str]) -> None:
@@ -81,10 +86,12 @@ class ServerMetrics:
             "reused_prompt_tokens", "Prompt tokens that were found in the prefix cache"
         )
         self.tokens = counter("generated_tokens", "Committed tokens")
-        self.rounds = counter("rounds", "Rounds, one count per row")
-        self.drafted = counter("drafted_tokens", "Verified draft nodes")
+        self.rounds = counter("rounds", "Decoding rounds, summed over the sequences of a batch")
+        self.drafted = counter("drafted_tokens", "Draft tokens that the target verified")
         self.accepted = counter(
-            "accepted_tokens_per_pos", "Rounds that accepted a draft at this depth", ["position"]
+            "accepted_tokens_per_pos",
+            "Draft tokens that were accepted at this position of the draft",
+            ["position"],
         )
         self.writing = gauge("texts_writing", "Sequences that are being generated")
         self.waiting = gauge("texts_waiting", "Sequences that wait for a batch row")
@@ -92,18 +99,18 @@ class ServerMetrics:
 
 
 class EngineThread(threading.Thread):
-    """Runs the engine while there is work, and sleeps otherwise.
+    """Runs the engine while there are sequences to decode, and sleeps otherwise.
 
-    If a round fails, its sequences are decoded again, fewer at a time, until one fails alone. Only
-    that one is given up. If the engine cannot be reset, the thread ends: `failure` is then the
-    reason, and `on_failure` is called, which stops the server.
+    If a round fails, its sequences are decoded again in smaller batches, until a sequence fails
+    alone. Only this sequence is given up. If the engine cannot be reset, the thread ends. `failure`
+    is then an error message, and `on_failure` is called, which stops the server.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self.metrics = metrics
-        # None ends the thread.
+        # Requests from the event loop. The value None ends the thread.
         self.inbox: queue.SimpleQueue[SequenceRequest | None] = queue.SimpleQueue()
         self.open_requests: dict[Sequence, tuple[SequenceRequest, IncrementalDetokenizer]] = {}
         self.failure: str | None = None
@@ -118,9 +125,9 @@ class EngineThread(threading.Thread):
             self.on_failure()
 
     def _run_engine(self) -> None:
-        """Decode requests until the inbox has a None.
+        """Decode requests until the value None arrives in the inbox.
 
-        Raises what the engine raises if it cannot be reset.
+        If the engine cannot be reset after an error, the exception of the engine is raised.
         """
         while True:
             requests = []
@@ -154,22 +161,25 @@ class EngineThread(threading.Thread):
             self._give_up(request, make_exception_delta(error))
 
     def _give_up(self, request: SequenceRequest, failure: SequenceDelta) -> None:
-        """Send a failure to the client. The engine drops the sequence in its next round."""
+        """Cancel the sequence of a request, and send the failure to the client."""
         if request.sequence is not None:
             request.sequence.cancelled = True
             self.open_requests.pop(request.sequence, None)
         request.send(failure)
 
     def _run_round(self) -> SequenceDelta | None:
-        """Run a round and send what it committed. Returns the failure if the round failed."""
+        """Run a decoding round, and send the tokens that the round committed.
+
+        Returns None, or the delta for the client if the round failed.
+        """
         for sequence, (request, _) in self.open_requests.items():
             sequence.cancelled = request.cancelled
         failure = None
         try:
             self.engine.step()
         except Exception as error:
-            # The traceback refers to tensors. They are freed after this block, so recovery must
-            # not start inside it.
+            # The traceback keeps tensors alive until the end of this block. Recovery needs their
+            # memory, so it starts after this block.
             log.exception("a round failed")
             failure = make_exception_delta(error)
         for sequence, (request, _) in list(self.open_requests.items()):
@@ -186,9 +196,9 @@ class EngineThread(threading.Thread):
         return failure
 
     def _recover(self, failure: SequenceDelta) -> None:
-        """Queue the sequences of a failed round again and give the engine new caches.
+        """Queue the sequences of a failed round again, and create new caches for the engine.
 
-        A sequence that failed alone is given up.
+        A sequence that failed alone is given up: the client receives the failure.
         """
         failed_sequence = self.engine.scheduler.recover_from_error()
         if failed_sequence in self.open_requests:
@@ -198,7 +208,7 @@ class EngineThread(threading.Thread):
         self.engine.reset()
 
     def _send_new_tokens(self, sequence: Sequence) -> None:
-        """Count and send what was added to a sequence since the last time."""
+        """Send the tokens that were added to a sequence since the last call, and update metrics."""
         request, detokenizer = self.open_requests[sequence]
         new_ids = sequence.ids[request.sent_tokens :]
         drafted_per_round = sequence.drafted[request.sent_rounds :]
@@ -221,7 +231,8 @@ class EngineThread(threading.Thread):
                 self.metrics.accepted.labels(position).inc()
         request.sent_tokens = len(sequence.ids)
         request.sent_rounds = len(sequence.drafted)
-        # Sent last, so that a client that has its answer finds it in the metrics.
+        # The delta is sent after the metrics were updated, so that a client that has received its
+        # answer finds the answer counted in /metrics.
         request.send(delta)
         if sequence.finish_reason is not None:
             del self.open_requests[sequence]
@@ -229,7 +240,7 @@ class EngineThread(threading.Thread):
 
 def make_exception_delta(error: Exception) -> SequenceDelta:
     """Return the delta that tells a client about an exception of the engine."""
-    # On a CPU, torch has no exception class for failed allocations.
+    # On a CPU, torch raises a RuntimeError if memory is short, so the message is checked, too.
     is_out_of_memory = isinstance(
         error, MemoryError | torch.OutOfMemoryError
     ) or "can't allocate memory" in str(error)

@@ -12,7 +12,7 @@ from train.processes import select_device
 
 def test_a_gpu_with_a_number_is_refused():
     """DeepSpeed assigns the visible GPUs to ranks."""
-    with pytest.raises(ValueError, match="set CUDA_VISIBLE_DEVICES=1 instead"):
+    with pytest.raises(ValueError, match="environment variable CUDA_VISIBLE_DEVICES=1"):
         select_device("cuda:1")
 
 
@@ -39,12 +39,12 @@ def test_a_run_prints_its_overview_first(small, run_here, capsys, tmp_path):
     assert target.startswith("target     embedded, ")
     assert str(chats) in data and "tokens to learn from" in data
     assert re.fullmatch(
-        r"run        1 steps of 2 rows, 4 blocks a row, at most 3 a document, "
-        r"matrix products in (bfloat16|float32)",
+        r"run        1 steps of 2 rows, 4 blocks per row and at most 3 per document, "
+        r"matmuls in (bfloat16|float32)",
         steps,
     )
     assert re.match(
-        r"memory     .* MB on each device at a step's peak, of .* GB; "
+        r"memory     .* MB on each device at the peak of a step, of .* GB; "
         r".* MB with gradient_checkpointing=true",
         memory,
     )

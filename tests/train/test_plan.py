@@ -135,7 +135,7 @@ def test_a_plan_needs_neither_weights_nor_a_network(start_command):
         "8 GPU processes",
         "GB on each device",
         "activations",
-        "a million tokens",
+        "per million tokens",
     ):
         assert words in printed
 
@@ -229,14 +229,16 @@ def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "9 read: 0 used, 0 held out, 9 excluded" in printed
     assert "9: no answer of the assistant" in printed
-    assert "time       unknown: questions without answers, ./launch.sh regenerate" in printed
+    assert "time       unknown: the questions of the data have no answers yet" in printed
     plan.print_plan(small("data=self", "data.path=null"))
     printed = capsys.readouterr().out
-    assert "data=self has no rows yet" in printed and "activations" in printed
+    assert "data=self has no examples yet" in printed and "activations" in printed
     file.write_text('{"no": "columns"}\n' * 9)
     with pytest.raises(
         ValueError,
-        match="9 of 9 examples are invalid; data.max_invalid_fraction=0.05 allows 0. "
-        "First: .*line 1: ",
+        match=(
+            "9 of 9 examples are invalid; data.max_invalid_fraction=0.05 allows 0. First: .*line "
+            "1: "
+        ),
     ):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

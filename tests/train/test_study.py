@@ -33,7 +33,7 @@ def test_a_study_trains_new_runs_and_measures_what_decoding_gives(
         )
         config.check()
         run_study(config)
-    with pytest.raises(ValueError, match="a study of another base"):
+    with pytest.raises(ValueError, match="a study with another base"):
         StudyCommand(base=base[1:], out=config.out).check()
     assert trained == [
         f"{name}-{seed}" for seed in (0, 1) for name in ("base", "drafter.block_size_4_head_markov")
@@ -67,6 +67,6 @@ def test_variants_are_trained_for_the_same_processor_time():
 
 def test_a_variant_that_cannot_be_trained_is_named():
     with pytest.raises(
-        ValueError, match=r"variants: head=nothing: In 'train': Could not find 'head/nothing'"
+        ValueError, match=r"head=nothing is invalid\. In 'train': Could not find 'head/nothing'"
     ):
         StudyCommand(variants=["", "head=nothing"]).check()

@@ -1,4 +1,5 @@
-"""Training of masked diffusion models: a causal language model made bidirectional. An optional
-package: infer/main.py names it.
-May import infer, data, train's modules and train.run.
-Start with objective.py (the bound on the likelihood), then diffusion.py (the training)."""
+"""Training of masked diffusion models: a causal language model becomes a bidirectional one. This
+package is optional: only the table of commands in infer/main.py refers to it.
+It may import infer, data, train's modules and train.run.
+Start with objective.py (the upper bound on the negative log-likelihood), then read diffusion.py
+(the training)."""

@@ -1,16 +1,21 @@
-"""Train a masked diffusion language model: a causal language model that becomes bidirectional,
-starting from its own weights.
+"""Train a masked diffusion language model. It starts from the weights of a causal language model
+and becomes bidirectional.
 
     ./launch.sh diffusion     # writes runs/embedded-diffusion; less than half an hour on one core
 
-The model class stays the same (`Qwen3ForCausalLM` for the embedded target). It is run with a mask
-that lets every token see its whole document. Its outputs stay shifted, as in Dream: the output at
-position i - 1 predicts the token at i. Training uses a single process, without DeepSpeed.
+The class of the model stays the same (`Qwen3ForCausalLM` for the embedded target). The model is run
+with an attention mask that lets every token see its whole document. The model's outputs stay
+shifted, as in Dream: the output at position i - 1 predicts the token at i. Training uses a single
+process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
                           tokenizer
-    <out>/metrics.jsonl   one line per step, and the held-out bounds
+    <out>/metrics.jsonl   one line per step with the loss, and one line per evaluation with the
+                          held-out bound
     <out>/options.json    the resolved configuration
+
+The held-out bound is an upper bound on the negative log-likelihood of held-out text, in nats per
+token (see objective.py).
 """
 
 import json
@@ -52,32 +57,36 @@ from train.masked.objective import (
 from train.optim import make_optimizer, set_learning_rate, warmup_decay_factor
 from train.seeding import seeded_generator
 
-LEARNING_RATE_WARMUP_STEP_SHARE = 0.05  # of all steps
-LEARNING_RATE_DECAY_STEP_SHARE = 0.9  # of all steps
+LEARNING_RATE_WARMUP_STEP_SHARE = 0.05  # fraction of all steps in which the learning rate rises
+LEARNING_RATE_DECAY_STEP_SHARE = 0.9  # fraction of all steps in which the learning rate falls
 MUON_WEIGHT_DECAY = 0.05
 DIFFUSION_MAX_GRADIENT_NORM = 1.0
-# keys of `seeded_generator`, so that training and evaluation have different noise
+# arguments of `seeded_generator`: training and evaluation draw different random numbers
 TRAINING_NOISE_STREAM = 0
 HELD_OUT_NOISE_STREAM = 1
-# fraction of the sequences that are masked without blocks, whatever the block length
+# fraction of the training sequences whose documents are masked as a whole, for any block length
 SHARE_OF_SEQUENCES_WITHOUT_BLOCKS = 0.25
-SAVE_INTERVAL_STEPS = 40  # between saves, and between measurements of the held-out bound
+SAVE_INTERVAL_STEPS = 40  # steps between saves, each with a measurement of the held-out bound
 MAX_HELD_OUT_SEQUENCES = 32
-MASKINGS_PER_HELD_OUT_SEQUENCE = 4  # each held-out sequence is masked so many times
-HELD_OUT_BATCH_SIZE = 16
+MASKINGS_PER_HELD_OUT_SEQUENCE = (
+    4  # number of times that each held-out sequence is masked and measured
+)
+HELD_OUT_BATCH_SIZE = 16  # packed sequences per forward pass of the measurement
 
 
 def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object]:
-    """Return the model to train, float32 on its device, and its tokenizer.
+    """Load the causal model `config.init` and return it as the float32 model to train, together
+    with its tokenizer.
 
-    Its config gets `mask_token_id` and `masked_diffusion`. Raises ValueError if the model's
-    architecture is not supported, and if no token id is free for the mask.
+    The entries `mask_token_id` and `masked_diffusion` are added to the model's config. Raises
+    ValueError if the model's architecture is not supported, and if no unused token id can be found
+    for the mask token.
     """
     start = load_target(config.init, "float32")
     if start.config.model_type not in MASKED_MODEL_TYPES_IN_TRANSFORMERS:
         raise ValueError(
-            f"init={config.init}: model_type {start.config.model_type} is not supported, give a "
-            f"model of {', '.join(MASKED_MODEL_TYPES_IN_TRANSFORMERS)}"
+            f"init={config.init}: the model_type {start.config.model_type} is not supported. Give "
+            f"a model of the type {' or '.join(MASKED_MODEL_TYPES_IN_TRANSFORMERS)}"
         )
     mask_token_id = config.mask_token_id
     vocab_size = start.config.vocab_size
@@ -87,19 +96,21 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
             mask_token_id = choose_mask_token(start.tokenizer, vocab_size, start.eos_token_ids)
         except ValueError:
             raise ValueError(
-                "no token id is free for the mask: choose one with mask_token_id=<id>"
+                "the vocabulary has no unused token id for the mask token: choose an id with "
+                "mask_token_id=<id>"
             ) from None
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(
-            f"mask_token_id={mask_token_id}: it must be an id of the vocabulary, 0 to "
-            f"{vocab_size - 1}"
+            f"mask_token_id={mask_token_id} is not allowed: it must be an id of the vocabulary, "
+            f"from 0 to {vocab_size - 1}"
         )
 
     model = AutoModelForCausalLM.from_config(
         start.model.config, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.load_state_dict(start.model.state_dict())
-    with torch.no_grad():  # the mask token was never trained: start from the mean embedding
+    # the mask token has no trained embedding yet: start from the mean of all embeddings
+    with torch.no_grad():
         embeddings = model.get_input_embeddings().weight
         embeddings[mask_token_id] = embeddings.mean(0)
     model.config.mask_token_id = mask_token_id
@@ -109,16 +120,23 @@ def load_initial_model(config: DiffusionConfig) -> tuple[PreTrainedModel, object
 
 
 def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return up to MAX_HELD_OUT_SEQUENCES packed sequences of held-out text, evenly spaced over it,
-    columns (B, T). Raises ValueError if there is no held-out text."""
+    """Return up to MAX_HELD_OUT_SEQUENCES packed sequences, evenly spaced over the held-out text.
+
+    Each column has the shape (packed sequences, tokens). Raises ValueError if there is no held-out
+    text.
+    """
     data = config.data_configs()[0]
     pieces = []
     for example in read_held_out_examples(data):
-        with suppress(ValueError):  # training excludes such an example, too, and reports it
+        # an invalid example is left out; the preparation of the training data reports such ones
+        with suppress(ValueError):
             pieces += tokenize_example(example, tokenizer, data.length)
     sequences = list(best_fit_decreasing([len(ids) for ids, _ in pieces], data.length))
     if not sequences:
-        raise ValueError(f"path={config.path}: there is no held-out text to measure the bound on")
+        raise ValueError(
+            f"path={config.path}: there is no held-out text, so the upper bound on the negative "
+            "log-likelihood cannot be measured. Give more text"
+        )
 
     count = min(MAX_HELD_OUT_SEQUENCES, len(sequences))
     packed = []
@@ -133,13 +151,14 @@ def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.T
 def measure_held_out_bound(
     model: PreTrainedModel, held_out: dict[str, torch.Tensor], config: DiffusionConfig
 ) -> float:
-    """Return the bound of the held-out text in nats per token.
+    """Return an upper bound on the held-out text's negative log-likelihood, in nats per token.
 
-    The text is masked as in decoding: block by block, or completely without a block length. The
-    noise is the same at every call.
+    held_out: packed sequences, the result of `load_held_out_batch`. Masks are drawn per block, as
+    in decoding, or over whole documents if no block length is set. Every call draws the same masks.
     """
     mask_token_id = model.config.mask_token_id
-    # sampled for all repetitions together, so that their noise levels are evenly spread
+    # sampled for all repetitions of the text together, because the noise levels of one call are
+    # evenly spread
     noise = sample_noise(
         held_out["documents"].repeat(MASKINGS_PER_HELD_OUT_SEQUENCE, 1),
         seeded_generator(config.seed, HELD_OUT_NOISE_STREAM),
@@ -166,13 +185,17 @@ def measure_held_out_bound(
 
 
 def bfloat16_autocast(model: PreTrainedModel) -> torch.autocast:
-    """Return the context of forward passes: float32 weights, bfloat16 matrix products."""
+    """Return the context manager for forward passes. In it, matmuls are bfloat16, and the weights
+    stay float32."""
     return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def load_training_batch(config: DiffusionConfig, datasets: list, step: int) -> dict:
-    """Return the packed sequences of a step, columns (B, T), with an equal share of every data set.
-    It is a pure function of seed and step."""
+    """Return the packed sequences of a step, equally many from every data set.
+
+    Each column has the shape (packed sequences, tokens). The result depends only on the seed and
+    the step.
+    """
     share = config.batch_size // len(datasets)
     batches = [read_batch(dataset, step * share, share, config.seed) for dataset in datasets]
     return {name: torch.cat([columns[name] for columns in batches]) for name in batches[0]}
@@ -183,8 +206,9 @@ def compute_gradients(
 ) -> float:
     """Run forward and backward pass of one step and return the loss in nats per token.
 
-    columns: packed sequences, (B, T) each. With weighting=elbo, the loss is an estimate of the
-    bound. The noise is a pure function of seed and step.
+    columns: packed sequences; each column has the shape (packed sequences, tokens). With
+    weighting=elbo, the loss is an estimate of the upper bound on the negative log-likelihood. The
+    masks depend only on the seed and the step.
     """
     mask_token_id = model.config.mask_token_id
     generator = seeded_generator(config.seed, TRAINING_NOISE_STREAM, step)
@@ -212,7 +236,8 @@ def compute_gradients(
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
-    """Save model and tokenizer in Hugging Face's layout, in place of the previous save."""
+    """Save model and tokenizer in Hugging Face's layout. A model that was saved before in `folder`
+    is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
     with abort_on_write_error(str(folder)), atomic_create_folder(folder) as temporary:
         model.save_pretrained(temporary)
@@ -224,10 +249,11 @@ def save_model(folder: Path, model: PreTrainedModel, tokenizer) -> None:
 def run_optimizer_steps(
     model: nn.Module, peak_rate: float, num_steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Train in a single process, with Muon for matrices and AdamW for all other weights. Yield the
-    number of completed steps and the loss after each step.
+    """Train a model in a single process, with Muon for matrices and AdamW for all other weights.
+    After each step, yield the number of completed steps and the step's loss.
 
-    backward(step): computes the gradients of a step, counted from 0, and returns its loss.
+    backward: called with the number of the step, counted from 0; computes the gradients and returns
+    the loss.
     """
     optim = OptimConfig(name="muon", lr=peak_rate)
     optimizer = make_optimizer(model, optim, weight_decay=MUON_WEIGHT_DECAY)
@@ -246,16 +272,17 @@ def run_optimizer_steps(
 
 
 def train_diffusion_model(config: DiffusionConfig) -> float:
-    """Train a masked diffusion model into `config.out`; return the final held-out bound in nats per
-    token.
+    """Train a masked diffusion model, write it to the folder `config.out`, and return the final
+    upper bound on the held-out text's negative log-likelihood, in nats per token.
 
-    Raises ValueError or FileNotFoundError for a model or data that cannot be used, and if the
-    folder already holds a run.
+    Raises ValueError or FileNotFoundError for a model or data that cannot be used. Raises
+    ValueError if the folder already has a run.
     """
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
         raise ValueError(
-            f"out={out} holds a run, and this command cannot resume it: choose another folder"
+            f"out={out} already has a run, and this command cannot resume a run: choose another "
+            "folder with out="
         )
     model, tokenizer = load_initial_model(config)
     datasets = prepare_datasets(config, tokenizer)
@@ -271,7 +298,11 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
         bound = measure_held_out_bound(model.eval(), held_out, config)
         model.train()
         write_metrics(step=step, held_out_nats_per_token=bound)
-        print(f"step {step}: held out {bound:.3f} nats a token", flush=True)
+        print(
+            f"step {step}: the negative log-likelihood of held-out text is at most {bound:.3f} "
+            "nats per token",
+            flush=True,
+        )
         return bound
 
     def backward(step: int) -> float:
@@ -279,7 +310,7 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
         return compute_gradients(model, columns, config, step)
 
     bound = evaluate(0)
-    with explain_interrupt(f"{out}/model has the last saved state, if there is one"):
+    with explain_interrupt(f"{out}/model has the last saved model, if one was saved already"):
         for step, loss in run_optimizer_steps(model, config.lr, config.steps, backward):
             write_metrics(step=step, loss=loss)
             if step % SAVE_INTERVAL_STEPS == 0 or step == config.steps:
@@ -289,7 +320,8 @@ def train_diffusion_model(config: DiffusionConfig) -> float:
 
 
 def prepare_datasets(config: DiffusionConfig, tokenizer) -> list:
-    """Return the packed sequences of every data set, and print the counts of its examples."""
+    """Return the packed sequences of every data set, as a list of data sets. Print for each how
+    many of its examples are used and excluded."""
     digest = tokenizer_digest(tokenizer)
     progress = Progress("tokenising", "texts")
     datasets = []

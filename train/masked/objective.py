@@ -1,22 +1,26 @@
-"""The objective of masked diffusion: an upper bound on a text's negative log-likelihood, estimated
-from one random masking of it.
+"""The objective of masked diffusion: an upper bound on a text's negative log-likelihood. It is
+estimated from one random masking of the text.
 
-The forward process replaces tokens by the mask token: at noise level t, each token is masked with
-probability t. For a text x of n tokens (MDLM, Sahoo et al. 2024, eq. 10 with alpha_t = 1 - t;
-LLaDA, Nie et al. 2025, eq. 3)
+The forward process replaces tokens by the mask token. At noise level t, each token is masked with
+probability t. For a text x of n tokens, the upper bound is (MDLM, Sahoo et al. 2024, eq. 10 with
+alpha_t = 1 - t; LLaDA, Nie et al. 2025, eq. 3)
 
-    -log p(x) <= E over t ~ U(0, 1] and the masking of
-                 [ 1/t * sum over masked i of -log p(x_i | x masked) ]
+    -log p(x) <= E[ 1/t * (sum over masked positions i of -log p(x_i | masked text)) ]
+
+where the expectation E is over t, uniform in (0, 1], and over the masking at noise level t.
 
 Given that k of the n tokens are masked, t has the distribution Beta(k + 1, n - k + 1), and the mean
 of 1/t is (n + 1) / k. This mean is used in place of 1/t. The expectation stays the same, and the
-variance becomes small; with 1/t it is infinite. LLaDA's eq. 6 measures likelihoods by the number of
-masked tokens for the same reason.
+variance becomes small, whereas it is infinite with 1/t. For the same reason, LLaDA's eq. 6 measures
+likelihoods by the number of masked tokens.
 
-Because decoding proceeds block by block, a text may also be divided into blocks. Each block is
-bounded by the same formula, given all tokens before it, with all tokens after it masked:
--log p(x) = sum over blocks of -log p(block | tokens before). One random block of a document, times
-the document's number of blocks, is an unbiased estimate of that sum.
+Decoding proceeds block by block, so a text may also be divided into blocks:
+-log p(x) = sum over blocks of -log p(block | tokens before the block). Each term has an upper bound
+by the same formula; the tokens before the block are given, and all tokens after the block are
+masked. To estimate the sum, one random block of each document is masked, and its bound is
+multiplied by the number of blocks of the document. This estimate is unbiased.
+
+A learned token is a token with loss: a token of a text or an answer, not of a prompt.
 
 Shapes: B packed sequences, T tokens each, N documents in each, V vocabulary. Packed sequences are
 those of `data.packing`.
@@ -32,27 +36,31 @@ from infer.attention.masks import to_additive_mask
 
 
 class MaskingNoise(NamedTuple):
-    """The random numbers of one masking."""
+    """The random numbers that decide which tokens of a batch are masked."""
 
     levels: torch.Tensor  # (B, N) noise level t of every document, in (0, 1]
     block_positions: torch.Tensor  # (B, N) uniform in [0, 1): selects the document's masked block
-    # (B, T) uniform in [0, 1): a token of that block is masked if its number is below t
+    # (B, T) uniform in [0, 1): a token of the masked block is masked if its number is below the
+    # noise level
     token_thresholds: torch.Tensor
 
     def select_rows(self, rows: torch.Tensor, device: torch.device) -> "MaskingNoise":
-        """Return the random numbers of some packed sequences on a device."""
+        """Return a copy, on a device, of the random numbers of some packed sequences. rows: the
+        indices of these sequences in the batch."""
         return MaskingNoise(*(numbers[rows].to(device) for numbers in self))
 
     def to_device(self, device: torch.device) -> "MaskingNoise":
-        """Return the random numbers on a device."""
+        """Return a copy of the random numbers on a device."""
         return MaskingNoise(*(numbers.to(device) for numbers in self))
 
 
 def sample_noise(documents: torch.Tensor, generator: torch.Generator) -> MaskingNoise:
-    """Sample the random numbers for a batch with document numbers (B, T), on the CPU.
+    """Sample, on the CPU, the random numbers for the masking of a batch.
 
-    The noise levels of a batch are evenly spread over (0, 1] (MDLM's low-discrepancy sampler): each
-    is uniform, and their mean varies less than that of independent ones.
+    documents: (B, T) document number of each token, -1 for padding.
+
+    The noise levels of a batch are evenly spread over (0, 1] (MDLM's low-discrepancy sampler). Each
+    level is uniform, and the mean of the levels varies less than with independent levels.
     """
     batch_size, length = documents.shape
     num_documents = int(documents.max()) + 1 if documents.numel() else 0
@@ -69,14 +77,16 @@ def mask_tokens(
     block_lengths: torch.Tensor,
     mask_token_id: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask tokens of one block of every document, and all tokens after that block.
+    """Mask random tokens of one block of every document, and all tokens after that block.
 
     batch: the columns ids, positions, documents and loss of packed sequences, (B, T) each.
-    block_lengths: (B,) number of learned tokens in a block. At T or more, a document is one block.
+    block_lengths: (B,) number of learned tokens in a block. With T or more, a document is a single
+    block.
 
-    Returns the ids with mask tokens (B, T), and the weight of each token's cross-entropy (B, T), 0
-    at tokens without loss. Tokens without loss (prompts) are never masked before and inside the
-    block. After it they are, because decoding does not know them yet.
+    Returns the ids with mask tokens (B, T), and the weight of each token's cross-entropy (B, T),
+    which is 0 at tokens that are not predicted. Before and inside the block, tokens without loss
+    (prompts) are never masked. After the block they are masked, because decoding does not know them
+    yet.
     """
     ids = batch["ids"]
     documents = batch["documents"]
@@ -84,7 +94,7 @@ def mask_tokens(
     document_index = documents.clamp(min=0)
     zeros = torch.zeros(noise.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
 
-    # for each token, the number of learned tokens before it: in the sequence, then in its document
+    # the number of learned tokens before each token, first in its sequence, then in its document
     learned_before = learned.long().cumsum(1) - learned.long()
     document_starts = torch.arange(ids.shape[1], device=ids.device) - batch["positions"]  # (B, T)
     learned_before = learned_before - learned_before.gather(1, document_starts.clamp(min=0))
@@ -112,9 +122,11 @@ def mask_tokens(
 def remove_unpredictable_loss(
     batch: dict[str, torch.Tensor], mask_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Return the batch without loss at tokens that the model cannot predict: mask tokens that occur
-    in a text, and the first token of each document, which is given. (Dream, too, predicts a token
-    from the output before it.)"""
+    """Return the batch with the loss removed at tokens that the model cannot predict.
+
+    These are mask tokens that occur in the text itself, and the first token of each document: a
+    token is predicted from the model's output at the position before it, as in Dream.
+    """
     is_predictable = (batch["ids"] != mask_token_id) & (batch["positions"] > 0)
     return batch | {"loss": batch["loss"].bool() & is_predictable}
 
@@ -126,14 +138,15 @@ def estimate_bound(
     weights: torch.Tensor,
     mask_token_id: int,
 ) -> torch.Tensor:
-    """Estimate the bound in nats, summed over the batch, () with gradient.
+    """Estimate the upper bound on the batch's negative log-likelihood. Return a scalar with
+    gradient: nats, summed over the batch.
 
-    model: a Hugging Face causal language model. It is run with every token seeing its whole
-        document; its output at position i - 1 predicts the token at i. The mask token is never
-        predicted (MDLM section 3.2.3, zero masking probabilities).
-    masked_ids, weights: (B, T), from `mask_tokens`.
+    model: a Hugging Face causal language model. Here every token sees its whole document. The
+        output at position i - 1 predicts the token at i. The probability of the mask token is set
+        to zero (MDLM, section 3.2.3, zero masking probabilities).
+    masked_ids, weights: (B, T), the results of `mask_tokens`.
 
-    For nats per token, divide by the number of learned tokens, masked or not.
+    For nats per token, divide the scalar by the number of all learned tokens, masked and unmasked.
     """
     documents = batch["documents"]
     same_document = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
@@ -142,11 +155,11 @@ def estimate_bound(
         position_ids=batch["positions"],
         attention_mask=to_additive_mask(same_document, torch.float32),
         use_cache=False,
-    ).last_hidden_state  # (B, T, D)
+    ).last_hidden_state  # (B, T, hidden size)
 
-    # logits are needed only at the M predicted tokens
-    rows, positions = weights.nonzero(as_tuple=True)  # (M,)
-    logits = model.get_output_embeddings()(hidden[rows, positions - 1]).float()  # (M, V)
+    # logits are computed only for the predicted tokens
+    rows, positions = weights.nonzero(as_tuple=True)  # (predicted tokens,) each
+    logits = model.get_output_embeddings()(hidden[rows, positions - 1]).float()
     is_mask_token = torch.arange(logits.shape[-1], device=logits.device) == mask_token_id
     logits = logits.masked_fill(is_mask_token, float("-inf"))
     losses = nn.functional.cross_entropy(logits, batch["ids"][rows, positions], reduction="none")

@@ -1,22 +1,23 @@
-"""Checkpoints of a run. A checkpoint folder is either complete or absent.
+"""The checkpoints of a run. The folder of a checkpoint is either complete or absent.
 
     <run>/checkpoints/step-00000300/
         drafter/        config.json and model.safetensors, in the public layout that serving engines
-                        read; ngrams, with ngrams=true
-        state/          state.safetensors: float32 weights and optimiser moments, complete for any
-                        number of processes and ZeRO stage; manifest.json: the step, and size and
-                        SHA-256 of every file of the checkpoint
-        evaluation/     evaluation.json and the report, written after the checkpoint; failed.txt if
-                        the evaluation failed
+                        read; also the file of n-grams, with count_ngrams=true
+        state/          state.safetensors has the float32 weights and optimiser moments, unsharded;
+                        manifest.json has the step, and the size and SHA-256 of every file of the
+                        checkpoint
+        evaluation/     evaluation.json, written after the checkpoint; failed.txt instead if the
+                        evaluation failed
     <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-A rolling state is a training state without a drafter. It is saved every few minutes and when a
-signal stops the run, and replaced by the next checkpoint or rolling state.
+A rolling state is a training state without a drafter. It is saved every few minutes, and when a
+signal stops the run. The next checkpoint or rolling state replaces it.
 
-A folder is written under a hidden name, synced, given its manifest, and renamed. If the process is
-killed, the folder is therefore absent or complete. There is no other state: the order of the data,
-the anchors and the learning rate are pure functions of seed and step.
+A checkpoint is first written to a folder with a hidden name and synced to the disk; then the folder
+is renamed. If the process is killed, the checkpoint is therefore absent or complete. Nothing else
+has to be saved, because the order of the data, the anchors and the learning rate follow from the
+seed and the step.
 """
 
 import json
@@ -47,12 +48,13 @@ if TYPE_CHECKING:
 
 CHECKPOINT_MANIFEST_FILE = "manifest.json"
 CHECKPOINT_TRAINING_STATE_FILE = "state.safetensors"
-# so many newest checkpoints keep their training state; all keep drafter and evaluation
+# Number of newest checkpoints that keep their training state. Older ones keep only the drafter and
+# the evaluation.
 CHECKPOINTS_KEEPING_TRAINING_STATE = 2
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Return the path of a checkpoint's folder."""
+    """Return the path of the folder of the checkpoint after `step` steps."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
@@ -67,8 +69,8 @@ def list_rolling_states(run: Path) -> list[Path]:
 
 
 def list_numbered_folders(parent: Path, name: str) -> list[Path]:
-    """Return the folders named `name`-<step>, sorted by step. Folders with other names, for example
-    a user's copy of a checkpoint, are ignored."""
+    """Return the folders in `parent` that are named <name>-<step>, sorted by step. Folders with
+    other names, for example a user's copy of a checkpoint, are ignored."""
     folders = []
     for path in parent.glob(f"{name}-*"):
         if re.fullmatch(rf"{name}-[0-9]+", path.name) and path.is_dir():
@@ -77,22 +79,22 @@ def list_numbered_folders(parent: Path, name: str) -> list[Path]:
 
 
 def parse_step(folder: Path) -> int:
-    """Return the step in the name of a checkpoint or rolling state."""
+    """Return the step in the name of a checkpoint's or rolling state's folder."""
     return int(folder.name.rpartition("-")[2])
 
 
 def build_manifest_entry(path: Path) -> dict:
-    """Return a file's entry in the manifest: size and SHA-256."""
+    """Return the manifest's entry about a file, with the file's size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def save_checkpoint(
     run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine", dtype: torch.dtype
 ) -> Path:
-    """Save a checkpoint with the training state, and the drafter in `dtype`. Return its folder.
+    """Save a checkpoint with the training state and the drafter. Return the checkpoint's folder.
 
-    All processes call it together. Raises Stopped in all of them if the checkpoint cannot be
-    written; no partial checkpoint remains.
+    dtype: the dtype of the saved drafter. All processes must call this function together. If the
+    checkpoint cannot be written, all processes raise RunAborted, and no partial checkpoint remains.
     """
     state = gather_training_state(drafter, engine)
     folder = checkpoint_folder(run, step)
@@ -102,8 +104,8 @@ def save_checkpoint(
 
 
 def save_rolling_state(run: Path, step: int, drafter: Drafter, engine: "DeepSpeedEngine") -> Path:
-    """Save the training state in place of the previous rolling state. Otherwise like
-    `save_checkpoint`."""
+    """Save the training state without the drafter, in place of the previous rolling state. Return
+    the folder. All processes must call this function together, like `save_checkpoint`."""
     state = gather_training_state(drafter, engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}"
     return run_on_first_process(lambda: _write_checkpoint(folder, step, state, None))
@@ -115,11 +117,14 @@ def _write_checkpoint(
     state: dict[str, torch.Tensor],
     drafter: tuple[Qwen3Config, torch.dtype] | None,
 ) -> Path:
-    """Write a folder with a training state, a manifest, and a drafter if its config and dtype are
-    given. Then remove superseded states. Return the folder."""
+    """Write a checkpoint or a rolling state, remove the training states that it supersedes, and
+    return its folder.
+
+    drafter: config and dtype of the drafter to save; None for a rolling state, which has none.
+    """
     run = folder.parent.parent
     with abort_on_write_error(f"{folder.name} of {run}"):
-        # `parents` is not set: if the run's folder was deleted, the run must end
+        # The run's folder itself is not created: if it was deleted, the run must end.
         folder.parent.mkdir(exist_ok=True)
         with atomic_create_folder(folder) as partial:
             (partial / "state").mkdir()
@@ -137,7 +142,8 @@ def _write_checkpoint(
             manifest = {"step": step, "files": files}
             write_json(partial / "state" / CHECKPOINT_MANIFEST_FILE, manifest)
 
-            # the log must be on the disk first, because resuming needs its lines up to this step
+            # The log must be on the disk before the checkpoint is, because a run that resumes from
+            # the checkpoint needs the log's lines up to this step.
             for path in partial.rglob("*"):
                 fsync_path(path)
             log = run / "metrics.jsonl"
@@ -150,18 +156,21 @@ def _write_checkpoint(
 
 
 def _select_weights(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the drafter's weights and buffers of a training state, floating-point ones in
-    `dtype`."""
+    """Return the drafter's weights and buffers from a training state. Floating-point tensors are
+    converted to `dtype`."""
     weights = {}
     for name, tensor in state.items():
-        if "/" not in name:  # names with a slash belong to the optimiser
+        if "/" not in name:  # keys with a slash belong to the optimiser's state
             weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return weights
 
 
 def remove_superseded_states(run: Path, step: int) -> None:
-    """Remove training states that the one of `step` supersedes. If the process is killed meanwhile,
-    the next start finishes it. Newer checkpoints are damaged ones; they stay until overwritten."""
+    """Remove the training states that the training state of `step` supersedes.
+
+    If the process is killed during the removal, the next start of the run finishes the removal.
+    Checkpoints newer than `step` are damaged, and stay until the run overwrites them.
+    """
     checkpoints = [folder for folder in list_checkpoints(run) if parse_step(folder) <= step]
     for folder in checkpoints[:-CHECKPOINTS_KEEPING_TRAINING_STATE]:
         shutil.rmtree(folder / "state", ignore_errors=True)
@@ -171,7 +180,7 @@ def remove_superseded_states(run: Path, step: int) -> None:
 
 
 def remove_partial_checkpoints(run: Path) -> None:
-    """Remove partially written folders of a killed run."""
+    """Remove checkpoint folders that a killed run has written only partly."""
     folder = run / "checkpoints"
     (folder / ".best").unlink(missing_ok=True)
     for partial in (*folder.glob(".step-*"), *folder.glob(".rolling-*")):
@@ -179,7 +188,8 @@ def remove_partial_checkpoints(run: Path) -> None:
 
 
 def describe_damage(folder: Path) -> str | None:
-    """Describe the first defect of a checkpoint; None if every file matches the manifest."""
+    """Return a text about the first defect of a checkpoint's files, None if every file matches the
+    manifest."""
     manifest = folder / "state" / CHECKPOINT_MANIFEST_FILE
     if not manifest.is_file():
         return "has no training state"
@@ -198,8 +208,12 @@ def describe_damage(folder: Path) -> str | None:
 
 
 def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint or rolling state, None if there is none, and one line
-    about every newer, damaged one."""
+    """Return the folder of the newest undamaged checkpoint or rolling state, and lines for the user
+    about newer ones.
+
+    The folder is None if there is no undamaged one. Each line tells why a newer checkpoint or
+    rolling state was skipped.
+    """
     skipped = []
     folders = [*list_checkpoints(run), *list_rolling_states(run)]
     for folder in sorted(folders, key=parse_step, reverse=True):
@@ -211,14 +225,18 @@ def find_newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def load_training_state(folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's training state (see `train.engine.gather_training_state`), which
-    `find_newest_checkpoint` has checked; empty for None."""
+    """Return the training state of a checkpoint or rolling state, an empty dictionary if `folder`
+    is None.
+
+    folder: the result of `find_newest_checkpoint`, which has checked the files. The keys are
+    described in `train.engine.collect_unsharded_state`.
+    """
     if folder is None:
         return {}
     return load_file(folder / "state" / CHECKPOINT_TRAINING_STATE_FILE)
 
 
 def link_best_checkpoint(run: Path, best: Path) -> None:
-    """Point the link checkpoints/best to the best checkpoint, atomically."""
+    """Atomically let the link checkpoints/best point to the folder `best`."""
     with atomic_replace_file(run / "checkpoints" / "best") as temporary:
         temporary.symlink_to(best.name)

@@ -1,10 +1,11 @@
 """The evaluation of a checkpoint: decode held-out prompts, write results and report, and link the
 best checkpoint.
 
-An evaluation that fails (out of memory, hub not reachable, a bug) does not end the training. The
-reason is written to evaluation/failed.txt and to the report, and the same command evaluates the
-newest checkpoint again. Outputs that differ from baseline decoding are not such a failure: they are
-reported at once and are part of the run's result.
+An evaluation that fails (for example, because memory ran out, the hub was not reachable, or the
+code has a bug) does not end the training. The reason is written to evaluation/failed.txt and to the
+report. If the training command is run again, it evaluates the newest checkpoint again. Outputs that
+differ from baseline decoding are not such a failure: a message reports them at once, and the
+results of the evaluation are kept.
 """
 
 import json
@@ -25,11 +26,7 @@ from infer.evaluation.evaluate import (
     shorten_prompt_set,
     summarise_evaluation,
 )
-from infer.evaluation.measurement import (
-    PromptSet,
-    VariantMeasurement,
-    merge_measurements,
-)
+from infer.evaluation.measurement import PromptSet, VariantMeasurement, merge_measurements
 from infer.evaluation.metrics import describe_too_few_prompts, select_best_checkpoint
 from infer.evaluation.report import RunDescription, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
@@ -51,10 +48,14 @@ EVALUATION_FAILURE_FILE = "failed.txt"
 
 
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool) -> None:
-    """Decode with the checkpoint's saved drafter and update the run's report.
+    """Decode held-out prompts with a checkpoint's saved drafter, write the results, and update the
+    run's report.
 
-    All processes call it together. Each decodes its share of the prompts; the first one writes the
-    results. Only the last checkpoint is evaluated on all prompt sets.
+    folder: the checkpoint's folder. is_last: whether to evaluate all prompt sets, as for the last
+    checkpoint; otherwise only part of the first one is evaluated, and the report is updated here.
+
+    All processes must call this function together. Each process decodes a share of the prompts, and
+    the first process writes the results.
     """
     start_time = time.monotonic()
     target = drafter = prompt_sets = measured = error_text = None
@@ -67,13 +68,13 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
         )
     except Exception as error:  # noqa: BLE001
         error_text = describe_error(error)
-        torch.cuda.empty_cache()  # if memory ran out, training needs it back
+        torch.cuda.empty_cache()  # frees memory for training, in case that memory ran out
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (measured, error_text))
     errors = [error for _, error in gathered if error]
     shares = [share for share, _ in gathered]
     if run.config.target.shard:
-        shares = shares[:1]  # all processes have decoded the same prompts
+        shares = shares[:1]  # with a sharded target, all processes have decoded all prompts
 
     def write_results() -> None:
         out = folder / "evaluation"
@@ -88,21 +89,24 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, is_last: bool)
                     assert prompt_sets is not None
                     write_evaluation(folder, target, drafter, prompt_sets, shares, log)
                     (out / EVALUATION_FAILURE_FILE).unlink(missing_ok=True)
-                if not is_last:  # after the last one, `finish_report` does it
+                if not is_last:  # after the last evaluation, `finish_report` updates the report
                     update_report(run.folder)
             except OSError:
-                raise  # handled by `disk`
+                raise  # `abort_on_write_error` handles it
             except Exception as error:  # noqa: BLE001
                 write_evaluation_failure(out, [describe_error(error)], log)
 
     run_on_first_process(write_results)
-    # the progress line's remaining time is about training steps only
+    # the time of the evaluation must not count in the progress line's time per training step
     log.progress.start_time += time.monotonic() - start_time
 
 
 def evaluate_best(run: RunState, log: RunLog) -> None:
-    """Evaluate the best checkpoint on all prompt sets, if it is not the last one. The report, the
-    model card and the `doctor` command use its results."""
+    """Evaluate the best checkpoint on all prompt sets, if it is not the last one, which has been
+    evaluated on all of them. The report, the model card and the `doctor` command use the results.
+
+    The new results can make another checkpoint the best one, which is then evaluated, too.
+    """
     fully_evaluated = {list_checkpoints(run.folder)[-1].name}
     while True:
         best = run_on_first_process(lambda: find_best_checkpoint(run.folder))
@@ -113,7 +117,7 @@ def evaluate_best(run: RunState, log: RunLog) -> None:
 
 
 def find_best_checkpoint(run: Path) -> Path | None:
-    """Return the folder of the best checkpoint, None if no evaluation succeeded."""
+    """Return the folder of the run's best checkpoint, None if no evaluation succeeded."""
     evaluations = read_evaluations(run)
     if not evaluations:
         return None
@@ -123,12 +127,13 @@ def find_best_checkpoint(run: Path) -> Path | None:
 
 
 def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
-    """Return a sentence if the user's data have fewer held-out prompts than evaluations need.
+    """Return a sentence for the user if the data have fewer held-out prompts than evaluations need,
+    else None.
 
-    Raises ValueError, before the first step, if they have none.
+    Raises ValueError if the data have no held-out prompt.
     """
     num_prompts = config.evaluation.prompts
-    # the embedded texts and the standard library have thousands
+    # the embedded texts and the standard library have thousands of held-out prompts
     if not num_prompts or config.data.source in ("embedded", "stdlib"):
         return None
     assert target.tokenizer is not None
@@ -139,8 +144,11 @@ def describe_missing_prompts(config: TrainConfig, target: Target) -> str | None:
 
 
 def select_prompt_sets(config: TrainConfig, target: Target, is_last: bool) -> list[PromptSet]:
-    """Return the prompts of an evaluation, for all processes together: all sets for the last
-    checkpoint, a quarter of the first set for others."""
+    """Return the prompt sets of an evaluation, for all processes together.
+
+    is_last: whether to return all prompt sets, as for the last checkpoint. Otherwise a shortened
+    version of the first prompt set is returned.
+    """
     options = config.evaluation
     outside = options.external_prompts if is_last else 0
     assert target.tokenizer is not None
@@ -158,11 +166,14 @@ def decode_prompt_share(
     config: TrainConfig,
     activity: str,
 ) -> list[list[VariantMeasurement]]:
-    """Decode this process's share of every prompt set with every method. `activity` names the
-    evaluation in the progress line."""
+    """Decode this process's share of every prompt set with every decoding method.
+
+    activity: what the progress line says, for example 'evaluating step 300'. Returns for each
+    prompt set the measurements of its methods.
+    """
     rank = dist.get_rank()
-    # all processes decode all prompts together with a sharded target, because each forward pass
-    # needs all of them
+    # With a sharded target, each process decodes all prompts, because every forward pass of the
+    # target needs all processes.
     if not config.target.shard:
         share = slice(rank, None, dist.get_world_size())
         prompt_sets = [
@@ -178,7 +189,8 @@ def decode_prompt_share(
     )
 
     def report_progress(done: int, total: int) -> None:
-        HEARTBEAT.set_activity(activity)  # in every process, so that no watchdog ends one
+        # every process reports its progress to its watchdog, which would end the process otherwise
+        HEARTBEAT.set_activity(activity)
         progress(done, total)
 
     return measure_prompt_sets(target, drafter, prompt_sets, report_progress)
@@ -192,8 +204,11 @@ def write_evaluation(
     shares: list[list[list[VariantMeasurement]]],
     log: RunLog,
 ) -> None:
-    """Join the measurements of all processes, write the checkpoint's evaluation, and print one line
-    about it, or two if outputs are wrong."""
+    """Merge the measurements of all processes, write the checkpoint's evaluation, and print one
+    line with the results. A second line is printed if outputs differ from baseline decoding.
+
+    folder: the checkpoint's folder. shares: for each process, the result of `decode_prompt_share`.
+    """
     measured = [merge_measurements(set_shares) for set_shares in zip(*shares, strict=True)]
     result = summarise_evaluation(target, drafter, prompt_sets, measured)
     result = replace(result, step=parse_step(folder), checkpoint=str(folder), drafter=log.name)
@@ -203,16 +218,15 @@ def write_evaluation(
     log.print_line(f"step {result.step}: {taus}")
     if breaks_losslessness(result):
         log.print_line(
-            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline decoding "
-            "in float32, which is "
-            "a bug of this program or machine, not of the drafter: see "
-            f"{folder}/evaluation/evaluation.json"
+            f"!!! NOT LOSSLESS at step {result.step}: greedy outputs differ from baseline "
+            "decoding in float32. This is a bug of this program or machine, not of the drafter. "
+            f"See {folder}/evaluation/evaluation.json"
         )
 
 
 def breaks_losslessness(result: Evaluation) -> bool:
-    """Return whether greedy float32 outputs differ from baseline decoding, which rounding cannot
-    explain."""
+    """Return whether an evaluation's greedy float32 outputs differ from baseline decoding. Rounding
+    cannot explain such a difference; it is a bug."""
     return result.temperature == 0 and result.dtype == "float32" and not result.same_output
 
 
@@ -224,12 +238,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def write_evaluation_failure(out: Path, errors: list[str], log: RunLog) -> None:
-    """Replace the evaluation in folder `out` by the reason why it failed."""
+    """Write the reason why an evaluation failed into the evaluation's folder `out`, print it, and
+    remove older results. errors: the errors of the processes, from `describe_error`."""
     (out / "evaluation.json").unlink(missing_ok=True)
     atomic_write(out / EVALUATION_FAILURE_FILE, "\n".join(errors))
     log.print_line(
-        f"evaluating step {parse_step(out.parent)} failed, training continues: "
-        f"{errors[0].splitlines()[0]}"
+        f"The evaluation at step {parse_step(out.parent)} failed, and training continues. The "
+        f"error is {errors[0].splitlines()[0]}"
     )
 
 
@@ -245,14 +260,14 @@ def describe_failures(run: Path) -> list[str]:
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:
-    """Return all evaluations of a run, sorted by step."""
+    """Return the evaluations of a run that succeeded, sorted by step."""
     files = [folder / "evaluation" / "evaluation.json" for folder in list_checkpoints(run)]
     return [read_result(file, Evaluation) for file in files if file.exists()]
 
 
 def update_report(run: Path) -> Path | None:
-    """Link the best checkpoint and write the report. Return the report's page, None if no
-    evaluation succeeded."""
+    """Link the best checkpoint and write the run's report. Return the path of the report's page,
+    None if no evaluation succeeded."""
     best = find_best_checkpoint(run)
     if best is None:
         return None
@@ -281,7 +296,7 @@ def update_report(run: Path) -> Path | None:
 
 def finish_report(run: Path, log: RunLog) -> None:
     """Write the final report, and print the best checkpoint's results and the paths of all results.
-    Raises Stopped if outputs were wrong."""
+    Raises RunAborted if greedy float32 outputs differed from baseline decoding."""
     with abort_on_write_error(str(run / "report")):
         page = update_report(run)
     log.close(page)
@@ -294,20 +309,22 @@ def finish_report(run: Path, log: RunLog) -> None:
 
     evaluations = read_evaluations(run)
     print_best_result(evaluations)
-    print(f"\nreport      {page} (also other texts, sampling, the benefit of trees)")
+    print(f"\nreport      {page} (with further prompts, sampling, and the benefit of trees)")
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong_steps = [str(result.step) for result in evaluations if breaks_losslessness(result)]
     if wrong_steps:
         raise RunAborted(
-            "greedy outputs differ from baseline decoding in float32 (step "
-            f"{', '.join(wrong_steps)}), which is a bug: "
-            f"see evaluation.json of these checkpoints and {page}"
+            f"greedy outputs differ from baseline decoding in float32 "
+            f"(step {', '.join(wrong_steps)}), "
+            "which is a bug of this program or machine. See evaluation.json of these checkpoints "
+            f"and {page}"
         )
 
 
 def print_best_result(evaluations: list[Evaluation]) -> None:
-    """Print the table of the best checkpoint, and what limits it."""
+    """Print a table of the best checkpoint's results, and notes about too few prompts and about
+    prompt sets that reached their time limit."""
     best = select_best_checkpoint(evaluations)
     too_few_prompts = describe_too_few_prompts(evaluations)
     print(f"\n{too_few_prompts}" if too_few_prompts else "")

@@ -1,8 +1,10 @@
-"""A run's folder: configuration, lock, identity of target and training data, and n-grams.
+"""The folder of a run: its configuration, its lock, the identity of its target and training data,
+and the n-grams of the training data.
 
-An existing run is resumed, or the new configuration is refused. A run is never overwritten, and
-never written by two processes at once. Target and training data are identified by their content,
-because the content of a path can change between the start of a run and its resumption.
+If the folder has a run with the same configuration, this run is resumed; with another one, an error
+is raised. A run is never overwritten, and a lock keeps two commands from writing to the folder at
+the same time. Target and training data are identified by their content, because the files under a
+path can change between the start of a run and its resumption.
 """
 
 import hashlib
@@ -42,11 +44,14 @@ if TYPE_CHECKING:
 
 RUN_CONFIG_FILE = "config.json"
 RUN_INPUT_IDENTITY_FILE = "sources.json"
-HYDRA_CONFIG_FILE = "config.yaml"  # for Hydra: --config-dir <run> --config-name config
+# the same configuration for Hydra's options --config-dir <run> --config-name config
+HYDRA_CONFIG_FILE = "config.yaml"
 RUN_LOCK_FILE = "lock"
-# n-grams that occur once are two thirds of the file, and trees are no better with them: LOG.md
+# Rarer n-grams are left out. Those that occur once would be two thirds of the file, and trees are
+# not better with them (see LOG.md).
 MIN_NGRAM_COUNT = 2
-# options that a resumed run may change: they change nothing that is learned, except for rounding
+# Options that may differ when a run is resumed. They have no influence on what the drafter learns,
+# except for rounding.
 OPTIONS_CHANGEABLE_ON_RESUME = (
     "runs_dir",
     "save_interval_minutes",
@@ -65,7 +70,8 @@ OPTIONS_CHANGEABLE_ON_RESUME = (
     "data.max_invalid_fraction",
     "optim.clock",
 )
-# options of earlier versions, with the only values that a run may have to be resumed now
+# Options that earlier versions had. Key: group of options. Value: the removed options of the group,
+# each with the only value with which a run of an earlier version can be resumed.
 REMOVED_OPTIONS = {
     "target": {"adapter": None},
     "objective": {"alpha": 0.5, "confidence": 1.0},
@@ -74,7 +80,7 @@ REMOVED_OPTIONS = {
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Return the path of the run's folder."""
+    """Return the path of the run's folder, runs_dir/name."""
     return Path(config.runs_dir) / config.name
 
 
@@ -84,7 +90,7 @@ def config_to_json(config: TrainConfig) -> dict:
 
 
 def add_removed_options(config: dict) -> dict:
-    """Return a configuration with the options that earlier versions had."""
+    """Return a copy of a configuration to which the options of REMOVED_OPTIONS are added."""
     complete = {}
     for group, options in config.items():
         if group in REMOVED_OPTIONS:
@@ -94,16 +100,17 @@ def add_removed_options(config: dict) -> dict:
 
 
 def has_started(run: Path) -> bool:
-    """Return whether the run has taken a step. Before that, its name can be used by another
-    configuration."""
+    """Return whether a run has taken a step. Before its first step, a run with another
+    configuration can use the same folder."""
     return (run / METRICS_FILE).exists() or (run / "checkpoints").exists()
 
 
 def update_options(recorded: dict, defaults: dict) -> dict:
-    """Return the options of `defaults`, with their values from `recorded` where it has them.
+    """Return the options that this version has, with the values that an older run recorded.
 
-    So options that are newer than the recorded configuration get their default, and options that no
-    longer exist are removed. A dictionary without defaults is taken as it was recorded.
+    recorded: the run's options and values. defaults: this version's options and default values. An
+    option that `recorded` lacks gets its default. An option that `defaults` lacks is left out. If
+    the default of an option is an empty dictionary, the recorded dictionary is taken as a whole.
     """
     updated = dict(defaults)
     for key in recorded.keys() & defaults.keys():
@@ -115,23 +122,27 @@ def update_options(recorded: dict, defaults: dict) -> dict:
 
 
 def read_recorded_json(file: Path) -> dict:
-    """Return what was written to a JSON file when the run started. Raises ValueError if it is
-    damaged."""
+    """Return the content of a JSON file that was written when the run started. Raises ValueError if
+    the file is damaged."""
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: restore it, or choose another name=") from error
+        raise ValueError(
+            f"{file} is damaged: restore it, or choose another name for the run with name="
+        ) from error
 
 
 def refuse_other_run(config: TrainConfig, run: Path) -> None:
-    """Raise ValueError if the folder holds a run with another configuration."""
+    """Raise ValueError if the folder `run` has a run with another configuration that has taken a
+    step."""
     if not (run / RUN_CONFIG_FILE).exists() or not has_started(run):
         return
     defaults = add_removed_options(config_to_json(TrainConfig()))
     saved = translate_saved_config(read_recorded_json(run / RUN_CONFIG_FILE))
     recorded = update_options(saved, defaults)
     message = (
-        f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+        f"{run} holds a run with another configuration ({{keys}} differ): choose another name for "
+        "this run with name="
     )
     current = add_removed_options(config_to_json(config))
     refuse_changed_settings(recorded, current, message, OPTIONS_CHANGEABLE_ON_RESUME)
@@ -139,18 +150,20 @@ def refuse_other_run(config: TrainConfig, run: Path) -> None:
 
 @contextmanager
 def open_run_folder(config: TrainConfig) -> Generator[Path]:
-    """Create the run's folder and hold its lock until the run ends. Called by the first process.
+    """Create the run's folder, and hold its lock within the `with` block. Only the first process
+    may call this function.
 
-    A run that ends before its first step leaves no folder. Raises ValueError if the folder is
-    locked, not writable, holds a run with another configuration, or is a copy with links followed.
+    If the run ends before its first step, the folder is removed. Raises ValueError if the folder is
+    locked, cannot be written, or has a run with another configuration, and if checkpoints/best is
+    not a link.
     """
     run = run_folder(config)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
             raise ValueError(
-                f"{best} must be a link to a checkpoint, but it is a folder, as in a copy that "
-                "followed links: "
-                "delete it, and the run creates the link again"
+                f"{best} must be a link to a checkpoint, but it is a folder. This happens when a "
+                "run is copied and links are copied as folders. Delete the folder; the run "
+                "creates the link again"
             )
     with ExitStack() as stack:
         try:
@@ -158,7 +171,8 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
             stack.enter_context(hold_lock_file(run / RUN_LOCK_FILE, str(run), "name="))
         except OSError as error:
             raise ValueError(
-                f"{run} cannot be written ({error.strerror}): choose another runs_dir="
+                f"{run} cannot be written ({error.strerror}): choose another folder for runs with "
+                "runs_dir="
             ) from error
         try:
             refuse_other_run(config, run)
@@ -169,7 +183,8 @@ def open_run_folder(config: TrainConfig) -> Generator[Path]:
 
 
 def remove_unstarted_run(run: Path) -> None:
-    """Remove the files of a run that took no step, and its folder unless it has other files."""
+    """Remove the files of a run that took no step. The folder is removed, too, unless it has files
+    that are not the run's."""
     names = (
         RUN_CONFIG_FILE,
         HYDRA_CONFIG_FILE,
@@ -180,23 +195,22 @@ def remove_unstarted_run(run: Path) -> None:
     )
     for name in names:
         (run / name).unlink(missing_ok=True)
-    with suppress(OSError):  # the folder is not empty
+    with suppress(OSError):  # rmdir raises OSError if the folder is not empty
         run.rmdir()
 
 
 def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
-    """Write the configuration and the identity of target and data (`identify_sources`).
+    """Write a run's configuration, and the identity of its target and data, to its folder.
 
-    Raises ValueError if the run started with another target or other data. A run of an earlier
-    version without a record gets one.
+    sources: the result of `identify_sources`. If the folder has a recorded identity and the run has
+    taken a step, the identity is compared instead. Raises ValueError if it differs.
     """
     with abort_on_write_error(str(run)):
         if has_started(run) and (run / RUN_INPUT_IDENTITY_FILE).exists():
             message = (
-                f"{run} started with other contents under the same paths ({{keys}} differ), so "
-                "examples that were "
-                "held out then could be trained on now: restore the contents, or choose another "
-                "name="
+                f"the run in {run} started with other files under the same paths ({{keys}} "
+                "differ). If it were resumed, it could train on examples that were held out "
+                "before. Restore the files, or choose another name for the run with name="
             )
             refuse_changed_settings(
                 read_recorded_json(run / RUN_INPUT_IDENTITY_FILE), sources, message
@@ -213,8 +227,8 @@ def record_run_start(run: Path, config: TrainConfig, sources: dict) -> None:
 
 
 def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures | Dataset") -> dict:
-    """Return what identifies the target and the training data. This takes about a second per
-    gigabyte of tokens."""
+    """Return a dictionary that identifies the target and the training data by their content. This
+    takes about a second per gigabyte of tokens."""
     return {
         "target": target_identity(target_path, target.tokenizer_digest),
         "data": {"rows": len(dataset), "content": digest_dataset(dataset)},
@@ -222,8 +236,9 @@ def identify_sources(target_path: str, target: Target, dataset: "StoredFeatures 
 
 
 def digest_dataset(dataset: "StoredFeatures | Dataset") -> str:
-    """Return the SHA-256 of all tokens in order, and of which of them carry loss. Stored features
-    have the same digest as the packed sequences that they were computed from."""
+    """Return a SHA-256 of the training data: of all token ids in order, and of whether each token
+    has a loss. Stored features have the same digest as the packed sequences that they were computed
+    from."""
     digest = hashlib.sha256()
     for name, dtype in (("ids", np.int64), ("loss", np.bool_)):
         for values in iterate_column(dataset, name):
@@ -232,7 +247,8 @@ def digest_dataset(dataset: "StoredFeatures | Dataset") -> str:
 
 
 def iterate_column(dataset: "StoredFeatures | Dataset", name: str) -> Iterator[np.ndarray]:
-    """Yield a column of all packed sequences as flat arrays, one after the other."""
+    """Yield the values of a column in all packed sequences, as flat arrays of many sequences
+    each."""
     if isinstance(dataset, StoredFeatures):
         yield from dataset.iterate_column(name)
         return
@@ -241,7 +257,7 @@ def iterate_column(dataset: "StoredFeatures | Dataset", name: str) -> Iterator[n
 
 
 def collect_token_ids(dataset: "StoredFeatures | Dataset") -> set[int]:
-    """Return all token ids that occur in the training data."""
+    """Return the set of all token ids that occur in the training data."""
     token_ids: set[int] = set()
     for ids in iterate_column(dataset, "ids"):
         token_ids.update(np.unique(ids).tolist())
@@ -249,7 +265,8 @@ def collect_token_ids(dataset: "StoredFeatures | Dataset") -> set[int]:
 
 
 def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) -> torch.Tensor:
-    """Return how often each token occurs with loss in the training data, (V,) int64."""
+    """Return how often each token of the target's vocabulary occurs with loss in the training data,
+    (vocabulary size,) int64."""
     counts = np.zeros(target.vocab_size, dtype=np.int64)
     columns = zip(iterate_column(dataset, "ids"), iterate_column(dataset, "loss"), strict=True)
     for ids, loss in columns:
@@ -260,9 +277,11 @@ def count_learned_tokens(dataset: "StoredFeatures | Dataset", target: Target) ->
 def find_frequent_tokens(
     dataset: "StoredFeatures | Dataset", num_tokens: int, target: Target
 ) -> torch.Tensor:
-    """Return the ids of the tokens that occur most often with loss, (num_tokens,) int64, ascending.
+    """Return the ids of the tokens that occur most often with loss in the training data,
+    (num_tokens,) int64, in ascending order.
 
-    Special tokens are always included, because a drafter must be able to draft the end of a text.
+    Special tokens are always included, because a drafter must be able to draft the end of an
+    output.
     """
     counts = count_learned_tokens(dataset, target)
     tokenizer: Any = target.tokenizer
@@ -274,7 +293,7 @@ def find_frequent_tokens(
 
 
 def iterate_documents(dataset: "StoredFeatures | Dataset") -> Iterator[np.ndarray]:
-    """Yield the token ids of every document of the packed sequences."""
+    """Yield the token ids of every document in the packed sequences, one array per document."""
     columns = (iterate_column(dataset, name) for name in ("ids", "positions", "documents"))
     for ids, positions, documents in zip(*columns, strict=True):
         # a document starts at every position 0; padding has position 0 and document -1
@@ -288,10 +307,14 @@ def iterate_documents(dataset: "StoredFeatures | Dataset") -> Iterator[np.ndarra
 def write_ngrams(
     dataset: "StoredFeatures | Dataset", target: Target, run: Path, initial_ngrams: Path | None
 ) -> None:
-    """Write the n-grams of the training data into the run's folder, unless they exist.
+    """Count the n-grams of the training data, and write them into the run's folder unless the
+    folder already has n-grams.
 
-    initial_ngrams: the file of a drafter that already had n-grams. It is copied instead, because
-    little training data alone would make poor trees. Raises Stopped if the file cannot be written.
+    initial_ngrams: the n-gram file of the drafter that the run starts from, None if there is none.
+        This file is copied instead of counting, because the n-grams of a small data set would make
+        poor trees.
+
+    Raises RunAborted if the file cannot be written.
     """
     out = run / NGRAM_FILE_NAME
     if out.exists():
@@ -301,8 +324,10 @@ def write_ngrams(
             with atomic_replace_file(out) as temporary:
                 shutil.copyfile(initial_ngrams, temporary)
             return
-        documents: Any = iterate_documents(dataset)  # arrays, not lists
-        digest: Any = target.tokenizer_digest  # not None, because the data were tokenised
+        # Any, because `count_ngrams` is typed for lists, and these documents are arrays
+        documents: Any = iterate_documents(dataset)
+        # Any, because the digest can be None, but not if the data were tokenised
+        digest: Any = target.tokenizer_digest
         count_ngrams(
             documents,
             target.vocab_size,

@@ -1,4 +1,5 @@
-"""The drafter that a run starts from: a new one, or an existing one (drafter.init)."""
+"""The drafter that a run starts from: a new drafter, or the existing drafter that the option
+drafter.init names."""
 
 import warnings
 from dataclasses import replace
@@ -25,19 +26,21 @@ from train.config import TrainConfig
 from train.seeding import seeded_generator
 
 RANDOM_DRAFTER_WEIGHTS_WARNING = (
-    "the drafter starts from random weights, because the target's layers differ from the drafter's "
-    "(for example, DFlash "
-    "normalises queries and keys, and Llama does not): drafter.warm_start=false turns this warning "
-    "off"
+    "the drafter starts from random weights, because the target's layers have another "
+    "architecture than the drafter's (for example, DFlash normalises queries and keys, and Llama "
+    "does not). drafter.warm_start=false turns this warning off"
 )
-MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = 300  # of an error that a message quotes
+MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS = (
+    300  # length to which an error is cut that a message quotes
+)
 
 
 def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
-    """Return the drafter's options with those of the existing drafter `init`, if it is given. Only
-    its config is read, not its weights.
+    """Return the drafter's options. If `options.init` names an existing drafter, options that this
+    drafter's config decides are taken from the config. The drafter's weights are not read.
 
-    Raises ValueError if `init` is not a drafter, and if given options contradict its config.
+    Raises ValueError if `options.init` is not a drafter, and if given options contradict its
+    config.
     """
     if options.init is None:
         return options
@@ -50,7 +53,8 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
 
     drafter = cast(Drafter, reading.build_drafter())
     init_options = read_fixed_options(drafter)
-    # a new vocabulary can be chosen, unless a conditional head has weights for every token
+    # A drafter can get another reduced vocabulary, unless it has a conditional head, which has
+    # weights for every token of its vocabulary.
     if options.draft_vocab_size and drafter.head_spec is None:
         init_options["draft_vocab_size"] = options.draft_vocab_size
     corrections = []
@@ -61,15 +65,16 @@ def resolve_drafter_options(options: DrafterConfig, target: TargetConfig) -> Dra
     if corrections:
         raise ValueError(
             f"drafter.init={options.init} contradicts other options of the drafter: give "
-            f"{' '.join(corrections)}, or "
-            "leave them out"
+            f"{' '.join(corrections)}, "
+            "or do not give these options"
         )
     head = choose_head(options, HeadConfig(**read_head_options(drafter.family_config)))
     return replace(options, **init_options, head=head)
 
 
 def format_mask_token(mask_token_id: int | None, tokenizer) -> str:
-    """Return the mask token as text for a message; empty for a drafter without one."""
+    """Return text that names the mask token and can be appended to a message. It is empty if
+    `mask_token_id` is None."""
     if mask_token_id is None:
         return ""
     token = tokenizer.convert_ids_to_tokens(mask_token_id)
@@ -79,35 +84,45 @@ def format_mask_token(mask_token_id: int | None, tokenizer) -> str:
 def load_drafter_weights(
     drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path
 ) -> None:
-    """Load the drafter's weights from a training state. Raises ValueError if they belong to another
-    drafter; `checkpoint` is named in the message."""
-    # names with a slash belong to the optimiser
+    """Load a drafter's weights from the training state of a checkpoint.
+
+    checkpoint: the checkpoint's folder, for the error message. Raises ValueError if the weights
+    belong to another drafter.
+    """
+    # keys with a slash belong to the optimiser's state
     weights = {name: tensor for name, tensor in state.items() if "/" not in name}
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_QUOTED_WEIGHT_LOADING_ERROR_CHARACTERS]
         raise ValueError(
-            f"{checkpoint} holds the weights of another drafter: choose another name= ({reason})"
+            f"{checkpoint} holds the weights of another drafter ({reason}): choose another name "
+            "for the run with name="
         ) from error
 
 
 def choose_head(options: DrafterConfig, init_head_options: HeadConfig) -> HeadConfig:
-    """Return the conditional head of a drafter that starts from an existing one: its own head, or
-    the configured one if it has none. Raises ValueError if both exist and differ."""
+    """Return the options of the conditional head of a drafter that starts from an existing one.
+
+    init_head_options: the head of the existing drafter. It is kept; if its name is 'none', the head
+    that `options` configures is added. Raises ValueError if both exist and differ.
+    """
     if init_head_options.name == "none":
         return options.head
     if options.head.name != "none" and options.head != init_head_options:
         raise ValueError(
-            f"drafter.init={options.init} already has a conditional head, "
-            f"{vars(init_head_options)}: leave head= out"
+            f"drafter.init={options.init} already has a conditional head with the options "
+            f"{vars(init_head_options)}: do not give the option head="
         )
     return init_head_options
 
 
 def restrict_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
-    """Let the drafter draft only the given tokens (R,). Its logits are those of the target's head
-    for these tokens."""
+    """Give the drafter a reduced vocabulary, so that it can draft only the given tokens.
+
+    token_ids: (tokens,) ids in the target's vocabulary, ascending. The drafter then has logits only
+    for these tokens.
+    """
     drafter.config.draft_vocab_size = len(token_ids)
     drafter.d2t = token_ids - torch.arange(len(token_ids))
 
@@ -117,8 +132,8 @@ def create_initial_drafter(
 ) -> Drafter:
     """Return the drafter that training starts from, in float32.
 
-    draft_tokens: (R,) the token ids of a reduced vocabulary, for a new drafter or one that had a
-        vocabulary of another size.
+    draft_tokens: (tokens,) the token ids of a reduced vocabulary, None without one. They are used
+        for a new drafter, and for an existing drafter with a vocabulary of another size.
 
     Raises ValueError if the drafter does not fit the target.
     """
@@ -130,7 +145,8 @@ def create_initial_drafter(
 def _create_new_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Return a new drafter, initialised from the target's layers if possible."""
+    """Return a new drafter. Its layers start as copies of target layers if the option warm_start is
+    true and the architectures are the same."""
     options = config.drafter
     drafter = create_drafter(options, target)
     drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
@@ -146,8 +162,8 @@ def _create_new_drafter(
 def _load_existing_drafter(
     config: TrainConfig, target: Target, draft_tokens: torch.Tensor | None
 ) -> Drafter:
-    """Return the drafter of `drafter.init`, with a new conditional head if one is configured and it
-    has none."""
+    """Return the existing drafter that `drafter.init` names. If it has no conditional head and one
+    is configured, a new conditional head is added."""
     options = config.drafter
     assert options.init is not None
     num_layers = target.config.num_hidden_layers

@@ -1,5 +1,5 @@
-"""The log of a run: metrics.jsonl with one line of JSON per step, lines in the terminal, and
-Weights & Biases."""
+"""The log of a run. Metrics are written to metrics.jsonl (one line of JSON per step), to the
+terminal, and to Weights & Biases (wandb)."""
 
 import json
 import math
@@ -28,30 +28,32 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"  # so that a resumed run continues the same wandb run
-# After so many steps, or a third of a shorter run, a line estimates the remaining time.
+# The first estimate of the remaining time is printed after so many steps, or after a third of the
+# run if that is earlier.
 FIRST_ESTIMATE_STEPS = 12
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the value, or None for infinity and NaN, which JSON does not have."""
+    """Return the value, or None if it is infinite or NaN, because JSON has no such numbers."""
     return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step over all processes, as tensors on the device. Reading them
-    synchronises."""
+    """The metrics of one step, over all processes. They are tensors on the device; reading a value
+    waits until the device has computed it."""
 
-    loss: torch.Tensor  # () weighted mean divergence in nats
-    # (L,) fraction of supervised positions where drafter and target choose the same token
+    loss: torch.Tensor  # scalar: weighted mean divergence in nats
+    # (drafted positions of a block,) fraction of supervised tokens for which drafter and target
+    # choose the same token
     agreement: torch.Tensor
-    # () mean length of the agreeing prefix of a block, plus one for the bonus token: the acceptance
-    # length of a chain on the training texts
+    # scalar: mean number of drafts at the start of a block on which drafter and target agree, plus
+    # one for the bonus token. It is the acceptance length of a chain on the training texts.
     prefix: torch.Tensor
-    grad_norm: torch.Tensor  # () before clipping; NaN if the step was skipped
+    grad_norm: torch.Tensor  # scalar: gradient norm before clipping; NaN if the step was skipped
 
     def to_json(self) -> dict:
-        """Return the metrics as JSON values; None for numbers that are not finite."""
+        """Return the metrics as values for JSON. A loss or norm that is not finite becomes None."""
         return {
             "loss": finite_or_none(self.loss.item()),
             "prefix": self.prefix.item(),
@@ -61,10 +63,11 @@ class StepMetrics:
 
 
 class RunLog:
-    """Write a run's metrics to its folder, the terminal and wandb, in the first process.
+    """Writes a run's metrics to the run's folder, to the terminal, and to wandb. Only the first
+    process writes.
 
-    completed_steps: steps that were taken before this start of the run. total_steps: of the whole
-    run. Errors of wandb do not stop a run.
+    completed_steps: number of steps that were taken before the run was resumed, 0 for a new run.
+    total_steps: number of steps of the whole run. An error of wandb does not stop a run.
     """
 
     def __init__(
@@ -83,21 +86,22 @@ class RunLog:
             self.wandb_run = start_wandb(config, folder)
 
     def print_line(self, text: str) -> None:
-        """Print a line that stays above the progress line."""
+        """Print a line above the progress line, where it stays."""
         self.progress.print_line(text)
 
     def call_wandb(self, action: "Callable[[wandb.Run], object]") -> None:
-        """Call a function with wandb's run. After an error, wandb is no longer used."""
+        """Call `action` with the wandb run, if there is one. After an error, wandb is no longer
+        used."""
         if self.wandb_run is None:
             return
         try:
             action(self.wandb_run)
         except Exception as error:  # noqa: BLE001
-            print(redact_text(f"wandb failed and is not used from now on: {error}"))
+            print(redact_text(f"wandb failed ({error}) and is not used from now on"))
             self.wandb_run = None
 
     def write_step(self, line: dict) -> None:
-        """Write one step's metrics."""
+        """Write the metrics of one step. line: the metrics by name, as in metrics.jsonl."""
         if not self.is_first_process:
             return
         with (
@@ -117,13 +121,12 @@ class RunLog:
         steps_since_start = line["step"] - self.completed_steps
         steps_of_start = self.total_steps - self.completed_steps
         if steps_since_start == min(FIRST_ESTIMATE_STEPS, max(2, steps_of_start // 3)):
-            self.progress.last_line_time = (
-                0.0  # print a line now, whenever the last one was printed
-            )
+            # makes the progress print a line now, however long ago it printed the last one
+            self.progress.last_line_time = 0.0
         self.progress(line["step"], self.total_steps, format_metrics(line))
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
-        """Log an evaluation's acceptance lengths and speedups to wandb."""
+        """Log the acceptance lengths and speedups of an evaluation to wandb."""
         metrics = {}
         for method in evaluation.methods:
             name = f"{method.name}{method.budget or ''}"
@@ -137,7 +140,8 @@ class RunLog:
         self.call_wandb(log_and_summarise)
 
     def close(self, report_page: Path | None) -> None:
-        """Upload the report's page to wandb, if there is one, and end wandb's run."""
+        """Upload the report to wandb and end the wandb run. report_page: the report's HTML file,
+        None if there is no report."""
 
         def upload_and_finish(run: "wandb.Run") -> None:
             import wandb
@@ -161,7 +165,7 @@ def format_metrics(line: dict) -> str:
 
 
 def read_step_metrics(run: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, one dictionary per step."""
+    """Return the metrics of all logged steps of a run: one dictionary per line of metrics.jsonl."""
     file = run / METRICS_FILE
     if not file.exists():
         return []
@@ -169,13 +173,15 @@ def read_step_metrics(run: Path) -> list[dict]:
 
 
 def trim_step_metrics(path: Path, step: int) -> None:
-    """Remove from metrics.jsonl the lines of steps after `step`, which a resumed run repeats, and a
-    partially written last line."""
+    """Remove from metrics.jsonl the lines of steps after `step`, and a partially written last line.
+
+    path: the file metrics.jsonl. A resumed run takes the steps after `step` again.
+    """
     if not path.exists():
         return
     lines = []
     for line in path.read_text().splitlines():
-        with suppress(ValueError, KeyError):  # a partial line
+        with suppress(ValueError, KeyError):  # a partially written line is left out
             if json.loads(line)["step"] <= step:
                 lines.append(line)
     with abort_on_write_error(str(path)):
@@ -183,7 +189,8 @@ def trim_step_metrics(path: Path, step: int) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory use so far: of the allocator on CUDA, else of the process."""
+    """Return the peak memory so far in bytes: on a GPU the memory that torch has allocated, on a
+    CPU the memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -191,10 +198,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
-    """Start a wandb run, offline without an API key; return None if that fails.
+    """Start a wandb run and return it, None if this fails. Without an API key, wandb runs offline.
 
-    A resumed training run continues its wandb run. The configuration is sent without secrets, and
-    neither the command line nor printed text is recorded.
+    A resumed training run continues its earlier wandb run. wandb gets the configuration without
+    secrets; neither the command line nor printed text is recorded.
     """
     import wandb
 
@@ -206,7 +213,7 @@ def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
     )
     id_file = folder / WANDB_ID_FILE
     run_id = id_file.read_text() if id_file.exists() else token_hex(4)
-    # offline runs are joined by `wandb sync --append`
+    # the parts of an offline run that was resumed are joined later by `wandb sync --append`
     resume: Literal["allow"] | None = "allow" if mode == "online" else None
     try:
         run = wandb.init(
@@ -223,7 +230,10 @@ def start_wandb(config: TrainConfig, folder: Path) -> "wandb.Run | None":
         )
         atomic_write(id_file, run_id)
     except Exception as error:  # noqa: BLE001  training continues whatever wandb raises
-        message = f"wandb is not used ({error}): WANDB_MODE=offline needs no network"
+        message = (
+            f"wandb could not be started and is not used ({error}). With the environment variable "
+            "WANDB_MODE=offline, wandb needs no network"
+        )
         print(redact_text(message))
         return None
     return run

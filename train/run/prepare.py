@@ -1,4 +1,5 @@
-"""Everything before a run's first step: load, check, and print an overview, in this order."""
+"""The preparation of a run, before its first step: load everything, check it, and print an
+overview."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
 
 def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
-    """Load everything that training needs, from the folder's newest undamaged checkpoint if there
-    is one.
+    """Load everything that training needs, and return it. If the run's folder has an undamaged
+    checkpoint, the run resumes from the newest one.
 
     Mistakes of the user raise an error before anything is written to the folder. The drafter's
-    weights are loaded before the engine is built, the optimiser's state after it.
+    weights are loaded before the engine is built, and the optimiser's state after that.
     """
     # the frozen target, the training data, and the options that depend on them
     stored_features = StoredFeatures(user_config.features) if user_config.features else None
@@ -58,14 +59,14 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     dataset, example_counts = load_dataset(user_config, target, stored_features)
     config, memory_line = complete_config(user_config, target, dataset, device)
 
-    # the drafter before the first step; errors if it does not fit the target or the features
+    # the initial drafter; this raises an error if it does not fit the target or the stored features
     drafter = create_drafter(config, target, dataset)
     if stored_features is not None:
         stored_features.check_dependencies(feature_dependencies(config, target, drafter.layer_ids))
         stored_features.select_layers(drafter.layer_ids)
     prompts_note = run_on_first_process(lambda: describe_missing_prompts(config, target))
 
-    # from now on, the folder belongs to this run
+    # record configuration, target and data in the folder, or compare them with the recorded ones
     sources = run_on_first_process(lambda: identify_sources(config.target.path, target, dataset))
     run_on_first_process(lambda: record_run_start(folder, user_config, sources))
     overview_lines = run_on_first_process(
@@ -86,10 +87,11 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
     if checkpoint is not None:
         restore_training_state(drafter, engine, state)
 
-    # the folder as it was directly after that checkpoint
+    # restore the folder to its state directly after that checkpoint
     if config.count_ngrams:
         run_on_first_process(lambda: write_ngrams(dataset, target, folder, drafter.ngram_path))
-    dist.barrier()  # every process has found its checkpoint
+    # wait until every process has looked for its checkpoint, before folders are removed
+    dist.barrier()
     run_on_first_process(lambda: remove_later_steps(folder, completed_steps))
     schedule = run_on_first_process(
         lambda: resume_schedule(config, len(dataset), folder, completed_steps)
@@ -97,8 +99,9 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 
     if config.anchors_per_sequence < user_config.anchors_per_sequence:
         notes.append(
-            f"anchors_per_sequence={user_config.anchors_per_sequence}: no training row can have "
-            f"more than {config.anchors_per_sequence}"
+            f"anchors_per_sequence={user_config.anchors_per_sequence} is reduced to "
+            f"{config.anchors_per_sequence}, because no packed training sequence can have more "
+            "anchors"
         )
     notes += [line for line in (self_check_line, summary, prompts_note) if line]
     return RunState(config, folder, device, target, dataset, drafter, engine, schedule, notes)
@@ -107,20 +110,20 @@ def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) ->
 def load_dataset(
     config: TrainConfig, target: Target, stored_features: StoredFeatures | None
 ) -> "tuple[StoredFeatures | Dataset, ExampleCounts | None]":
-    """Return the packed sequences, and the counts of used and excluded examples, which are not
-    known for stored features."""
+    """Return the packed training sequences, and the counts of used and excluded examples. With
+    stored features, the counts are not known and None is returned instead."""
     if stored_features is not None:
         return stored_features, None
     prepared = load_packed_sequences(config, target)
-    assert prepared.dataset is not None  # without any, loading has raised
+    assert prepared.dataset is not None  # `load_packed_sequences` raises an error otherwise
     return prepared.dataset, prepared.counts
 
 
 def create_drafter(
     config: TrainConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> Drafter:
-    """Return the drafter that training starts from. A reduced vocabulary has the most frequent
-    tokens of the training data."""
+    """Return the drafter that training starts from. If a reduced vocabulary is configured, it has
+    the most frequent tokens of the training data."""
     draft_tokens = None
     if config.drafter.draft_vocab_size:
         draft_tokens = find_frequent_tokens(dataset, config.drafter.draft_vocab_size, target)
@@ -130,18 +133,26 @@ def create_drafter(
 def print_overview(
     lines: list[str], example_counts: "ExampleCounts | None", memory_line: str
 ) -> None:
-    """Print the run's overview in the first process. It is printed before the self-check, which can
-    take minutes with a large model."""
+    """Print the run's overview, in the first process only.
+
+    lines: the result of `describe_run`. example_counts: counts of used and excluded examples, None
+    if they are not known. memory_line: a line about the memory of a step. The overview is printed
+    before the self-check, because the self-check can take minutes with a large model.
+    """
     if dist.get_rank() > 0:
         return
     example_lines = [] if example_counts is None else example_counts.format_lines()
-    # the lines about examples belong behind the second one, which describes the data
+    # the second line describes the data, so the lines about examples follow it
     print(*lines[:2], *example_lines, *lines[2:], memory_line, sep="\n", flush=True)
 
 
 def place_target(target: Target, config: TrainConfig, device: torch.device) -> None:
-    """Shard the target over the processes' devices if `target.shard`. With stored features, free
-    its decoder layers: a new drafter has already copied its initial weights from them."""
+    """Shard the target over the devices of all processes if target.shard=true. With stored
+    features, free the target's decoder layers.
+
+    The drafter must exist already, because a new drafter copies its initial weights from these
+    layers.
+    """
     if config.target.shard:
         shard_target(target, device)
     if config.features:
@@ -155,13 +166,13 @@ def build_checked_engine(
     config: TrainConfig,
     device: torch.device,
 ) -> "tuple[DeepSpeedEngine, str | None]":
-    """Return the engine around the drafter, and the result of the self-check as a line, None
-    without `self_check`.
+    """Build the DeepSpeed engine around the drafter and run the self-check. Return the engine and a
+    line with the result of the self-check, None with self_check=false.
 
-    Raises Stopped if the first batch's loss differs from the self-check's slow computation, which
-    is made before the engine is built.
+    Raises RunAborted if the loss of the first batch differs from the self-check's slow computation.
+    The slow computation runs before the engine is built.
     """
-    HEARTBEAT.set_activity("checking a step against a plain computation")
+    HEARTBEAT.set_activity("self-check: comparing the loss of a step with a slow computation")
     check = None
     if config.self_check:
         check = TrainingLossCheck(drafter.to(device), target, dataset, config)
@@ -175,8 +186,12 @@ def build_checked_engine(
 def summarise_run(
     config: TrainConfig, drafter: Drafter, target: Target, num_sequences: int, completed_steps: int
 ) -> str:
-    """Return one line with the run's name, size and length, and the step that it resumes from. Call
-    it before ZeRO stage 3 shards the parameters."""
+    """Return a line with the run's name, its number of parameters, its data and length, and the
+    step that it resumes from.
+
+    Call this function before the engine is built: with ZeRO stage 3, the engine shards the
+    parameters, and their number would be wrong.
+    """
     trainable_parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
@@ -191,7 +206,7 @@ def summarise_run(
 
 
 def remove_later_steps(folder: Path, step: int) -> None:
-    """Remove log lines of steps after `step`, which the resumed run repeats, and superseded
-    training states."""
+    """Remove the log lines of steps after `step`, because the resumed run takes these steps again.
+    Also remove training states that the one of `step` supersedes."""
     trim_step_metrics(folder / METRICS_FILE, step)
     remove_superseded_states(folder, step)

@@ -1,8 +1,8 @@
 """The state of a run, and the resolution of its configuration.
 
-The configuration is resolved twice: `resolve_config` before the target is loaded (its result is
-written to config.json), and `complete_config` when target and training data are loaded. Nothing
-else changes it.
+The configuration is resolved in two steps. `resolve_config` runs before the target is loaded; its
+result is written to config.json. `complete_config` runs when target and training data are loaded.
+Nothing else changes the configuration.
 """
 
 import json
@@ -60,14 +60,14 @@ class TrainingSchedule:
     """The progress of a run, in steps, or in seconds if `optim.max_minutes` limits it."""
 
     optim: OptimConfig
-    length: float  # of the run: steps, or seconds with optim.max_minutes
+    length: float  # length of the run in steps, or in seconds with optim.max_minutes
     checkpoints: int  # number of checkpoints, evenly spaced over the run
-    step: int  # completed steps
-    seconds: float  # duration of the completed steps
+    step: int  # number of completed steps
+    seconds: float  # duration of all completed steps
 
     @property
     def elapsed(self) -> float:
-        """The completed steps, or their seconds with optim.max_minutes."""
+        """The number of completed steps, or with optim.max_minutes their duration in seconds."""
         return self.step if self.optim.max_minutes is None else self.seconds
 
     @property
@@ -77,8 +77,8 @@ class TrainingSchedule:
 
     @property
     def estimated_steps(self) -> int:
-        """The number of steps of the whole run; with optim.max_minutes an estimate from the
-        completed steps."""
+        """The number of steps of the whole run. With optim.max_minutes, it is estimated from the
+        duration of the completed steps."""
         if self.step == 0:
             return round(self.length)
         return max(self.step, round(self.length / max(self.elapsed, 1e-9) * self.step))
@@ -89,10 +89,10 @@ class TrainingSchedule:
         return cosine_learning_rate(self.optim, self.elapsed, self.length)
 
     def advance(self, seconds: float) -> bool:
-        """Count one step and return whether a checkpoint is due.
+        """Count one completed step, and return whether a checkpoint must be saved after it.
 
-        seconds: duration of all completed steps, including this one. The last checkpoint is due at
-        the end of the run.
+        seconds: duration of all completed steps, including this one. The last checkpoint is saved
+        at the end of the run.
         """
         elapsed_before = self.elapsed
         self.step += 1
@@ -108,15 +108,15 @@ class TrainingSchedule:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that training steps need, loaded once."""
+    """Everything that training steps need. It is loaded once, before the first step."""
 
-    config: TrainConfig  # complete
-    folder: Path
+    config: TrainConfig  # the result of `complete_config`
+    folder: Path  # the run's folder
     device: torch.device
-    target: Target  # frozen
-    dataset: "StoredFeatures | Dataset"
-    drafter: Drafter  # trained
-    engine: "DeepSpeedEngine"  # around the drafter
+    target: Target  # the frozen target
+    dataset: "StoredFeatures | Dataset"  # packed training sequences
+    drafter: Drafter  # the drafter that is trained
+    engine: "DeepSpeedEngine"  # the DeepSpeed engine around the drafter
     schedule: TrainingSchedule
     notes: list[str]  # lines to print before the first step
 
@@ -126,8 +126,8 @@ class RunState:
         return resolve_dtype(self.config.target.dtype, self.device)
 
     def load_decoding_target(self) -> Target:
-        """Return a target to decode with. It is loaded anew with stored features, and if training
-        uses another dtype."""
+        """Return the target for evaluations. It is the target of training steps, if that has all
+        layers and the right dtype; otherwise another copy is loaded."""
         if self.config.features is None and self.target.dtype == self.decoding_dtype:
             return self.target
         return load_frozen_target(self.config, self.device, self.decoding_dtype)
@@ -136,8 +136,11 @@ class RunState:
 def resume_schedule(
     config: TrainConfig, num_sequences: int, folder: Path, step: int
 ) -> TrainingSchedule:
-    """Return the schedule of a run that has completed `step` steps. The log, which must end with
-    that step, says how long the steps took."""
+    """Return the schedule of a run that has completed `step` steps.
+
+    num_sequences: number of packed training sequences. folder: the run's folder. Its log must end
+    with `step`; the duration of the completed steps is read from it.
+    """
     seconds = 0.0
     for line in read_step_metrics(folder):
         seconds = max(seconds, line.get("seconds", 0.0))
@@ -154,10 +157,11 @@ def load_frozen_target(
     dtype: torch.dtype,
     stored_features: StoredFeatures | None = None,
 ) -> Target:
-    """Load the target onto the device, or onto the host if it will be sharded.
+    """Load the target in `dtype`. It is loaded onto the device, or with target.shard=true into host
+    memory, because it will be sharded later.
 
-    With stored features, only the embedding, the head, and the layers that initialise a new drafter
-    are loaded.
+    With stored features, only a part of the target is loaded: the embedding, the head, and the
+    layers that a new drafter copies its initial weights from.
     """
     options = config.target
     layers = None
@@ -173,13 +177,15 @@ def load_frozen_target(
 
 
 def resolve_config(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return the configuration with the options of `drafter.init` and with the run's precision.
+    """Return the configuration with the options of the existing drafter that drafter.init names,
+    and with the run's precision in place of optim.precision=auto.
 
-    Raises ValueError if the drafter does not fit the target, and if its head cannot be trained as
-    configured.
+    Raises ValueError if the drafter does not fit the target, and if the drafter's conditional head
+    cannot be trained as configured.
     """
     config = replace(config, drafter=resolve_drafter_options(config.drafter, config.target))
-    if config.drafter.init is None:  # an existing drafter has its own config
+    # the config of a new drafter is built only to check its options; an existing one has a config
+    if config.drafter.init is None:
         hf_config = load_config(config.target.path, config.target.trust_remote_code)
         build_drafter_config(config.drafter, None, hf_config.get_text_config())
     check_head_training(config)
@@ -192,14 +198,16 @@ def complete_config(
 ) -> tuple[TrainConfig, str]:
     """Return the configuration that training steps use, and a line about the memory of a step.
 
-    Completed are: the drafter's defaults as they were when the run started, its mask token, the
-    number of anchors (at most as many as a packed sequence can have), and `gradient_checkpointing`.
+    Four things are decided here: the drafter's options that are None, which get the defaults of the
+    time when the run started; the drafter's mask token; `anchors_per_sequence`, which is reduced to
+    the number of anchors that a packed sequence can have; and `gradient_checkpointing`.
     """
     drafter_options = set_mask_token(use_recorded_defaults(config), target, dataset)
     anchors = run_on_first_process(lambda: limit_anchors(dataset, config))
     config = replace(config, drafter=drafter_options, anchors_per_sequence=anchors)
 
-    # The smallest device limits the step, because all devices gather sharded weights together.
+    # The device with the least memory decides for all processes. Their configurations must be the
+    # same, because all processes gather each layer of a sharded model together.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     memory_bytes = torch.tensor(
         available_device_memory(device, local_world_size), dtype=torch.float64
@@ -221,21 +229,27 @@ def complete_config(
 
 
 def resolve_precision(config: TrainConfig, device: torch.device) -> str:
-    """Return the name of the run's `compute_dtype`. With optim.precision=auto, a resumed run keeps
-    the precision that it started with."""
+    """Return the dtype of the drafter's matmuls as the name 'float32' or 'bfloat16'. With
+    optim.precision=auto, a resumed run keeps the dtype that it started with."""
     run = run_folder(config)
     if config.optim.precision == "auto" and has_started(run):
-        with suppress(ValueError, OSError, KeyError):  # a damaged file raises an error later
+        # if the file is damaged, `refuse_other_run` raises an error later
+        with suppress(ValueError, OSError, KeyError):
             recorded_config = json.loads((run / RUN_CONFIG_FILE).read_text())
             return recorded_config["optim"]["precision"]
     return str(compute_dtype(config, device)).removeprefix("torch.")
 
 
 def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options, where options that are None have the values of the run's newest
-    checkpoint. The program's defaults may have changed since the run started."""
+    """Return the drafter's options. Options that are None get the values of the run's newest
+    checkpoint, if there is one.
+
+    The values of the checkpoint are used because the program's defaults may have changed since the
+    run started.
+    """
     for checkpoint in reversed(list_checkpoints(run_folder(config))):
-        with suppress(ValueError, OSError):  # a damaged checkpoint: an older one is the same
+        # a damaged checkpoint is passed over: older checkpoints of the run have the same options
+        with suppress(ValueError, OSError):
             folder = open_drafter_folder(str(checkpoint / "drafter"))
             reading = read_layout(folder)
             if not find_folder_problems(folder, reading):
@@ -251,8 +265,11 @@ def use_recorded_defaults(config: TrainConfig) -> DrafterConfig:
 def set_mask_token(
     options: DrafterConfig, target: Target, dataset: "StoredFeatures | Dataset"
 ) -> DrafterConfig:
-    """Return the options of a new drafter with a mask token that the training data do not contain.
-    Raises ValueError if there is none."""
+    """Return the drafter's options with a mask token. For a new drafter that needs a mask token and
+    has none, a token is chosen that does not occur in the training data.
+
+    Raises ValueError if there is no such token.
+    """
     needs_mask_token = DRAFTER_FAMILIES[options.family].uses_mask_token and options.init is None
     if not needs_mask_token or options.mask_token_id is not None:
         return options
@@ -267,8 +284,11 @@ def set_mask_token(
 
 
 def limit_anchors(dataset: "StoredFeatures | Dataset", config: TrainConfig) -> int:
-    """Return `config.anchors`, or the largest number of anchors that any packed sequence can have,
-    if that is smaller. Slots beyond it would be computed for nothing."""
+    """Return the number of anchor slots per packed sequence: `config.anchors_per_sequence`, or the
+    largest number of anchors that any packed sequence can have, if that is smaller.
+
+    More slots would be empty in every sequence, and would still be computed.
+    """
     max_anchors = 1
     columns = zip(
         iterate_column(dataset, "loss"), iterate_column(dataset, "documents"), strict=True
@@ -288,14 +308,14 @@ def describe_run(
     draft_tokens: torch.Tensor | None,
     device: torch.device,
 ) -> list[str]:
-    """Return the lines of the run's overview: target, data, length and precision, and the coverage
-    of a reduced vocabulary.
+    """Return the lines of the run's overview: one about the target, one about the data, one about
+    length and precision, and one about a reduced vocabulary if the drafter has one.
 
-    draft_tokens: (R,) the ids of a drafter with a reduced vocabulary, else None.
+    draft_tokens: (tokens,) the token ids of the reduced vocabulary, None without one.
     """
     hf_config = target.config
     target_line = (
-        f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of "
+        f"target     {config.target.path}, {hf_config.num_hidden_layers} layers of hidden size "
         f"{hf_config.hidden_size}, {number_format_name(target)}"
     )
     if config.target.chat_template_kwargs:
@@ -313,12 +333,11 @@ def describe_run(
 
     anchor_limit = ""
     if config.anchors_per_document:
-        anchor_limit = f", at most {config.anchors_per_document} a document"
+        anchor_limit = f" and at most {config.anchors_per_document} per document"
     precision = str(compute_dtype(config, device)).removeprefix("torch.")
     run_line = (
         f"run        {describe_run_length(config, num_sequences)} of {config.optim.batch_size} "
-        f"rows, {config.anchors_per_sequence} blocks a row{anchor_limit}, matrix products in "
-        f"{precision}"
+        f"rows, {config.anchors_per_sequence} blocks per row{anchor_limit}, matmuls in {precision}"
     )
 
     lines = [target_line, data_line, run_line]
@@ -326,18 +345,19 @@ def describe_run(
         counts = count_learned_tokens(dataset, target)
         coverage_percent = 100 * counts[draft_tokens].sum() / counts.sum()
         lines.append(
-            f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens: {coverage_percent:.1f} "
-            "% of those to learn from"
+            f"vocabulary {len(draft_tokens):,} of {len(counts):,} tokens, which cover "
+            f"{coverage_percent:.1f} % of the tokens to learn from"
         )
     return lines
 
 
 def describe_data(data: DataConfig) -> str:
-    """Name the training data, and who generated its answers if that is known."""
+    """Return a text that names the training data, and who generated its answers if this is
+    known."""
     if data.source == "hub":
         return (
-            f"{data.path} ({data.split}), answers as published, not generated by this target: see "
-            "./launch.sh regenerate"
+            f"{data.path} ({data.split}), with answers that were published and not generated by "
+            "this target (./launch.sh regenerate lets the target generate them)"
         )
     if data.source == "mixture":
         return " + ".join(f"{entry.path} x {entry.weight:g}" for entry in data.datasets)

@@ -24,15 +24,15 @@ def test_examples_are_counted_and_shown_with_the_learnt_text(tmp_path, capsys):
     assert (
         "201 read: 179 used, 21 held out, 1 excluded, 0 invalid" in output
     )  # one of ten is held out for evaluation
-    assert "89 chats, 90 other texts" in output
+    assert "89 chats and 90 other texts" in output
     assert (
         "excluded   1: the chat template does not show the tool calls of an answer unchanged"
         in output
     )
     assert (
-        "answers    268, of which 90 were cut by a limit" in output
-        and "template   options none" in output
+        "answers    268, of which 90 were cut by a token limit" in output
+        and "template   chat template variables: none" in output
     )
-    assert "What?\n⟦That" in output and "⟧" in output.split("And 1?")[1] and "(median)" in output
+    assert "What?\n⟦That" in output and "⟧" in output.split("And 1?")[1] and "median " in output
     with pytest.raises(ValueError, match=r"enable_thinking: this model's chat template has"):
         run(composed("data", DataCommand, ["+target.chat_template_kwargs.enable_thinking=false"]))

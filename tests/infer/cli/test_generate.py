@@ -60,7 +60,7 @@ def test_standard_output_has_only_the_answer(shallow_target, monkeypatch, capsys
 )
 def test_quantization_without_a_drafter_is_refused_before_loading(options, monkeypatch):
     monkeypatch.setattr("infer.targets.loading.load_configured_target", None)
-    with pytest.raises(ValueError, match=r"drafter\.quantization=int8: leave it out"):
+    with pytest.raises(ValueError, match=r"drafter\.quantization=int8 has no effect"):
         module.run(GenerateCommand(drafter=LoadedConfig("int8"), **options))
 
 

@@ -159,7 +159,7 @@ def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
         and ".svg" not in text
     )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no drafter"):
+    with pytest.raises(ValueError, match="contains no drafter"):
         write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")
 
 
@@ -215,9 +215,9 @@ def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
         run.write_text(before)
     assert card.data.datasets == ["someone/chats"]
     assert (
-        "someone/chats (weight 2); files of the publisher's own (weight 1). "
-        "It goes on from someone/first." in card.text
-    )
+        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from "
+        "someone/first."
+    ) in card.text
 
 
 def test_dart_is_served_by_those_who_read_it(make_tiny, tmp_path):

@@ -161,7 +161,7 @@ def test_an_evaluation_respects_its_time_limit(make_tiny, minutes):
     if minutes is None:
         assert notes == [(3, None)] * 2
     else:
-        note = "evaluation.max_minutes=1e-09 had time for 1 of 3 prompts, and none for outside"
+        note = "evaluation.max_minutes=1e-09 had time for 1 of 3 prompts, and no time for outside"
         assert notes == [(1, note)]
         assert f"\n{note}" in format_evaluation(evaluation)
 

@@ -166,14 +166,11 @@ def test_no_difference_is_in_colour_alone(tmp_path):
         assert re.search(rule, REPORT_TEMPLATE), kind
     for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
         assert f'class="{kind} token">{sign}</text>' in text
-    assert "A draft tree of 2 tokens behind &#39;(&#39;: accepted &#39;a&#39;; rejected 1" in text
+    assert "A draft tree of 2 tokens after &#39;(&#39;. Accepted tokens: &#39;a&#39;." in text
     # a label is on the side of its line that the line does not come from
     assert re.findall(
         r'<text x="(\d+)"( text-anchor="end")? y="\d+" class="share">(\S+)<', text
-    ) == [
-        ("37", ' text-anchor="end"', "60%"),
-        ("119", "", "30%"),
-    ]
+    ) == [("37", ' text-anchor="end"', "60%"), ("119", "", "30%")]
     chart = re.search(r"<figure>.*?</figure>", text, re.DOTALL)[0]
     dashes = [
         re.search('stroke-dasharray="([^"]*)"', line)
@@ -205,8 +202,8 @@ def test_the_headline_says_tau_then_its_meaning_then_this_machine():
     assert "at most 1.80 times as fast" in meaning and "a pass over 8 tokens" in meaning
     assert machine == (
         "On this machine (CPU, 2 threads) the chain is 1.40 times as fast as plain decoding, "
-        "DDTree 16 is 1.40 times as fast, DDTree + n-grams 64 is 1.90 times as fast, "
-        "n-grams alone 64 is 0.80 times as fast (slower)."
+        "DDTree 16 is 1.40 times as fast, DDTree + n-grams 64 is 1.90 times as fast, n-grams "
+        "alone 64 is 0.80 times as fast (slower)."
     )
     assert outputs == "On the one prompt every method wrote exactly what plain decoding wrote."
     assert format_headline(result) == " ".join(list_findings(result))
@@ -328,7 +325,10 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
         (tmp_path / "evaluation.json").write_text(json.dumps(data | {"newer": 1}))
         assert read_result(tmp_path / "evaluation.json", Evaluation) == evaluation
     (tmp_path / "evaluation.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"evaluation\.json holds no Evaluation: .*target"):
+    with pytest.raises(
+        ValueError,
+        match=r"evaluation\.json does not contain a result of the type Evaluation: .*target",
+    ):
         read_result(tmp_path / "evaluation.json", Evaluation)
 
 

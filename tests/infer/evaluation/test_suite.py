@@ -256,7 +256,8 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(suite_folder):
     )
     assert left_out == 3 and len(results[0].sequences) == 1 + 3
     with pytest.raises(
-        ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"
+        ValueError,
+        match=r"Long: no question together with 6 new tokens fits into the target's 512 positions",
     ):
         evaluate_suite(
             target,

@@ -211,7 +211,7 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
     model = make_masked()
     with pytest.raises(ValueError, match="method=guided: use plain"):
         generate(target, None, [1, 2], method="guided")
-    with pytest.raises(ValueError, match="drafts for itself: give None as its drafter"):
+    with pytest.raises(ValueError, match="cannot be used with a drafter: give None as the drafter"):
         generate(model, drafter, [1, 2], max_new_tokens=8)
     with pytest.raises(ValueError, match="does not support logits processors"):
         generate(model, None, [1, 2], max_new_tokens=8, processors=[lambda ids, scores: scores])
@@ -219,12 +219,14 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [[]], max_new_tokens=8)
     with pytest.raises(ValueError, match="token 64 does not exist, the model has 0 to 63"):
         generate(model, None, [64], max_new_tokens=8)
-    with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
+    with pytest.raises(ValueError, match="may take 129 positions together, and the target has 128"):
         generate(model, None, [1] * 113, max_new_tokens=15)  # 15 tokens take blocks of 16 positions
     assert is_masked_diffusion(str(folder)) and not is_masked_diffusion("embedded")
     assert set(REMOTE_CODE_MODEL_TYPES) == set(MASKED_DIFFUSION_TARGET_KIND.model_types)
     (folder / "model.safetensors").unlink()  # both are refused before weights are read
-    with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
+    with pytest.raises(
+        ValueError, match="is a masked diffusion model, which cannot be used with a drafter"
+    ):
         load_target_and_drafters(TargetConfig(str(folder)), ["no/such/drafter"])
     with pytest.raises(
         ValueError, match="^target.path=embedded: this qwen3 model is no masked diffusion model"

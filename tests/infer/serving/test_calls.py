@@ -38,19 +38,18 @@ WEATHER_CALL = '{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}'
 # By format: a text, and its reasoning, content and calls.
 FORMAT_SAMPLES = {
     "hermes": (
-        f"<think>\nHm, < 3.\n</think>\n\nSo: \n<tool_call>\n{WEATHER_CALL}\n</tool_call>\n"
-        "<tool_call>\n"
-        '{"name": "now", "arguments": {}}\n</tool_call>',
+        "<think>\nHm, < 3.\n</think>\n\nSo: "
+        f'\n<tool_call>\n{WEATHER_CALL}\n</tool_call>\n<tool_call>\n{{"name": "now", "arguments": '
+        f"{{}}}}\n</tool_call>",
         ("Hm, < 3.", "So:", [("weather", {"city": "Ulm", "days": 2}), ("now", {})]),
     ),
     "tags": (
-        "One\n\n<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n"
-        "</parameter>\n</function>\n</tool_call>",
+        "One\n\n<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
         (None, "One", [("weather", {"city": "Ulm", "days": 2})]),
     ),
     "llama3": (
-        f"<|python_tag|>{WEATHER_CALL.replace('arguments', 'parameters')}; "
-        '{"name": "now", "parameters": {}}',
+        f'<|python_tag|>{WEATHER_CALL.replace("arguments", "parameters")}; {{"name": "now", '
+        f'"parameters": {{}}}}',
         (None, None, [("weather", {"city": "Ulm", "days": 2}), ("now", {})]),
     ),
     "reasoning": ("<think>a</think> b ", ("a", "b ", [])),
@@ -186,7 +185,7 @@ def test_grammars_support_schema_references_and_special_tokens(embedded):
                 matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
             ) == right, words
         assert answer_format.needs_special_tokens
-    with pytest.raises(ValueError, match="use auto"):
+    with pytest.raises(ValueError, match="use tool_choice="):
         AnswerFormat(tokenizer, TOOL_CALL_FORMATS["tags"]).build_grammar([tool], False, False)
 
 
@@ -367,14 +366,14 @@ WIDE_TOOL = {
 @pytest.mark.parametrize(
     "fields, expected_message",
     [
-        ({"tools": TOOL_DEFINITIONS[:1] * 2}, "two have one name"),
-        ({"tool_choice": "required"}, "no such tool"),
+        ({"tools": TOOL_DEFINITIONS[:1] * 2}, "two tools have the same name"),
+        ({"tool_choice": "required"}, "a tool that is not in tools"),
         (
             {
                 "tools": TOOL_DEFINITIONS,
                 "tool_choice": {"type": "function", "function": {"name": "x"}},
             },
-            "no such tool",
+            "a tool that is not in tools",
         ),
         (
             {
@@ -382,7 +381,7 @@ WIDE_TOOL = {
                 "tool_choice": "required",
                 "response_format": {"type": "json_object"},
             },
-            "json_schema too",
+            "constraint json_schema",
         ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         (

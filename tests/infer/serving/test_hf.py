@@ -211,17 +211,14 @@ def test_supported_processors_become_options_and_others_stay():
     assert _extract_options([penalty_after_prompt], 0) == (
         {},
         [penalty_after_prompt],
-    ) and _extract_options([penalty], 2) == (
-        {},
-        [penalty],
-    )
+    ) and _extract_options([penalty], 2) == ({}, [penalty])
 
 
 @pytest.mark.parametrize(
     ("settings", "expected_message"),
     [
         ({"num_beams": 2}, "num_beams=2"),
-        ({"encoder_repetition_penalty": 1.5}, "one prompt at a time"),
+        ({"encoder_repetition_penalty": 1.5}, "work with a single prompt"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ],
 )

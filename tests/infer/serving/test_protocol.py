@@ -22,9 +22,9 @@ from infer.utils.chat_template import place_reasoning
 
 QUESTION_MESSAGES = [{"role": "user", "content": "def read(path):"}]
 NAMED_TEMPLATE = (
-    "{% if shout is defined and shout %}LOUD {% endif %}{% for m in messages %}"
-    "{% if m.name %}{{ m.name }}: {% endif %}"
-    "{% if m.thinking %}({{ m.thinking }}) {% endif %}{{ m['content'] }}{% endfor %}"
+    "{% if shout is defined and shout %}LOUD {% endif %}{% for m in messages %}{% if m.name %}{{ "
+    "m.name }}: {% endif %}{% if m.thinking %}({{ m.thinking }}) {% endif %}{{ m['content'] }}{% "
+    "endfor %}"
 )
 
 
@@ -81,10 +81,7 @@ NEUTRAL_FIELDS = {
 def test_neutral_fields_pass(client, name):
     assert create_chat(client, extra_body={name: NEUTRAL_FIELDS[name]}).choices[
         0
-    ].finish_reason in (
-        "length",
-        "stop",
-    )
+    ].finish_reason in ("length", "stop")
 
 
 def test_an_answer_can_be_sent_back_unchanged(client):
@@ -163,8 +160,8 @@ def test_tools_are_refused_without_a_parser(client, monkeypatch):
     )
     tools = [{"type": "function", "function": {"name": "now"}}]
     sentence = (
-        "tools: the parser of tool calls is not in this installation: "
-        "infer/serving/gone.py is missing"
+        "tools: the parser of tool calls is not in this installation: infer/serving/gone.py is "
+        "missing"
     )
     with pytest.raises(openai.BadRequestError, match=sentence):
         create_chat(client, tools=tools)
@@ -179,15 +176,18 @@ STREAM_FIELDS = {"stream": True}
 @pytest.mark.parametrize(
     ("fields", "expected_message"),
     [
-        ({"stream_options": {"include_usage": True}}, "for streams only"),
-        ({"trace": True}, "for streams only"),
+        ({"stream_options": {"include_usage": True}}, "work with stream=true only"),
+        ({"trace": True}, "work with stream=true only"),
         (
             STREAM_FIELDS | {"stream_options": {"include_usages": True}},
             "stream_options.include_usages",
         ),
-        ({"top_logprobs": 2}, "top_logprobs: with logprobs=true only"),
-        ({"max_completion_tokens": 9}, "max_tokens: is the old name of max_completion_tokens"),
-        ({"messages": [{"role": "user", "contents": "x"}]}, "messages.0: it has no content"),
+        ({"top_logprobs": 2}, "top_logprobs works with logprobs=true only"),
+        ({"max_completion_tokens": 9}, "max_tokens is the old name of max_completion_tokens"),
+        (
+            {"messages": [{"role": "user", "contents": "x"}]},
+            'messages.0: the message has no field "content"',
+        ),
         ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages.0.name"),
         (
             {"messages": [{"role": "assistant", "content": None, "audio": {"id": "1"}}]},
@@ -326,11 +326,7 @@ def test_every_malformed_field_is_refused_with_a_message(load_program):
                 )
                 assert answer.status_code in (
                     (200, 400, 404) if field == ("model",) else (200, 400)
-                ), (
-                    field,
-                    value,
-                    answer.text,
-                )
+                ), (field, value, answer.text)
                 if answer.status_code != 200:
                     refused.add(field[-1])
                     assert len(answer.json()["error"]["message"].split()) > 1, (
@@ -351,7 +347,7 @@ def test_every_malformed_field_is_refused_with_a_message(load_program):
         ({"guided_regex": "("}, "regex"),
         ({"guided_json": {"type": "nonsense"}}, "json_schema"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema.schema go together"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be given together"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a{3000000}"}, "forces more than 2048 bytes"),
         (

@@ -152,7 +152,7 @@ def test_a_run_without_a_server_ends_and_can_be_continued(run_server, tmp_path, 
     chats = make_chats(20)
     with (
         run_server(dies_after=9) as url,
-        pytest.raises(ValueError, match="has not answered for"),
+        pytest.raises(ValueError, match="has accepted no connection for"),
     ):
         client = OpenAIClient(url, CHAT_OPTIONS, 2)
         regenerate_answers(chats, client.answer_examples, out, {}, 0)

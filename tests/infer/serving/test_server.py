@@ -179,7 +179,7 @@ def test_models_health_metrics(served, client):
 @pytest.mark.parametrize(
     ("body", "status", "expected_message"),
     [
-        ({"prompt": "x", "model": "gpt-9"}, 404, "the model here is embedded, not gpt-9"),
+        ({"prompt": "x", "model": "gpt-9"}, 404, "this server has no model 'gpt-9'"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         (
             {"prompt": "x", "max_tokens": SERVER_CAPACITY + 1},
@@ -237,7 +237,7 @@ def test_malformed_http_requests_are_refused(served, client):
     )
     with pytest.raises(openai.BadRequestError, match="at least one token"):
         client.completions.create(model="embedded", prompt="")
-    with pytest.raises(openai.NotFoundError, match="the model here is embedded"):
+    with pytest.raises(openai.NotFoundError, match="this server has no model"):
         client.completions.create(model="other", prompt="x")
 
 

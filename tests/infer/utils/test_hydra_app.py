@@ -109,7 +109,7 @@ INVALID_ARGUMENTS = [
     ("train", ["optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
     ("train", ["seed=" + "9" * 30], "between -2**62 and 2**62"),
     ("train", ["optim.betas=[0.9,1.0]"], "optim.betas=[0.9, 1.0]"),
-    ("train", ["name=../x"], "name=../x: a plain folder name"),
+    ("train", ["name=../x"], "name=../x is not allowed: the name of a run"),
     ("train", ["data=jsonl"], "data.path"),
     ("train", ["data=gone.jsonl"], "data.path=gone.jsonl: no such file or folder"),
     ("train", ["deepspeed.stage=1"], "optim.name=muon"),
@@ -118,7 +118,7 @@ INVALID_ARGUMENTS = [
     (
         "train",
         ["anchors_per_sequence=5000"],
-        "a row of data.length=256 tokens has room for 254 at most",
+        "a packed sequence of data.length=256 tokens has room for at most 254 anchors",
     ),
     ("eval", ["optim=laptop"], "Could not override 'optim'"),
     ("generate", ["def f(x):"], "See https://hydra.cc"),

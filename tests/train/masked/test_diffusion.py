@@ -249,7 +249,7 @@ def test_the_bound_falls_and_a_run_is_not_overwritten(small, tmp_path):
     bounds = [line["held_out_nats_per_token"] for line in lines if "loss" not in line]
     assert len(bounds) == 4 and bounds[-1] == bound < bounds[0] - 0.1
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match="holds a run, and this command cannot resume it"):
+    with pytest.raises(ValueError, match="already has a run, and this command cannot resume a run"):
         train_diffusion_model(small(tmp_path / "run"))
 
 
@@ -319,12 +319,12 @@ def test_the_folder_is_an_ordinary_model(small, start_folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["block_length=257"], "block_length=257: it must be from 1 to length=256 tokens, or null"),
+        (["block_length=257"], "it must be from 1 to length=256 tokens, or null"),
         (["batch_size=3"], "batch_size=3 cannot be divided evenly among 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
         (["length=8", "block_length=4"], "data.length=8 is too small; set it to at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
-        (["mask_token_id=512"], "mask_token_id=512: it must be an id of the vocabulary, 0 to 511"),
+        (["mask_token_id=512"], "it must be an id of the vocabulary, from 0 to 511"),
         (["init=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )
@@ -346,7 +346,7 @@ def test_a_vocabulary_without_a_free_id_is_refused(small, start_folder, tmp_path
     tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        ValueError, match="no token id is free for the mask: choose one with mask_token_id=<id>"
+        ValueError, match="has no unused token id for the mask token: choose an id with mask_token"
     ):
         train_diffusion_model(small(tmp_path / "run", init=str(folder)))
 
@@ -363,6 +363,6 @@ def test_a_model_with_another_architecture_is_refused(tmp_path):
     )
     AutoTokenizer.from_pretrained(EMBEDDED_TARGET_FOLDER).save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match="model_type llama is not supported, give a model of qwen3"
+        ValueError, match="model_type llama is not supported. Give a model of the type qwen3"
     ):
         train_diffusion_model(DiffusionConfig(out=str(tmp_path / "run"), init=str(tmp_path)))

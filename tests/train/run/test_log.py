@@ -110,8 +110,8 @@ def wandb(monkeypatch):
 @pytest.mark.parametrize(
     "broken, logged, message",
     [
-        ("online", [], "wandb is not used (no network): WANDB_MODE=offline needs no network"),
-        ("log", [], "wandb failed and is not used from now on: server error"),
+        ("online", [], "wandb could not be started and is not used (no network)"),
+        ("log", [], "wandb failed (server error) and is not used from now on"),
     ],
 )
 def test_errors_of_wandb_do_not_stop_a_run(

@@ -34,7 +34,7 @@ def test_the_tokens_are_the_most_frequent_ones(small, run_here, shallow, tmp_pat
     drafter = load_drafter(run / "checkpoints" / "best")
     assert drafter.vocabulary.tokens.tolist() == expected
     percent = 100 * sum(counts[token] for token in expected) / counts.total()
-    line = f"vocabulary 60 of 512 tokens: {percent:.1f} % of those to learn from"
+    line = f"vocabulary 60 of 512 tokens, which cover {percent:.1f} % of the tokens to learn from"
     assert line in capsys.readouterr().out
     state = load_training_state(find_newest_checkpoint(run)[0])
     assert state["d2t"].dtype == torch.int64
