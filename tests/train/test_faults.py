@@ -177,7 +177,9 @@ def test_a_run_that_was_copied_with_links_followed_says_what_to_delete(
     options += [f"runs_dir={tmp_path}/copies"]
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "load_frozen_target", fail_to_load)
-        with pytest.raises(ValueError, match="checkpoints/best must be a link .* delete it"):
+        with pytest.raises(
+            ValueError, match="checkpoints/best must be a link .* Delete the folder"
+        ):
             run_here(small(*options))
     shutil.rmtree(copy / "checkpoints" / "best")
     assert (run_here(small(*options)) / "checkpoints" / "best").is_symlink()

@@ -126,7 +126,7 @@ INVALID_ARGUMENTS = [
     (
         "generate",
         ["decoding.method=static", "decoding.budget=auto"],
-        "give method=static a number of nodes",
+        "give budget as a number of nodes",
     ),
 ]
 

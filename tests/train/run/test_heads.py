@@ -97,7 +97,7 @@ def test_a_drafter_without_a_head_gets_one(small, run_here, shallow, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["trainable=head"], "give drafter.init="),
+        (["trainable=head"], "with drafter.init="),
         (["head=markov", "deepspeed=zero3"], "head=markov does not support deepspeed.stage=3"),
         (["objective.marginal_weight=1"], "objective.marginal_weight=1.0 needs head=markov"),
         (["head=swiglu", "objective.marginal_weight=1"], "and head=swiglu is given"),
