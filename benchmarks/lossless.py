@@ -21,7 +21,7 @@ from infer.evaluation.lossless import classify_difference
 from infer.evaluation.metrics import acceptance_length, count_tokens_and_rounds
 
 
-def list_engines(args: argparse.Namespace) -> list[EngineConfig]:
+def list_compatible_engines(args: argparse.Namespace) -> list[EngineConfig]:
     """Return the methods that are compared, with their budgets."""
     engines = [EngineConfig("chain", 1024)]
     engines += [EngineConfig("ddtree", budget) for budget in args.budgets]
@@ -97,7 +97,7 @@ def main() -> None:
                 outputs = generate_with_transformers(target, prompts, args.new_tokens)
                 report(f"{label} transformers generate", outputs, 1.0)
             for drafter in drafters:
-                for engine in list_engines(args):
+                for engine in list_compatible_engines(args):
                     # A sampled static tree has the same distribution, not the same output.
                     if engine.method == "static" and temperature > 0:
                         continue

@@ -43,11 +43,11 @@ def prepare_teacher(
     if divergence.value_and_gradient is None or not reads_probabilities:
         return TeacherChunk(logits, None, likeliest_tokens)
     slices = logits.split(_count_slice_rows(logits))
-    negative_entropy = torch.cat([_softmax_in_place(rows) for rows in slices])
+    negative_entropy = torch.cat([_softmax_in_place_with_negative_entropy(rows) for rows in slices])
     return TeacherChunk(logits, negative_entropy, likeliest_tokens)
 
 
-def _softmax_in_place(logits: torch.Tensor) -> torch.Tensor:
+def _softmax_in_place_with_negative_entropy(logits: torch.Tensor) -> torch.Tensor:
     """Replace logits (rows, V) by probabilities p and return sum_v p log p, (rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)

@@ -119,11 +119,11 @@ def run_study(config: StudyCommand) -> None:
             if not result_file.exists():
                 train_in_subprocess(run)
                 if evaluator is None:
-                    evaluator = DrafterComparison(config)
+                    evaluator = DrafterComparer(config)
                 write_json(result_file, evaluator.replay_run(folder))
             results.setdefault(variant, []).append(json.loads(result_file.read_text()))
         if evaluator is None:
-            evaluator = DrafterComparison(config)
+            evaluator = DrafterComparer(config)
         round_seconds = evaluator.time_rounds(timed_runs)
     write_study_table(results, round_seconds, Path(config.out))
 
@@ -159,7 +159,7 @@ def train_in_subprocess(run: TrainConfig) -> None:
         )
 
 
-class DrafterComparison:
+class DrafterComparer:
     """Compares drafters on the same texts: the target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
@@ -255,9 +255,9 @@ def write_study_table(
     """Print and write a table with one line per variant, and write a figure. The variants are
     sorted by their acceptance length with trees, the largest first.
 
-    results: for each variant, the results of its runs (from `DrafterComparison.replay_run`). The
+    results: for each variant, the results of its runs (from `DrafterComparer.replay_run`). The
         first variant is the one that all are compared with.
-    round_seconds: the result of `DrafterComparison.time_rounds`.
+    round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """
     from infer.evaluation.charts import Chart, ChartLine, render_charts

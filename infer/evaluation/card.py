@@ -100,7 +100,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         sources=run_config and "; ".join(dict.fromkeys(describe_data(run_config["data"]))),
         init=run_config and describe_initial_drafter(run_config),
         recipe=run_config and list_recipe(run_config, step_folder),
-        engines=" ".join(list_engines(out)),
+        engines=" ".join(list_compatible_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
         else "dflash",  # these are the names of the methods in vLLM and SGLang
@@ -212,7 +212,7 @@ def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]
     return rows
 
 
-def list_engines(out: Path) -> list[str]:
+def list_compatible_engines(out: Path) -> list[str]:
     """Return the names of the engines that can load an exported drafter's folder."""
     engines = [verdict.engine for verdict in check_engines(out) if not verdict.problems]
     if any(out.glob("*.gguf")):

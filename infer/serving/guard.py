@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HEADER_BYTES = 16 * 1024  # limit of all header names and values together
+MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of all header names and values together
 MAX_CONNECTIONS = 1024  # limit of open connections; further connections get status 503
 # Framing is everything in a chunked request after its headers that is not the body: chunk sizes,
 # chunk extensions and trailers. It may have as many bytes as the body, and this many more.
@@ -198,6 +198,6 @@ def build_uvicorn_config(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HTTP_HEADERS_BYTES,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )

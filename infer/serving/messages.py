@@ -10,7 +10,7 @@ from infer.serving.regeneration_task import parse_call_arguments
 # This field setting makes pydantic stop at the first invalid element of a list. A list may have
 # 100,000 elements, and an error for each would be too much.
 FAIL_FAST_LIST_FIELD = Field(fail_fast=True)
-MAX_TOOL_CALLS_PER_MESSAGE = 128  # maximum number of tool calls in one message
+MAX_TOOL_CALLS_PER_REQUEST_MESSAGE = 128  # maximum number of tool calls in one message
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Message(LenientModel):
     reasoning: str | None = None  # the reasoning, as vLLM names it
     thinking: str | None = None  # the reasoning, as Ollama names it
     name: str | None = None  # the name of the chat participant
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS_PER_MESSAGE)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS_PER_REQUEST_MESSAGE)
     tool_call_id: str | None = None  # id of the call whose result a message with role "tool" has
     # A spoken answer has no text that the chat template could use, so it is refused.
     audio: None = None

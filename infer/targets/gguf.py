@@ -44,7 +44,7 @@ GGUF_SIZE_FIELDS = (
     *("expert_count", "expert_used_count", "expert_feed_forward_length"),
     *("rope.dimension_count", "vocab_size"),
 )
-MERGE_OR_DOWNLOAD_HINT = (
+MERGE_SPLIT_GGUF_HINT = (
     "merge the files of a split model first (llama.cpp's llama-gguf-split --merge), or download "
     "the model again"
 )
@@ -172,7 +172,7 @@ def write_model_folder(file: Path, reader: "GGUFReader", output: Path) -> None:
         }
         result: Any = AutoModelForCausalLM.from_pretrained(**source, **options)
         model, info = result
-        check_loading_info(str(file), model, info, MERGE_OR_DOWNLOAD_HINT)
+        check_loading_info(str(file), model, info, MERGE_SPLIT_GGUF_HINT)
         check_finite(f"target.path={file}", model.named_parameters())
     if pre_tokenizer in DIGIT_SPLITTING_PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(

@@ -86,7 +86,7 @@ LAYOUTS_BY_PROJECTOR_TYPE = {
 }
 # Key: the first name under `architectures` in config.json. Files in the public layout can also have
 # the family's architecture, DFlashDraftModel, which is not in this table.
-LAYOUTS_BY_ARCHITECTURE = {
+CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE = {
     "Qwen3DFlashDraftModel": PUBLIC_DFLASH_LAYOUT,  # NeMo Automodel
     "QwenDFlashDraftModel": CheckpointLayout("AngelSlim"),
     "QwenDFlareDraftModel": CheckpointLayout("AngelSlim", defaults={"layer_fusion": True}),
@@ -154,9 +154,9 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
             last_tap="raw",
         )
     if raw.get("model_type") == TRANSFORMERS_DRAFTER_MODEL_TYPE:
-        return LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
+        return CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
 
-    layout = LAYOUTS_BY_ARCHITECTURE.get(architecture or "")
+    layout = CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE.get(architecture or "")
     if architecture == family.architecture:
         layout = PUBLIC_DFLASH_LAYOUT
     has_family_object = raw.get(family.config_key) is not None
@@ -166,7 +166,7 @@ def find_layout(family: Family, raw: dict[str, Any]) -> CheckpointLayout | None:
     # From here on, the family's keys are at the top level of config.json, as in DeepSpec's and
     # TorchSpec's layouts.
     if architecture == family.architecture:
-        layout = LAYOUTS_BY_ARCHITECTURE["Qwen3DSparkModel"]
+        layout = CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE["Qwen3DSparkModel"]
     return LAYOUTS_BY_MODEL_TYPE.get(str(raw.get("model_type")), layout)
 
 
@@ -195,7 +195,7 @@ def read_config(
     keys = CheckedKeys(raw, objects, layout.defaults, layout.key_names)
     if layout.name not in ("speculators", "transformers", "TorchSpec"):
         layout = LAYOUTS_BY_PROJECTOR_TYPE.get(keys.get("projector_type", ""), layout)
-    if layout is LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
+    if layout is CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]:
         # The layout does not store the size of the vocabulary, so assume the smallest size that
         # includes the mask token.
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)

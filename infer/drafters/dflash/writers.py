@@ -16,7 +16,7 @@ import torch
 from infer.drafters.base import Drafter
 from infer.drafters.config_keys import build_public_config
 from infer.drafters.dflash.layouts import (
-    LAYOUTS_BY_ARCHITECTURE,
+    CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE,
     LAYOUTS_BY_PROJECTOR_TYPE,
     TRANSFORMERS_DRAFTER_ARCHITECTURE,
     TRANSFORMERS_DRAFTER_MODEL_TYPE,
@@ -104,7 +104,7 @@ def write_dspark(
         if key in family_config:
             config[key] = family_config[key]
     config["markov_rank"] = family_config.get("markov_rank", 0)
-    return config | build_confidence_keys(family_config), weights
+    return config | build_confidence_config(family_config), weights
 
 
 def write_specforge(
@@ -127,7 +127,7 @@ def write_specforge(
     attention_mode = "gqa"
     if config["num_attention_heads"] == config["num_key_value_heads"]:
         attention_mode = "mha"
-    confidence_keys = build_confidence_keys(family_config)
+    confidence_keys = build_confidence_config(family_config)
     family_config |= {"projector_type": "dspark", "attention_mode": attention_mode}
     family_config |= confidence_keys
     config["architectures"] = ["DSparkDraftModel"]
@@ -136,7 +136,7 @@ def write_specforge(
     return config | confidence_keys, weights
 
 
-def build_confidence_keys(family_config: Config) -> dict[str, bool]:
+def build_confidence_config(family_config: Config) -> dict[str, bool]:
     """Return the config.json keys of the confidence head. Programs that read DSpark's layouts
     require these keys even if there is no confidence head and the values are false."""
     names = ("enable_confidence_head", "confidence_head_with_markov")
@@ -186,7 +186,7 @@ def write_transformers(
     all_keys = config.to_dict()
     for name in shared_names:
         layout_config[name] = all_keys.get(name)
-    layout = LAYOUTS_BY_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
+    layout = CHECKPOINT_LAYOUTS_BY_DRAFTER_ARCHITECTURE[TRANSFORMERS_DRAFTER_ARCHITECTURE]
     return layout_config, rename_for_layout(weights, layout)
 
 
@@ -244,7 +244,7 @@ def build_speculators_config(
         if key.startswith(SPECULATORS_KEY_PREFIXES):
             layout_config[key] = value
     if speculators_type == "dspark":
-        layout_config |= build_confidence_keys(family_config)
+        layout_config |= build_confidence_config(family_config)
     return layout_config
 
 
