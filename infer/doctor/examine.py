@@ -33,7 +33,7 @@ MIN_EXPLAINED_ACCEPTANCE_LOSS_SHARE = 0.5
 MIN_EXPLAINED_SHARE_AT_NORMAL_ACCEPTANCE = 0.8
 # If the relative difference is at least this, variations are replayed even if acceptance is not
 # low.
-MIN_EXAMINED_ACCEPTANCE_DIFFERENCE = 0.01
+MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY = 0.01
 EVIDENCE_LABEL_WIDTH = 57
 
 # (label, acceptance) of every measurement
@@ -226,7 +226,7 @@ def diagnose_comparison(
             return make_cause_diagnosis(cause, f"{sentence} ({summary})", evidence, advice)
 
     is_low = comparison.is_low
-    if not is_low and comparison.relative_difference < MIN_EXAMINED_ACCEPTANCE_DIFFERENCE:
+    if not is_low and comparison.relative_difference < MIN_RELATIVE_ACCEPTANCE_DIFFERENCE_TO_REPLAY:
         return None
     compared = comparison.compared_acceptance
     results = replay_variations()

@@ -192,7 +192,7 @@ FAMILY_SPECIFIC_OPTIONS = tuple(
 )
 
 
-def require_family(name: str) -> None:
+def require_family_installed(name: str) -> None:
     """Raise ValueError if the family's module is missing from this installation."""
     for family in _FAMILIES:
         if family.name == name:
@@ -202,7 +202,7 @@ def require_family(name: str) -> None:
 def check_family_and_layers(family_name: str, layers: int) -> None:
     """Raise ValueError if the family does not exist, or if the family does not allow this number of
     layers."""
-    require_family(family_name)
+    require_family_installed(family_name)
     family = DRAFTER_FAMILIES.get(family_name)
     if family is None:
         raise ValueError(f"drafter.family={family_name}: use {' or '.join(DRAFTER_FAMILIES)}")

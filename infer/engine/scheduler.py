@@ -124,7 +124,7 @@ class Scheduler:
         allowance = self.prefill_allowance / len(self.prefilling)
         length = min(MAX_PREFILL_CHUNK_TOKENS, allowance)
         if allowance < math.inf:
-            length /= self._position_cost(self._prefilled_context + int(length))
+            length /= self._position_cost(self._prefilling_context_length + int(length))
         return max(1, int(length))
 
     def record_chunk(self, length: int, computed_positions: int) -> bool:
@@ -135,7 +135,7 @@ class Scheduler:
         padding included.
         """
         self.prefilled_positions += length
-        cost = computed_positions * self._position_cost(self._prefilled_context)
+        cost = computed_positions * self._position_cost(self._prefilling_context_length)
         self.prefill_allowance -= cost
         self.prefill_cost += cost
         longest = max(
@@ -228,10 +228,10 @@ class Scheduler:
     def _position_cost(self, context: int) -> float:
         """Return the cost of computing a position after `context` positions, relative to a position
         without context. The cost is a multiple of one half, so that there are few tree sizes."""
-        return 1 + round(2 * context / self.runner.target.attention_break_even_length) / 2
+        return 1 + round(2 * context / self.runner.target.context_length_matching_weight_cost) / 2
 
     @property
-    def _prefilled_context(self) -> int:
+    def _prefilling_context_length(self) -> int:
         """How many positions of a prompt in `prefilling` are in the KV cache, at most."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling

@@ -35,7 +35,7 @@ from infer.utils.jit import njit
 MAX_TRANSPOSED_MATMUL_ROWS = 64
 # A transposed matmul is used for at most this many accumulators N * O. More accumulators would
 # leave the CPU cache before they are transposed back.
-MAX_TRANSPOSED_MATMUL_ACCUMULATORS = 2**20
+MAX_TRANSPOSED_MATMUL_OUTPUT_VALUES = 2**20
 # Up to this many rows after the last full vector are transposed value by value.
 MAX_ROWS_TRANSPOSED_ONE_BY_ONE = 4
 
@@ -74,7 +74,7 @@ def count_transposed_rows(rows: int, outputs: int) -> int:
     """
     if not torch.cpu.get_capabilities().get("amx_int8"):
         return 0
-    if rows > MAX_TRANSPOSED_MATMUL_ROWS or rows * outputs > MAX_TRANSPOSED_MATMUL_ACCUMULATORS:
+    if rows > MAX_TRANSPOSED_MATMUL_ROWS or rows * outputs > MAX_TRANSPOSED_MATMUL_OUTPUT_VALUES:
         return 0
     if rows % FLOATS_PER_CPU_VECTOR <= MAX_ROWS_TRANSPOSED_ONE_BY_ONE:
         return rows

@@ -44,7 +44,7 @@ from infer.targets.loading import (
     resolve_dtype,
     resolve_path,
 )
-from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_config_dict
+from infer.targets.masked_models import MASKED_DIFFUSION_TARGET_KIND, read_model_config_dict
 from infer.targets.support import get_head_size
 
 # Native model types: they run the code of transformers, which accepts any 4-D attention mask.
@@ -107,7 +107,7 @@ class MaskedModel:
         return cast(torch.Tensor, self.model.get_output_embeddings().weight)
 
     @property
-    def attention_break_even_length(self) -> float:
+    def context_length_matching_weight_cost(self) -> float:
         """The context length at which a position costs twice as much as without context. It is
         infinite here: forward passes compute whole rows, so all positions cost the same."""
         return math.inf
@@ -225,7 +225,7 @@ def load_masked(
     FileNotFoundError if there is no model at `path`.
     """
     logging.disable_progress_bar()
-    config = read_config_dict(path)
+    config = read_model_config_dict(path)
     mask_token_id, shifted = get_mask_token_and_shift(path, config)
     model_type = config["model_type"]
     needs_remote_code = model_type.lower() in REMOTE_CODE_MODEL_TYPES

@@ -207,7 +207,7 @@ class DualCachePasses:
         starts = [self._block_start(task) for task in tasks]
         rows = pad_rows(tasks)  # (B, T)
         length = rows.shape[1]
-        ids = self._concatenate_blocks(tasks, starts, is_full)  # (B, N * K)
+        ids = self._concatenate_state_blocks(tasks, starts, is_full)  # (B, N * K)
         blocks_length = ids.shape[1]
 
         block_starts = torch.tensor(starts, device=device)[:, None]  # (B, 1)
@@ -232,7 +232,7 @@ class DualCachePasses:
         block = task.plan.block_index(task.positions[0][0])
         return task.plan.start + (block + 1) * task.plan.block_length - self.width
 
-    def _concatenate_blocks(
+    def _concatenate_state_blocks(
         self, tasks: Sequence[SequenceTask], starts: Sequence[int], is_full: bool
     ) -> torch.Tensor:
         """Return the tokens (B, N * K) of the blocks of all states. `starts` are the first computed

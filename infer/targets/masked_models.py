@@ -60,7 +60,7 @@ def masked_diffusion_options_class() -> type:
     return NoOptions
 
 
-def read_config_dict(path: str) -> dict:
+def read_model_config_dict(path: str) -> dict:
     """Read a model's config.json as a dictionary, without the default values of a config class.
     Raises FileNotFoundError if the model has no config.json, or if config.json has no
     model_type."""
@@ -81,7 +81,7 @@ def is_masked_diffusion(path: str) -> bool:
     Raises FileNotFoundError if there is no config.json. Raises ValueError if the model is a masked
     diffusion model and the package that decodes such models is not installed.
     """
-    if not MASKED_DIFFUSION_TARGET_KIND.matches(read_config_dict(path)):
+    if not MASKED_DIFFUSION_TARGET_KIND.matches(read_model_config_dict(path)):
         return False
     feature = f"target.path={path}: the decoder for a {MASKED_DIFFUSION_TARGET_KIND.title}"
     require_installed(MASKED_DIFFUSION_TARGET_KIND.load, feature)

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 # number of a chain's positions that the recurrence is solved for at once
-CHAIN_POSITIONS_SOLVED_TOGETHER = 64
+RECURRENCE_SEGMENT_POSITIONS = 64
 # Values of `Predecessors.previous` for a position that has no predecessor among the new positions.
 CACHED_STATE_PREDECESSOR_INDEX = -1  # the position continues the committed state
 NO_PREDECESSOR_INDEX = -2  # the position is the first token of a document
@@ -91,8 +91,8 @@ class Predecessors:
         rows, width = self.previous.shape
         device = self.previous.device
         segments = []
-        for start in range(0, width, CHAIN_POSITIONS_SOLVED_TOGETHER):
-            size = min(CHAIN_POSITIONS_SOLVED_TOGETHER, width - start)
+        for start in range(0, width, RECURRENCE_SEGMENT_POSITIONS):
+            size = min(RECURRENCE_SEGMENT_POSITIONS, width - start)
             ancestors = torch.ones(size, size, dtype=torch.bool, device=device).tril()
             ancestors = ancestors.expand(rows, 1, -1, -1)
             continues_state = None

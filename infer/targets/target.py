@@ -326,7 +326,7 @@ class Target:
         return Features(*outputs)
 
     @cached_property
-    def attention_break_even_length(self) -> float:
+    def context_length_matching_weight_cost(self) -> float:
         """Return the context length at which the attention of one position takes as many
         multiplications as the layers' weights do for this position. The language model head is not
         counted. In a mixture of experts, only the experts that one position uses are counted."""

@@ -350,7 +350,8 @@ KNOWN_MUTANTS = [
         "contexts cost nothing",
         "infer/engine/scheduler.py",
         (
-            "return 1 + round(2 * context / self.runner.target.attention_break_even_length) / 2",
+            "return 1 + round(2 * context / "
+            "self.runner.target.context_length_matching_weight_cost) / 2",
             "return 1",
         ),
         ADMISSION_TESTS,

@@ -131,7 +131,7 @@ def _write_checkpoint(
             save_file(state, partial / "state" / CHECKPOINT_TRAINING_STATE_FILE)
             if drafter is not None:
                 config, dtype = drafter
-                save_drafter(config, _select_weights(state, dtype), partial / "drafter")
+                save_drafter(config, _extract_drafter_weights(state, dtype), partial / "drafter")
                 if (run / NGRAM_FILE_NAME).is_file():
                     shutil.copyfile(run / NGRAM_FILE_NAME, partial / "drafter" / NGRAM_FILE_NAME)
 
@@ -155,7 +155,9 @@ def _write_checkpoint(
     return folder
 
 
-def _select_weights(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _extract_drafter_weights(
+    state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return the drafter's weights and buffers from a training state. Floating-point tensors are
     converted to `dtype`."""
     weights = {}

@@ -337,7 +337,7 @@ class DFlash(Drafter):
             context_keys.load_state_dict(keys.state_dict())
             context_values.load_state_dict(values.state_dict())
 
-    def mix_feature_layers(self, features: torch.Tensor) -> torch.Tensor:
+    def mix_features_per_drafter_layer(self, features: torch.Tensor) -> torch.Tensor:
         """Return the mix of the target layers' states that each layer of the drafter reads, as a
         tensor (..., layers, D). `features` (..., F) are the states of the target layers."""
         by_target_layer = features.unflatten(-1, (-1, self.config.hidden_size))
@@ -347,7 +347,7 @@ class DFlash(Drafter):
         """Convert features (B, T, F) to the inputs (B, T, D) from which each layer computes the
         keys and values of the context. The result has one tensor per layer."""
         if self.has_layer_fusion:
-            return self.hidden_norm(self.mix_feature_layers(features)).unbind(-2)
+            return self.hidden_norm(self.mix_features_per_drafter_layer(features)).unbind(-2)
         return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
     def build_block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
@@ -459,7 +459,9 @@ class DFlash(Drafter):
             operands = [join_linear_copies(projections) for projections in layer_projections]
 
             def project_mixes(features: torch.Tensor) -> torch.Tensor:
-                mixes = kernels.rms_norm(self.mix_feature_layers(features), norm).unbind(1)
+                mixes = kernels.rms_norm(
+                    self.mix_features_per_drafter_layer(features), norm
+                ).unbind(1)
                 keys_values = [
                     kernels.linear(mix, operand)
                     for mix, operand in zip(mixes, operands, strict=True)

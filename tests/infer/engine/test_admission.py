@@ -19,7 +19,7 @@ def costs(monkeypatch):
     """Return a function (engine) -> a list to which every target pass appends its cost.
 
     The cost is the number of positions, padding included. A position after
-    `attention_break_even_length` others counts twice.
+    `context_length_matching_weight_cost` others counts twice.
     """
 
     def watch_passes(engine: Engine) -> list[float]:
@@ -32,14 +32,14 @@ def costs(monkeypatch):
             width = max(map(len, chunks))
             context = max(cache.lengths) + width
             pass_costs.append(
-                len(chunks) * width * (1 + context / target.attention_break_even_length)
+                len(chunks) * width * (1 + context / target.context_length_matching_weight_cost)
             )
             return extend(chunks, cache, layers)
 
         def measured_verify(tree, ancestors, cache, layers):
             context = max(cache.lengths)
             pass_costs.append(
-                tree.tokens.numel() * (1 + context / target.attention_break_even_length)
+                tree.tokens.numel() * (1 + context / target.context_length_matching_weight_cost)
             )
             return verify(tree, ancestors, cache, layers)
 
@@ -94,7 +94,7 @@ def test_a_running_sequence_waits_for_few_positions(tiny, costs):
         assert stream in grown and stream.finish_reason is None
         in_step = {*engine.scheduler.running, *grown}
         context = max(len(sequence.token_ids) for sequence in in_step)
-        position_cost = 1 + context / target.attention_break_even_length
+        position_cost = 1 + context / target.context_length_matching_weight_cost
         limit = max(32, 3 * position_cost * len(in_step), 8 * position_cost)
         assert sum(pass_costs) <= 1.25 * limit
         num_started = len([sequence for sequence in not_started if sequence.ids])
@@ -115,7 +115,7 @@ def test_without_running_sequences_all_prompts_are_prefilled_at_once(tiny, costs
     options = TextOptions(max_new_tokens=3)
     sequences = [engine.submit([5] * length, options) for length in (40, 30, 20)]
     engine.step()
-    assert pass_costs[0] == 120 * (1 + 40 / target.attention_break_even_length)
+    assert pass_costs[0] == 120 * (1 + 40 / target.context_length_matching_weight_cost)
     assert all(sequence.ids for sequence in sequences)
 
 
@@ -254,8 +254,8 @@ def test_trees_shrink_with_rows_and_context(tiny):
     assert count_tree_positions(1, 4) == count_tree_positions(8, None) == 15
 
     layer_weights = 4 * 32 * 32 - 2 * 32 * 16 + 3 * 32 * 48
-    assert target.attention_break_even_length == layer_weights / (4 * 2 * 8)
-    # After `attention_break_even_length` positions, as with twice as many rows.
+    assert target.context_length_matching_weight_cost == layer_weights / (4 * 2 * 8)
+    # After `context_length_matching_weight_cost` positions, as with twice as many rows.
     sizes = [count_tree_positions(rows, 32, prompt_length=114) for rows in (1, 2, 3, 5)]
     assert sizes == [15, 8, 4, 2]
     assert count_tree_positions(3, 32, prompt_length=260) == 3  # after twice that context

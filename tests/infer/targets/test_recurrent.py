@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from infer.api import decode_prompts
 from infer.config import DecodeOptions
 from infer.engine import scheduler
-from infer.targets.predecessors import CHAIN_POSITIONS_SOLVED_TOGETHER, RecurrenceSegment
+from infer.targets.predecessors import RECURRENCE_SEGMENT_POSITIONS, RecurrenceSegment
 from infer.targets.recurrent import compute_recurrence_segment
 from infer.targets.target import Target
 from infer.trees.tree import make_root_trees
@@ -137,10 +137,8 @@ def test_the_triangular_system_is_the_recurrence():
 def test_long_prompts_of_unlike_lengths_in_pieces(target):
     """Prompts that end in different pieces, the second half behind the first, and a token after
     each."""
-    texts = prompts(
-        2 * CHAIN_POSITIONS_SOLVED_TOGETHER + 21, 9, CHAIN_POSITIONS_SOLVED_TOGETHER + 1
-    )
-    ends = (CHAIN_POSITIONS_SOLVED_TOGETHER + 30, 4, CHAIN_POSITIONS_SOLVED_TOGETHER)
+    texts = prompts(2 * RECURRENCE_SEGMENT_POSITIONS + 21, 9, RECURRENCE_SEGMENT_POSITIONS + 1)
+    ends = (RECURRENCE_SEGMENT_POSITIONS + 30, 4, RECURRENCE_SEGMENT_POSITIONS)
     cache = target.allocate_cache(4, 200)
     with torch.no_grad(), cache.add_rows(3) as new_rows:
         first = target.extend_cache(
@@ -169,10 +167,10 @@ def test_packed_documents_do_not_see_each_others_states(target):
     """Documents end inside a piece, at its end, and cover several. A state that ran on over a
     border would be seen."""
     lengths = (
-        CHAIN_POSITIONS_SOLVED_TOGETHER + 7,
-        CHAIN_POSITIONS_SOLVED_TOGETHER - 7,
+        RECURRENCE_SEGMENT_POSITIONS + 7,
+        RECURRENCE_SEGMENT_POSITIONS - 7,
         5,
-        2 * CHAIN_POSITIONS_SOLVED_TOGETHER + 1,
+        2 * RECURRENCE_SEGMENT_POSITIONS + 1,
     )
     ids = torch.tensor([sum(prompts(*lengths), [])])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
