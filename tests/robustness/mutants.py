@@ -206,8 +206,8 @@ KNOWN_MUTANTS = [
         "the shortest context has the last word",
         "infer/ngrams/model.py",
         (
-            "for k in range(len(suffix_nodes)):  # a",
-            "for k in range(len(suffix_nodes) - 1, -1, -1):  # the",
+            "for k in range(len(suffix_nodes)):\n        child_nodes",
+            "for k in range(len(suffix_nodes) - 1, -1, -1):\n        child_nodes",
         ),
         CONTINUITY_TESTS,
     ),
