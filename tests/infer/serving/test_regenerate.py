@@ -199,7 +199,7 @@ def test_generated_questions_continue_where_they_were_stopped(command, tmp_path,
     with pytest.raises(ValueError, match="started with another"):
         command(*options, "decoding.seed=1")
     (tmp_path / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(ValueError, match="needs a chat model whose template has text before"):
+    with pytest.raises(ValueError, match="needs a chat model whose chat template has text before"):
         command(*options[:3])
 
 
