@@ -94,7 +94,7 @@ def test_every_drafter_is_evaluated_with_every_tree_method(
         checkpoints.append(str(folder))
     sizes = {
         "prompts": 1,
-        "outside": 0,
+        "external_prompts": 0,
         "prompt_tokens": 16,
         "max_new_tokens": 8,
         "budgets": [4],
