@@ -95,10 +95,10 @@ def test_every_drafter_is_evaluated_with_every_tree_method(
     sizes = {
         "prompts": 1,
         "external_prompts": 0,
-        "prompt_tokens": 16,
+        "max_prompt_tokens": 16,
         "max_new_tokens": 8,
         "budgets": [4],
-        "sampled": None,
+        "sampling_temperature": None,
     }
     evaluation = EvaluationConfig(**sizes, ngrams=str(counted))
     checkpoints.append("lookup")
