@@ -72,11 +72,6 @@ def select_evaluation_prompts(
 ) -> list[Prompt]:
     """Return `count` prompts from the held-out examples, evenly spread over the kinds of prompts.
 
-    - From a chat, a prompt of whole messages is selected (`_select_chat_prompt`).
-    - From an example with a prompt, the last tokens of the prompt are selected.
-    - From a plain text, the first tokens are selected, and the tokens before the end of a match of
-      CODE_PROMPT_END_PATTERNS.
-
     If these prompts are too few, later windows of long texts are added, and then the first halves
     of short texts. A small data set may still have fewer than `count` prompts.
 
@@ -102,7 +97,7 @@ def select_evaluation_prompts(
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
-        elif example["prompt"]:
+        elif example["prompt"]:  # its last tokens
             add_prompt(tokenizer(example["prompt"])["input_ids"][-prompt_tokens:], "prompts")
         else:
             ids = tokenizer(example["text"])["input_ids"]

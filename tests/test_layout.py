@@ -316,15 +316,12 @@ def find_optional_module_names(code: str) -> list[str]:
 
 
 def find_function_errors(code: str) -> list[str]:
-    """Return the functions that are too long, docstring not counted, or return a tuple of more than
-    two values."""
+    """Return the functions that are too long or return a tuple of more than two values."""
     errors = []
     for node in parse_nodes(code):
         if not isinstance(node, FUNCTION_NODES):
             continue
         lines = node.end_lineno - node.lineno + 1
-        if ast.get_docstring(node) is not None:
-            lines -= node.body[0].end_lineno - node.body[0].lineno + 1
         if lines > MAX_FUNCTION_LINES:
             errors.append(f"{node.name}: {lines} lines")
         returns = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]

@@ -188,6 +188,15 @@ class _PlainComputation:
                 stored[name] = column[row : row + 1, start:end]
         return dequantise_features(stored, self.target.dtype)
 
+    def compute_target_log_probs(self, features: Features, position: int) -> torch.Tensor:
+        """Return the target's log-probabilities at a position of a document, for the tokens of the
+        drafter's vocabulary."""
+        products = F.linear(features.last_hidden_states[0, position], self.target.head_weight)
+        logits = self.target.logit_scale(products.float())
+        draft_logits = self.drafter.vocabulary.select_columns(logits)
+        assert draft_logits is not None
+        return draft_logits.log_softmax(-1)
+
     def compute_divergences(
         self,
         states: torch.Tensor,
@@ -225,14 +234,7 @@ class _PlainComputation:
             label = drafter.vocabulary.ids_to_columns(ids[anchor + t + 1])
             if label < 0:  # the label is not in the drafter's vocabulary
                 continue
-            target_products = F.linear(
-                features.last_hidden_states[0, anchor + t], target.head_weight
-            )
-            target_logits = drafter.vocabulary.select_columns(
-                target.logit_scale(target_products.float())
-            )
-            assert target_logits is not None
-            log_p = target_logits.log_softmax(-1)
+            log_p = self.compute_target_log_probs(features, anchor + t)
             products = F.linear(conditioned.head_input[t].to(target.dtype), drafter_head)
             uncorrected = target.logit_scale(products.float())
             logits = uncorrected

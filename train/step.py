@@ -44,6 +44,15 @@ if TYPE_CHECKING:
     from infer.drafters.heads.draft import teacher_force_head
 
 
+def count_supervised_positions(micro_batches: list[MicroBatch]) -> torch.Tensor:
+    """Return for each drafted position, (L,), the number of blocks with a loss there, over all
+    processes."""
+    counts = [micro_batch.blocks.supervised.sum((0, 1)) for micro_batch in micro_batches]
+    supervised_counts = torch.stack(counts).sum(0).float()
+    dist.all_reduce(supervised_counts)
+    return supervised_counts
+
+
 def train_step(
     drafter: Drafter,
     engine: "DeepSpeedEngine",
@@ -66,10 +75,7 @@ def train_step(
 
     # the total weight of all supervised positions of the step
     weights = position_weights(config.objective, num_drafted).to(device, non_blocking=True)
-    supervised_counts = torch.zeros(num_drafted, device=device)
-    for micro_batch in micro_batches:
-        supervised_counts += micro_batch.blocks.supervised.sum((0, 1))
-    dist.all_reduce(supervised_counts)
+    supervised_counts = count_supervised_positions(micro_batches)
     total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
     # DeepSpeed averages gradients over processes and micro-batches. This factor turns the averages
     # into sums divided by the total weight.
@@ -169,15 +175,13 @@ def compute_loss_from_states(
 ) -> BlockLoss:
     """Compare the drafter's distributions with the target's, and return the loss.
 
-    states: (G, W, D) the drafter's hidden states. features: the target's features of the batch. The
-    other arguments are those of `compute_block_loss`. A conditional head gets the true previous
-    tokens (teacher forcing).
+    states: (G, W, D) the drafter's hidden states. features: the target's features of the batch.
+    A conditional head gets the true previous tokens (teacher forcing).
 
     If the drafter has a reduced vocabulary, it learns the target's distribution renormalised over
     that vocabulary. It learns only at positions whose true token belongs to the vocabulary
     (EAGLE-3's mask). All other positions have weight 0, and still count in the divisor of the loss.
-    On text that the target generated, each divergence is therefore effectively multiplied by the
-    target's probability of the reduced vocabulary.
+    On text of the target, this multiplies a divergence by its probability of that vocabulary.
     """
     num_drafted = blocks.supervised.shape[-1]  # drafted positions of a block, L in shapes
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)

@@ -155,7 +155,8 @@ def measure_prompt_sets(
     prompt_sets: abc.Sequence[PromptSet],
     progress: ProgressCallback = lambda done, total: None,
 ) -> list[list[VariantMeasurement]]:
-    """Decode the prompts of every prompt set with every method.
+    """Decode the prompts of every prompt set with every method. Return, for each set, the
+    measurements of all methods, baseline decoding first.
 
     For the first set, samples for the report are collected, and greedy outputs are replayed with
     drafts, see `infer.evaluation.replay`. If baseline decoding by transformers is slower than our
@@ -163,8 +164,6 @@ def measure_prompt_sets(
 
     The sets share the time limit `max_minutes` in proportion to the number of their outputs. If no
     time is left for a set, its measurements have no sequences.
-
-    Returns for each set a list with a measurement of each method, baseline decoding first.
     """
     total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0

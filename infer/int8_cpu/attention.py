@@ -275,13 +275,20 @@ class AttentionArguments(KernelArguments):
 read_attention_arguments = make_argument_reader(AttentionArguments)
 
 
+@njit
+def clear_rows(
+    count: int, weights: np.ndarray, weighted_values: np.ndarray, weight_sums: np.ndarray
+) -> None:
+    """Set the first `count` rows of the scratch memory of a tile to 0."""
+    weights[:count] = 0
+    weighted_values[:count] = 0
+    weight_sums[:count] = 0
+
+
 @njit(fastmath=FASTMATH_KEEP_ORDER)
 def attention_kernel(address: int) -> None:
-    """Compute the attention of new positions over a cache.
-
-    A work item is a tile: up to QUERY_TILE_POSITIONS new positions of a batch row, with the query
-    heads of one key head.
-    """
+    """Compute the attention of new positions over a cache. A work item is a tile: up to
+    QUERY_TILE_POSITIONS positions of a batch row, with the query heads of one key head."""
     args = read_attention_arguments(address)
     # The fields are copied to variables, because the compiler must assume that every write to
     # memory can change the structure.
@@ -322,9 +329,7 @@ def attention_kernel(address: int) -> None:
         count = positions * groups
         max_visible = fill_visible_lengths(mask[row, start:], sees_all, positions, visible_counts)
         gather_queries(args.queries, first + start, positions, key_heads, key_head, groups, queries)
-        weights[:count] = 0
-        weighted_values[:count] = 0
-        weight_sums[:count] = 0
+        clear_rows(count, weights, weighted_values, weight_sums)
         row_offset = 4 * (row * capacity * key_heads + key_head) * size
         add_query_key_products(
             queries[:count], key_memory + row_offset, position_bytes, max_visible,

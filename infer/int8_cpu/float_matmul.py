@@ -1,6 +1,7 @@
 """Transposes and matmuls of float32 matrices with a fixed summation order, built from LLVM code."""
 
 from itertools import chain
+from typing import Any
 
 import torch
 from llvmlite import ir
@@ -30,6 +31,12 @@ def load_value(builder: ir.IRBuilder, address: ir.Value, value_type: ir.Type) ->
     return builder.load(builder.inttoptr(address, value_type.as_pointer()), align=1)
 
 
+def load_accumulators(builder: Any, addresses: list) -> list:
+    """Return stack variables with the sums at the addresses, one vector register each."""
+    loaded_sums = [load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses]
+    return [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
+
+
 @llvm_intrinsic
 def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
     """Multiply several vectors by one matrix, and add the products to sums in memory.
@@ -55,12 +62,7 @@ def accumulate_rows(typing, factors, count, matrix, row_bytes, sums):
         for sum_address in sum_addresses:
             addresses = [builder.add(sum_address, offset) for offset in offsets]
             vector_addresses.append(addresses)
-            loaded_sums = [
-                load_value(builder, address, LLVM_FLOAT32_VECTOR_TYPE) for address in addresses
-            ]
-            accumulators.append(
-                [cgutils.alloca_once_value(builder, loaded) for loaded in loaded_sums]
-            )
+            accumulators.append(load_accumulators(builder, addresses))
         fma_type = ir.FunctionType(LLVM_FLOAT32_VECTOR_TYPE, [LLVM_FLOAT32_VECTOR_TYPE] * 3)
         fma = cgutils.get_or_insert_function(
             builder.module, fma_type, f"llvm.fma.v{FLOATS_PER_CPU_VECTOR}f32"

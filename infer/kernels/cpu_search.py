@@ -41,6 +41,14 @@ def best_first_search(candidates: CandidateTables, budget: int) -> DraftNodes:
     return DraftNodes(*nodes.unbind(1), scores)
 
 
+# Arguments of `search_tree` without a rescorer:
+# - log_q: (1 + (L - 1) * R, M), a table from `stack_log_prob_tables`. If R is 1, each row must be
+#   in descending order.
+# - tokens: (L, M), the candidates
+# - rows_per_position: R
+# With a rescorer, which computes the children of a node when the node is added to the tree:
+# - log_q, tokens: memory of shape (N, candidates), with a row for the children of each node
+# - rows_per_position: 0
 @njit
 def search_tree(
     log_q: np.ndarray, tokens: np.ndarray, length: int, rows_per_position: int,
@@ -50,16 +58,6 @@ def search_tree(
 
     The result is written to `nodes` (3, N), whose rows are tokens, parents and depths, and to
     `scores` (N,). The nodes are in descending order of their scores.
-
-    Without a rescorer:
-    - log_q: (1 + (L - 1) * R, M), a table from `stack_log_prob_tables`. If R is 1, each row must be
-      in descending order.
-    - tokens: (L, M), the candidates
-    - rows_per_position: R
-
-    With a rescorer, which computes the children of a node when the node is added to the tree:
-    - log_q, tokens: memory of shape (N, candidates), with a row for the children of each node
-    - rows_per_position: 0
     """
     budget = len(scores)
     # The frontier: the score of the entry of each node, and the index of this entry among the

@@ -136,8 +136,7 @@ def tree_attention(
     tree_mask = mask.new_key_mask
     assert tree_mask is not None
     num_nodes = tree_mask.shape[-1]
-    assert keys.stride() == values.stride()
-    assert keys.stride(-1) == 1
+    assert keys.stride() == values.stride() and keys.stride(-1) == 1
     assert tree_mask.stride()[1:] == (num_nodes, 1)
     queries = queries.contiguous()
 
@@ -153,9 +152,8 @@ def tree_attention(
         num_warps = 8
         num_stages = 2
     block_e = max(16, triton.next_power_of_2(head_size))
-    block_k = min(
-        block_k, MAX_TRITON_ATTENTION_KEY_TILE_BYTES // (block_e * queries.element_size())
-    )
+    max_block_k = MAX_TRITON_ATTENTION_KEY_TILE_BYTES // (block_e * queries.element_size())
+    block_k = min(block_k, max_block_k)
 
     query_tiles = triton.cdiv(num_queries, block_q)
     key_tiles = triton.cdiv(keys.shape[2], block_k)

@@ -64,6 +64,15 @@ MAX_SEED = 2**62
 StoppingCriteria = abc.Callable[..., Any]
 
 
+def _refuse_another_model(model: Any, target: Target) -> None:
+    """Raise ValueError if the loop was created for another model than the one that calls it."""
+    if model is not target.model:
+        raise ValueError(
+            "custom_generate was created for another model: create it for this model with "
+            "speculative(Target(model), drafter)"
+        )
+
+
 def speculative(
     target: Target,
     drafter: Drafter | None,
@@ -98,11 +107,7 @@ def speculative(
         generation_config: Any = None,
         **model_arguments: Any,  # may contain "attention_mask" of shape (batch, tokens)
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        if model is not target.model:
-            raise ValueError(
-                "custom_generate was created for another model: create it for this model with "
-                "speculative(Target(model), drafter)"
-            )
+        _refuse_another_model(model, target)
         attention_mask = model_arguments.pop("attention_mask", None)
         _refuse_unsupported(generation_config, attention_mask, model_arguments)
         prompts = _remove_padding(input_ids, attention_mask)

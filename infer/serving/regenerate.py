@@ -61,6 +61,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
     from infer.api import encode_prompt, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
+    max_tasks = STARTED_TASKS_PER_ENGINE_BATCH_ROW * options.max_num_seqs
 
     def submit(task: RegenerationTask) -> Sequence | None:
         """Submit the next prompt of a task to the engine, and return the engine's sequence.
@@ -81,10 +82,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
         remaining_examples = iter(examples)
         engine_tasks: list[EngineTask] = []  # in the order of the examples
         while True:
-            missing_tasks = STARTED_TASKS_PER_ENGINE_BATCH_ROW * options.max_num_seqs - len(
-                engine_tasks
-            )
-            for example in islice(remaining_examples, missing_tasks):
+            for example in islice(remaining_examples, max_tasks - len(engine_tasks)):
                 task = RegenerationTask(example)
                 engine_tasks.append(EngineTask(task, submit(task)))
                 if task.record is not None:
@@ -140,6 +138,13 @@ def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> Targ
     return TargetOutput(restore_reasoning_tag(text, prompt_end), finish_reason, ids)
 
 
+def write_failure(failed_path: Path, record: dict) -> None:
+    """Append the record of a failed example to the file of failures, without secrets in its error.
+    The file exists only if an example failed."""
+    with failed_path.open("a", encoding="utf-8") as failed_file:
+        write_json_line(failed_file, record | {"error": redact_text(record["error"])})
+
+
 def regenerate_answers(
     examples: Iterable[PromptExample],
     answer_examples: AnswerExamples,
@@ -153,15 +158,12 @@ def regenerate_answers(
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
 
-    answer_examples: generates the answers and yields the records
-    settings: everything that determines the answers; the entry "content" identifies the target and
-        the data
+    settings: everything that determines the answers; "content" identifies the target and the data
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns {"answers": number of answered examples, "failed": number of failed examples}. Raises
-    ValueError if `out` was started with other settings or too many examples fail, and RunAborted if
-    the disk is full.
+    Returns the numbers of "answers" and of "failed" examples. Raises ValueError for other settings
+    than those of `out` and for too many failures, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -178,19 +180,13 @@ def regenerate_answers(
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report progress for a finished example.
-
-        Its record may be written later, because records are written in the order of the examples.
-        """
+        """Report progress for a finished example, whose record may be written later, in order."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")
 
-    interrupt_message = (
-        f"{out} contains the answers that were generated so far; run the same command to continue"
-    )
     with (
-        explain_interrupt(interrupt_message),
+        explain_interrupt(f"{out} contains the answers so far; run the same command to continue"),
         abort_on_write_error(str(out)),
         out.open("a", encoding="utf-8") as answer_file,
     ):
@@ -201,9 +197,7 @@ def regenerate_answers(
                 write_json_line(answer_file, record)
             else:
                 failures += 1
-                # The file is opened here, so that it exists only if an example failed.
-                with failed_path.open("a", encoding="utf-8") as failed_file:
-                    write_json_line(failed_file, record | {"error": redact_text(error)})
+                write_failure(failed_path, record)
             if failures > max_failures:
                 raise ValueError(
                     f"{failures} examples failed, at most {max_failures} may fail. The last error "

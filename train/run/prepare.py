@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 
 def prepare_run(user_config: TrainConfig, device: torch.device, folder: Path) -> RunState:
-    """Load everything that training needs, and return it. If the run's folder has an undamaged
-    checkpoint, the run resumes from the newest one.
+    """Load everything that training needs, from the newest undamaged checkpoint if there is one.
 
     Mistakes of the user raise an error before anything is written to the folder. The drafter's
     weights are loaded before the engine is built, and the optimiser's state after that.

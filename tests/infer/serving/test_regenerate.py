@@ -73,7 +73,7 @@ def test_a_stopped_run_continues_after_its_last_complete_line(tmp_path):
             else:
                 yield {"index": example.index, "response": "t"}
 
-    with pytest.raises(KeyboardInterrupt, match="contains the answers that were generated so far"):
+    with pytest.raises(KeyboardInterrupt, match="contains the answers so far"):
         regenerate_answers(
             make_examples(), lambda *arguments: answer_examples(*arguments, 11), out, {"a": 1}, 10
         )
