@@ -5,7 +5,7 @@
 
 Definitions: functions, methods and classes of train, infer and data, by name and signature, and
 constants by name, without bodies and docstrings. The reader writes down what each is for. With
---key the same draw is printed with its place and source, for the judge of the answers.
+--key the same draw is printed with its location and source, for the judge of the answers.
 
     python benchmarks/reading_test.py docstrings --seed 1
 
@@ -38,7 +38,7 @@ class Item:
     """Something to explain: what the reader sees, and where it is with its source for the judge."""
 
     question: str
-    place: str
+    location: str
     source: str
 
 
@@ -84,15 +84,15 @@ def definitions() -> tuple[list[Item], list[Item]]:
         while owners:
             class_name, body = owners.pop()
             for node in body:
-                place = f"{path}:{node.lineno}"
+                location = f"{path}:{node.lineno}"
                 if isinstance(node, ast.ClassDef):
                     owners.append((node.name, node.body))
                 is_definition = isinstance(node, FunctionNode | ast.ClassDef)
                 if is_definition and not node.name.startswith("__"):
                     question = signature_of(node, class_name)
-                    functions.append(Item(question, place, source_of(source, node)))
+                    functions.append(Item(question, location, source_of(source, node)))
                 for name in assigned_constants(node):
-                    constants.append(Item(name, place, source_of(source, node)))
+                    constants.append(Item(name, location, source_of(source, node)))
     return functions, constants
 
 
@@ -121,11 +121,11 @@ def docstrings() -> list[Item]:
                 continue
             if isinstance(node, ast.Module):
                 header = str(path)
-                place = f"{path}:1"
+                location = f"{path}:1"
             else:
                 header = signature_of(node, None)
-                place = f"{path}:{node.lineno}"
-            items.append(Item(f"{header}\n\n{docstring}", place, ""))
+                location = f"{path}:{node.lineno}"
+            items.append(Item(f"{header}\n\n{docstring}", location, ""))
     return items
 
 
@@ -212,12 +212,12 @@ def main() -> None:
     )
     parser.add_argument("kind", choices=("definitions", "docstrings", "comments", "messages"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--key", action="store_true", help="also print places and sources")
+    parser.add_argument("--key", action="store_true", help="also print locations and sources")
     args = parser.parse_args()
     for number, item in enumerate(draw(args.kind, args.seed), start=1):
         print(f"{number}. {item.question}")
         if args.key:
-            print(f"   [{item.place}]\n{item.source}")
+            print(f"   [{item.location}]\n{item.source}")
         print()
 
 

@@ -61,5 +61,5 @@ def run(config: NgramCommand) -> None:
     print(
         f"{out}: {model.num_tokens:,} tokens, {nodes:,} n-grams of up to {model.order} tokens, "
         f"{model.size_bytes / 1e6:,.1f} MB ({model.size_bytes / nodes:.1f} bytes each); use it "
-        f"with continuity={out}"
+        f"with decoding.ngrams={out}"
     )

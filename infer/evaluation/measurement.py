@@ -160,7 +160,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     that `config.ngrams` names. If that option is null, DDTree uses the file beside the drafter's
     weights.
     """
-    continuity = config.ngrams
+    ngrams = config.ngrams
     budget_for_ngrams = median_budget(config.budgets)
     config_values = asdict(config)
     shared_options = {name: config_values[name] for name in SHARED_OPTION_NAMES}
@@ -175,14 +175,14 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     for row in TREE_METHODS.values():
         if not row.in_evaluations:
             continue
-        if row.needs_ngrams and not has_ngrams_for(row, drafter, continuity):
+        if row.needs_ngrams and not has_ngrams_for(row, drafter, ngrams):
             continue
         options = DecodeOptions(method=row.name, ngrams=NGRAMS_OPTION_NONE, **shared_options)
         if row.needs_ngrams:
             # If evaluation.ngrams is null, method=ddtree makes the engine use the n-gram file
             # beside the drafter's weights.
-            method = row.name if continuity else "ddtree"
-            options = replace(options, method=method, ngrams=continuity)
+            method = row.name if ngrams else "ddtree"
+            options = replace(options, method=method, ngrams=ngrams)
             budgets = [budget_for_ngrams]
         elif row.max_nodes_for_block is None:
             budgets = config.budgets
@@ -194,11 +194,11 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
 
     baseline, *drafting_variants = tree_variants
     transformers_baseline = replace(baseline, name=TRANSFORMERS_BASELINE.name)
-    if continuity != NGRAMS_OPTION_NONE and drafter.family is not PROMPT_LOOKUP_FAMILY:
-        ngram_file = None if continuity else drafter.ngram_path
-        if not continuity:
-            continuity = None if ngram_file else NGRAMS_OPTION_CURRENT_SEQUENCE
-        options = DecodeOptions(budget=budget_for_ngrams, ngrams=continuity, **shared_options)
+    if ngrams != NGRAMS_OPTION_NONE and drafter.family is not PROMPT_LOOKUP_FAMILY:
+        ngram_file = None if ngrams else drafter.ngram_path
+        if not ngrams:
+            ngrams = None if ngram_file else NGRAMS_OPTION_CURRENT_SEQUENCE
+        options = DecodeOptions(budget=budget_for_ngrams, ngrams=ngrams, **shared_options)
         lookup = PromptLookup(drafter.block_size, ngram_file)
         drafting_variants.append(
             DecodingVariant(NGRAMS_WITHOUT_DRAFTER_METHOD.name, budget_for_ngrams, options, lookup)
@@ -206,15 +206,15 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
     return [baseline, transformers_baseline, *drafting_variants]
 
 
-def has_ngrams_for(row: TreeMethod, drafter: Drafter, continuity: str | None) -> bool:
+def has_ngrams_for(row: TreeMethod, drafter: Drafter, ngrams: str | None) -> bool:
     """Return whether n-grams are available for a tree method that needs them.
 
-    continuity: the option `ngrams` of EvaluationConfig
+    ngrams: the option `ngrams` of EvaluationConfig
     """
-    if continuity is None:
+    if ngrams is None:
         return row.uses_sequence_ngrams and drafter.ngram_path is not None
-    return continuity != NGRAMS_OPTION_NONE and (
-        row.uses_sequence_ngrams or continuity != NGRAMS_OPTION_CURRENT_SEQUENCE
+    return ngrams != NGRAMS_OPTION_NONE and (
+        row.uses_sequence_ngrams or ngrams != NGRAMS_OPTION_CURRENT_SEQUENCE
     )
 
 

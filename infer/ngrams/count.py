@@ -34,13 +34,13 @@ def count_ngrams(
     out: Path,
     digest: str,
     progress: Callable[[int], None] = lambda tokens: None,
-    threshold: int = 1,
+    min_count: int = 1,
 ) -> NGramModel:
     """Count all n-grams of 1 to `order` tokens within the documents, write the file `out`, and open
     it.
 
     documents: sequences of token ids below `vocabulary`. digest: the digest of the tokenizer, 64
-    hexadecimal digits. progress: called with the number of tokens read so far. threshold: n-grams
+    hexadecimal digits. progress: called with the number of tokens read so far. min_count: n-grams
     that were counted fewer times are left out.
 
     `out` is written completely or not at all. Raises ValueError if `order` tokens do not fit into a
@@ -67,7 +67,7 @@ def count_ngrams(
     keys = np.concatenate(keys_of_documents)
     keys_of_documents.clear()  # frees the memory of the separate arrays before sorting
     keys.sort()
-    return write_sorted_keys(Path(out), keys, vocabulary, order, digest, threshold)
+    return write_sorted_keys(Path(out), keys, vocabulary, order, digest, min_count)
 
 
 def make_document_keys(tokens: np.ndarray, index: int, vocabulary: int, order: int) -> np.ndarray:
@@ -97,7 +97,7 @@ def find_group_starts(values: np.ndarray) -> np.ndarray:
 
 
 def write_sorted_keys(
-    out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, threshold: int
+    out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, min_count: int
 ) -> NGramModel:
     """Write the n-gram file, and open it. `keys` are the sorted keys of all positions of the
     corpus. The other arguments are those of `count_ngrams`."""
@@ -113,7 +113,7 @@ def write_sorted_keys(
     for _ in range(order):  # one level per iteration, from the longest n-grams to the shortest
         tokens = keys & ((np.uint64(1) << bits) - np.uint64(1))
         # A token of 0 means that the n-gram would extend past the end of its document.
-        selected = (tokens > 0) & (counts >= threshold)
+        selected = (tokens > 0) & (counts >= min_count)
         selected_before = np.cumsum(selected) - selected
         if child_starts is not None:
             child_starts = child_starts[selected]

@@ -79,14 +79,13 @@ def speculative(
     method: str = "ddtree",
     budget: int | str = 64,
     streamer: Any = None,
-    continuity: str | None = None,
+    ngrams: str | None = None,
 ) -> abc.Callable:
     """Return a speculative decoding loop for `target.model.generate(..., custom_generate=...)`.
 
-    method, budget: see EngineConfig
+    method, budget, ngrams: see EngineConfig
     streamer: a streamer that receives the tokens. `generate` of transformers 5.23 does not pass a
         streamer to custom loops, so it must be given here
-    continuity: the option `ngrams` of EngineConfig
 
     Greedy output is the same as with the loop of transformers. Sampled output has the same
     distribution. The seeds of sampling come from torch's random generator, so that
@@ -95,7 +94,7 @@ def speculative(
     The loop raises ValueError for arguments of `generate` that it does not support: beam search,
     prompts as embeddings, and scores, attentions or hidden states as output.
     """
-    engine_options = EngineConfig(method, budget, continuity)
+    engine_options = EngineConfig(method, budget, ngrams)
     engine_options.check()
 
     @torch.inference_mode()

@@ -334,5 +334,5 @@ def write_ngrams(
             default_ngram_order(target.vocab_size),
             out,
             digest,
-            threshold=MIN_NGRAM_COUNT,
+            min_count=MIN_NGRAM_COUNT,
         )

@@ -146,14 +146,14 @@ def test_lookups_among_many_children(tmp_path, probabilities):
 def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, num_tokens):
     """The other n-grams keep their counts."""
     documents = make_skewed_documents(num_tokens, vocabulary, seed=vocabulary)
-    for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
+    for order, min_count in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
         out = tmp_path / "x.ngram"
         model = count_ngrams(
-            documents, vocabulary, order, out, NGRAM_TEST_DIGEST, threshold=threshold
+            documents, vocabulary, order, out, NGRAM_TEST_DIGEST, min_count=min_count
         )
         frequent = Counter()
         for ngram, count in count_with_dictionary(documents, order).items():
-            if count >= threshold or not ngram:
+            if count >= min_count or not ngram:
                 frequent[ngram] = count
         assert_model_has_counts(model, frequent, contexts=10)
         assert model.num_tokens == sum(map(len, documents))
