@@ -562,7 +562,7 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_co
     script.write_text(
         "import os, sys, time\n"
         "import train.batches as batches, train.main as main\n"
-        "original_batch = batches.batch\n"
+        "original_batch = batches.read_batch\n"
         "def batch(dataset, first, count, seed):\n"
         "    if os.environ['RANK'] == '1' and first >= 6: time.sleep(600)\n"
         "    return original_batch(dataset, first, count, seed)\n"

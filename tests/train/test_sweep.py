@@ -149,7 +149,7 @@ def test_a_sweep_trains_all_combinations_and_prints_their_table(repo, tmp_path, 
     ]
     for _ in range(2):
         printed = run(command, tmp_path, repo)
-        table = printed[printed.index("Runs in runs/sweep") :]
+        table = printed[printed.index("The runs in runs/sweep") :]
         names = sorted(re.findall(r"^\| (\S+-\d) ", table, re.MULTILINE))
         assert names == ["kl-0", "kl-1", "lk-0", "lk-1"]
         last_line = format_sweep_table(tmp_path / "runs" / "sweep").splitlines()[-1]

@@ -121,7 +121,7 @@ from pathlib import Path
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from infer import Engine
 from infer.config import DrafterConfig, EngineConfig, TextOptions
-from infer.drafters.base import new_drafter
+from infer.drafters.build import create_drafter
 from infer.targets.target import Target
 
 ctypes.CDLL(None).mallopt(-3, 65536)  # use mmap for larger blocks, so that freed memory is returned
@@ -139,9 +139,9 @@ config = Qwen3Config(
     eos_token_id=None,
 )
 target = Target(Qwen3ForCausalLM(config), None)
-drafter = new_drafter(DrafterConfig(layers=1, block_size=8, mask_token_id=5), target)
+drafter = create_drafter(DrafterConfig(layers=1, block_size=8, mask_token_id=5), target)
 drafter.init_weights(torch.Generator().manual_seed(0))
-engine = Engine(target, drafter, EngineConfig(rows=1, budget=63, compile=False), 200)
+engine = Engine(target, drafter, EngineConfig(max_num_seqs=1, budget=63, compile=False), 200)
 
 def resident(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
