@@ -1,11 +1,10 @@
-"""The state of the batch on the device: the KV caches and the bonus tokens of the batch rows in
-use, and the batch rows whose prompts are being prefilled.
+"""The state of the batch on the device: the KV caches, and the bonus token of every batch row in
+use. `PrefillBatch` holds the batch rows whose prompts are still being prefilled.
 
-A bonus token is the target's token after the accepted nodes of a round; the next round's tree has
-it as its root.
+A round's bonus token is the target's token after the last accepted node. It becomes the root of the
+next round's draft tree.
 
-B batch rows, C positions, F features per position, W = maximum number of nodes on a path, D hidden
-size.
+B batch rows.
 """
 
 from collections.abc import Generator
@@ -21,27 +20,32 @@ from infer.engine.verification import AcceptedPath
 from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
-# After so many rounds without drafting, their positions are added to the drafter's cache.
+# If this many rounds in a row committed only the root, their positions are added to the drafter's
+# cache.
 MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
 @dataclass
 class PendingPositions:
-    """Committed positions that the drafter's cache does not contain yet."""
+    """Positions of committed tokens that are not in the drafter's cache yet."""
 
-    context: torch.Tensor  # (B, C, F) the target's features, which the drafter conditions on
-    tokens: torch.Tensor  # (B, C) the tokens at these positions
-    lengths_on_device: torch.Tensor  # (B,) number of positions of each row; the others are padding
-    lengths: list[int] | None = None  # the same on the host; None: not known yet
+    # (B, num_positions, feature_size): the target's hidden states that the drafter is conditioned
+    # on
+    context: torch.Tensor
+    tokens: torch.Tensor  # (B, num_positions): the token at each position
+    # (B,): number of positions of each batch row; the remaining positions of a row are padding
+    lengths_on_device: torch.Tensor
+    # the same numbers on the host; None if the host does not know them yet
+    lengths: list[int] | None = None
 
 
 class BatchState:
-    """The KV caches of target and drafter, and the bonus tokens.
+    """The KV caches of target and drafter, and the bonus token of every batch row.
 
-    The batch rows in use are the first rows of the caches. A row has `capacity` positions, and
-    space for trees of `max_nodes` nodes after these positions. `drafter` is None if nothing is
-    drafted. With `keeps_prefixes`, the drafter's cache keeps all positions of a sequence, so that
-    they can be copied to the prefix cache.
+    The batch rows in use are always the first rows of the caches. A row has space for a sequence of
+    `capacity` tokens, and for a draft tree of `max_nodes` nodes after the sequence. `drafter` is
+    None in baseline decoding. If `keeps_prefixes` is true, the drafter's cache keeps all positions
+    of a sequence, so that they can be copied to the prefix cache.
     """
 
     def __init__(
@@ -57,8 +61,8 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # A round may commit as many positions as the tree has nodes. It writes the same number of
-        # positions, padding included, to all rows of the drafter's cache. Hence `max_nodes` more.
+        # `max_nodes` more positions, because a round may commit as many positions as the tree has
+        # nodes, and writes this number, padding included, to every row of the drafter's cache.
         self.draft_state = (
             None
             if drafter is None
@@ -69,13 +73,13 @@ class BatchState:
 
     @property
     def bonus_tokens(self) -> torch.Tensor:
-        """The bonus tokens (B,) of the rows in use, as a view of the buffer."""
+        """The bonus tokens (B,) of the batch rows in use, as a view of the buffer for all rows."""
         return self._bonus_buffer[: self.cache.padded_batch_size or len(self.cache.lengths)]
 
     @contextmanager
     def fix_rows(self, rows: int) -> Generator[None]:
-        """Inside this context, every decoding round has tensor shapes for exactly `rows` batch
-        rows, however many are in use; see `KVCache`."""
+        """Pad every decoding round inside this context to exactly `rows` batch rows, so that tensor
+        shapes do not depend on how many rows are in use."""
         with ExitStack() as stack:
             stack.enter_context(self.cache.pad_batch(rows))
             if self.draft_state is not None:
@@ -83,28 +87,30 @@ class BatchState:
             yield
 
     def set_bonus_tokens(self, rows: range, bonus: torch.Tensor) -> None:
-        """Set the bonus tokens of the batch rows `rows` to `bonus`."""
+        """Set the bonus tokens of the batch rows in the range `rows`. `bonus` has one token per
+        row."""
         self._bonus_buffer[rows.start : rows.stop] = bonus
 
     def commit(self, tree: DraftTree, features: Features, accepted: AcceptedPath) -> None:
-        """Keep the accepted nodes in the target's cache, queue their features for the drafter, and
-        set the next bonus tokens.
+        """Keep the accepted nodes of a round in the target's cache, queue their features for the
+        drafter's cache, and set the bonus tokens of the next round. `features` are the target's
+        hidden states at all nodes.
 
-        This method runs on the device, without a synchronisation. The caller has to call
+        This method runs on the device, without a GPU-to-CPU synchronisation. The caller must call
         `note_lengths` next.
         """
         path = accepted.path
         self.cache.commit(path, accepted.lengths)
         if self.draft_state is not None:
             path_index = path[..., None].expand(-1, -1, features.context.shape[-1])
-            context = features.context.gather(1, path_index)  # (B, W, F)
+            context = features.context.gather(1, path_index)  # (B, path_length, feature_size)
             path_tokens = tree.tokens.gather(1, path)
             self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
         # The bonus tokens are set last, since the tree's root tokens may be views of this buffer.
         self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
 
     def note_lengths(self, lengths: list[int]) -> None:
-        """Record on the host how many positions the last round committed for each row."""
+        """Record on the host how many positions the last round committed in each batch row."""
         self.cache.update_host_lengths(lengths)
         if self.pending:
             self.pending[-1].lengths = lengths
@@ -114,9 +120,9 @@ class BatchState:
     def _queue_for_drafter(self, positions: PendingPositions) -> None:
         """Queue committed positions for the drafter's cache.
 
-        Positions stay queued only as long as every round committed nothing but the roots, for at
-        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` nothing stays queued,
-        since the next round may have another shape.
+        As long as rounds commit only the root of each tree, their positions stay queued, but for at
+        most MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE rounds. Inside `fix_rows` the queue is flushed at
+        once, because the next round may be padded to another number of rows.
         """
         has_drafted = (
             bool(self.pending) and positions.tokens.shape[1] + self.pending[0].tokens.shape[1] > 2
@@ -128,8 +134,7 @@ class BatchState:
             self.flush_to_drafter()
 
     def flush_to_drafter(self) -> None:
-        """Add the queued positions to the drafter's cache. The positions of several rounds that
-        committed only roots are added in one call."""
+        """Add the queued positions to the drafter's cache, those of several rounds in one call."""
         pending = self.pending
         self.pending = []
         if len(pending) > 1:
@@ -156,8 +161,12 @@ class BatchState:
         self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
-        """Return copies of the cache entries of one block of positions, which begins at `start` in
-        batch row `row`: those of the target's cache, and those of the drafter's cache."""
+        """Copy a block of the prefix cache, PREFIX_CACHE_BLOCK_TOKENS positions from position
+        `start` of batch row `row`, out of the KV caches.
+
+        Return the entries of the target's cache, and those of the drafter's cache (an empty list
+        without a drafter).
+        """
         target_block = self.cache.read_positions(row, start, PREFIX_CACHE_BLOCK_TOKENS)
         if self.draft_state is None:
             return target_block, []
@@ -165,8 +174,8 @@ class BatchState:
 
 
 def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
-    """Concatenate the pending positions of several rounds, each of which committed only the root of
-    each row."""
+    """Concatenate the pending positions of several rounds into one. Each round must have committed
+    exactly one position per batch row, the root."""
     context = torch.cat([positions.context for positions in pending], 1)
     tokens = torch.cat([positions.tokens for positions in pending], 1)
     count = len(pending)
@@ -175,23 +184,27 @@ def concatenate_roots(pending: list[PendingPositions]) -> PendingPositions:
 
 
 class PrefillBatch:
-    """Sequences whose prompts are being prefilled, in batch rows that no round decodes yet."""
+    """Sequences whose prompts are being prefilled. Their batch rows do not take part in decoding
+    rounds until `finish` is called."""
 
     def __init__(self, state: BatchState, sequences: list[Sequence]) -> None:
         self.allocate_state = state
         self.sequences = sequences
-        self.rows = ExitStack()  # closing this stack takes the rows into use
+        # contexts that reserve the batch rows; when they are closed, decoding rounds use the rows
+        self.rows = ExitStack()
         self.cache = self.rows.enter_context(state.cache.add_rows(len(sequences)))
         self.draft_state = None
         if state.draft_state is not None:
             self.draft_state = self.rows.enter_context(state.draft_state.add(len(sequences)))
-        # For each sequence: the final hidden state (D,) of its last token; None until computed.
+        # For each sequence: the final hidden state (hidden_size,) of the prompt's last token, or
+        # None if it has not been computed yet.
         self.last_hidden: list[torch.Tensor | None] = [None] * len(sequences)
         for row, sequence in enumerate(sequences):
             self._restore_prefix(row, sequence)
 
     def _restore_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the cached prefix of a sequence into the sequence's batch row."""
+        """Copy the blocks of the sequence that are in the prefix cache into the sequence's batch
+        row."""
         blocks = sequence.prefix_blocks
         sequence.prefix_blocks = []
         if not blocks:
@@ -202,10 +215,11 @@ class PrefillBatch:
             self.draft_state.restore(row, prefix, [block.drafter for block in blocks])
 
     def run_chunk(self, start: int, length: int) -> int:
-        """Run the next `length` positions of each prompt through target and drafter.
+        """Run the next `length` positions of each prompt through target and drafter, and return the
+        number of computed positions, padding included.
 
-        `start` is the number of positions of each prompt that were computed before, not counting
-        positions from the prefix cache. Return the number of computed positions, padding included.
+        `start` is the number of positions of each prompt that earlier chunks have computed.
+        Positions from the prefix cache are not counted in `start`.
         """
         state = self.allocate_state
         first_positions = [sequence.cached_length + start for sequence in self.sequences]
@@ -229,8 +243,8 @@ class PrefillBatch:
         return len(chunks) * max(len(chunk) for chunk in chunks)
 
     def finish(self) -> torch.Tensor:
-        """Take the rows into use, and return the final hidden state (B, 1, D) of the last token of
-        each prompt."""
+        """Let the next decoding rounds use the batch rows. Return the final hidden states (B, 1,
+        hidden_size) of the last token of each prompt."""
         self.allocate_state.flush_to_drafter()
         self.rows.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]

@@ -4,18 +4,21 @@
 of nodes that maximises the committed tokens per second. It may choose 0 nodes, which is baseline
 decoding. `AutoNodeBudget` keeps
 
-- `RoundCostTable`: the seconds of a round for each number of batch rows and of nodes, calibrated
-  when the engine is made and updated after every round;
-- `AcceptanceTable`: how often nodes were accepted, by their log-probability under the drafter; and
+- `RoundCostTable`: the seconds that a round takes, for each number of batch rows and each number of
+  nodes. They are calibrated when the engine is created, and updated after every round.
+- `AcceptanceTable`: how often nodes were accepted, for each range of log-probabilities under the
+  drafter.
 - the expected number of accepted tokens of the average tree, for each number of nodes.
 
-Nodes are sorted by probability. The first n nodes of a tree are therefore the best tree of n nodes,
-and its expected number of accepted nodes is the sum of the nodes' probabilities (DDTree proposition
-1). A round builds a tree with twice the number of nodes that pay off on average. It then verifies
-the nodes that pay off in this round (CaDDTree, arXiv:2606.01813). From time to time a round
-explores: it uses the slower of drafting and baseline decoding, or the next larger number of nodes.
+Nodes are sorted by probability. The first n nodes of a tree are therefore the best tree of n nodes.
+Its expected number of accepted nodes is the sum of the nodes' probabilities (DDTree proposition 1).
 
-B batch rows, N drafted nodes of a row. A node count is a number of drafted nodes per row.
+A round builds a tree with twice the number of nodes that are worth their time on average. It then
+verifies the nodes that are worth their time in this round (CaDDTree, arXiv:2606.01813). From time
+to time a round explores: it uses the slower of drafting and baseline decoding, or the next larger
+number of nodes.
+
+A node count is a number of drafted nodes per batch row.
 """
 
 import math
@@ -35,57 +38,60 @@ from infer.engine.round_cost import (
 from infer.targets.target import Target, supports_ragged
 from infer.trees.tree import DraftTree
 
-# Maximum number of positions of all rows together in one target pass, roots included.
+# Maximum number of positions in one target pass: the nodes of all batch rows together, roots
+# included.
 MAX_VERIFIED_POSITIONS_OF_ALL_ROWS = 4096
 
-ROUNDS_BEFORE_SPEED_COMPARISON = 8  # warm-up: the first rounds draft, before speeds are compared
-MAX_NODES_BEFORE_SPEED_COMPARISON = 15  # maximum number of nodes of a warm-up round
+# number of warm-up rounds, which draft before speeds are compared
+ROUNDS_BEFORE_SPEED_COMPARISON = 8
+# maximum number of drafted nodes per batch row in a warm-up round
+MAX_NODES_BEFORE_SPEED_COMPARISON = 15
 MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
-    2  # maximum calibrated cost of a warm-up round / cost of a baseline round
+    2  # a warm-up round may cost at most this many times as much as a baseline round
 )
 
-# The share of throughput that may be lost by exploring the slower of drafting and baseline
-# decoding.
+# Share of the throughput that may be lost by trying the slower of drafting and baseline decoding.
 MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
-MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4  # minimum number of rounds between two explorations
-# Maximum number of rounds between explorations of the slower of drafting and baseline decoding, as
-# long as it has not been measured.
+# between two trials of the slower of drafting and baseline decoding
+MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4
+# Maximum number of rounds between two trials of the slower of drafting and baseline decoding, as
+# long as no round has measured its cost.
 MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
-ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = (
-    64  # rounds between explorations of the next larger number of nodes
-)
+ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64  # rounds between two trials of the next larger node count
 
-# The acceptance statistics are moving averages over about so many batch rows of drafting rounds.
+# Moving averages of acceptance cover about this many batch rows (one row of one round counts 1).
 ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
-# Number of bins. Bin i is for log2-probabilities in (-i - 1, -i]; the last bin is also for all
+# Number of bins. Bin i covers log2-probabilities in (-i - 1, -i]; the last bin also covers all
 # lower log2-probabilities.
 ACCEPTANCE_BINS = 24
 ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
-    4  # pseudo-count, added to the numbers of expected and of accepted tokens
+    4  # number added to both the expected and the accepted nodes of a bin
 )
 
 
 class NodeBudget:
-    """A fixed number of nodes in every round."""
+    """A fixed number of drafted nodes per batch row, the same in every round."""
 
-    needs_log_probs = False  # whether `record_round` uses the log-probabilities of nodes
+    needs_log_probs = False  # whether `record_round` needs the log-probabilities of the nodes
 
     def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes  # maximum number of drafted nodes per row
-        self.last_nodes = max_nodes  # average number of nodes per row that the last round verified
+        self.max_nodes = max_nodes  # maximum number of drafted nodes per batch row
+        # number of nodes that the last round verified, averaged over batch rows
+        self.last_nodes = max_nodes
 
     def choose_nodes(self, rows: int, max_nodes: int) -> int:
-        """Return how many nodes per row the next round verifies, at most `max_nodes`. If the
-        result is 0, the round does not draft."""
+        """Return how many drafted nodes per batch row the next round verifies, at most `max_nodes`.
+        `rows` is the number of batch rows. If the result is 0, the round does not draft."""
         return max_nodes
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return how many nodes per row the built trees have, if `num_nodes` of them are
-        verified."""
+        """Return how many drafted nodes per batch row a tree is built with before `prune` reduces
+        it to about `num_nodes` nodes."""
         return num_nodes
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """Return the part of the built trees that is verified. It is chosen on the host."""
+        """Return the draft trees without the nodes that are not worth verifying. This runs on the
+        host."""
         return tree
 
     def record_round(
@@ -95,11 +101,13 @@ class NodeBudget:
         paths: list[list[int]],
         node_log_probs: list[list[float]] | None = None,
     ) -> None:
-        """Record a finished round.
+        """Update the statistics with a finished round, which took `seconds`. Each list has one
+        entry per batch row.
 
-        The lists have one entry per batch row. drafted_counts: number of verified nodes. paths: the
-        accepted nodes without the root. node_log_probs: the log-probabilities of all built nodes,
-        root included; None if `prune` was called with the trees.
+        drafted_counts: number of verified nodes
+        paths: indices of the accepted nodes, without the root
+        node_log_probs: log-probabilities of all nodes before pruning, root included. None if
+            `prune` has seen the trees of this round.
         """
 
 
@@ -108,23 +116,24 @@ class AcceptanceTable:
     The table turns a drafter's probability into an estimated acceptance probability."""
 
     def __init__(self) -> None:
-        self.expected = np.zeros(ACCEPTANCE_BINS)  # sum of probabilities of verified nodes
-        self.accepted = np.zeros(ACCEPTANCE_BINS)  # number of accepted nodes
-        self.factors = np.ones(ACCEPTANCE_BINS)  # ratio of accepted to expected nodes
+        # for each bin: sum of the verified nodes' probabilities
+        self.expected = np.zeros(ACCEPTANCE_BINS)
+        self.accepted = np.zeros(ACCEPTANCE_BINS)  # for each bin: number of accepted nodes
+        self.factors = np.ones(ACCEPTANCE_BINS)  # for each bin: ratio of accepted to expected
 
     def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
-        """Return the estimated probability that a node is accepted, for nodes with these
+        """Return the estimated probabilities that nodes are accepted. `log_probs` are the nodes'
         log-probabilities under the drafter."""
         return np.minimum(np.exp(log_probs) * self.factors[bin_indices(log_probs)], 1)
 
     def update(
         self, log_probs: np.ndarray, drafted_counts: list[int], paths: list[list[int]]
     ) -> None:
-        """Record a round.
+        """Update the statistics with a round.
 
-        log_probs (B, N): the log-probabilities of the built nodes. drafted_counts: for each row the
-        number of verified nodes, which are the first nodes. paths: for each row the accepted nodes,
-        numbered from 1.
+        log_probs: (B, num_nodes), log-probabilities of all nodes before pruning, root excluded
+        drafted_counts: for each batch row, the number n of verified nodes, which are the first n
+        paths: for each batch row, the indices of the accepted nodes; the root has index 0
         """
         bins = bin_indices(log_probs)
         is_verified = np.arange(log_probs.shape[1]) < np.array(drafted_counts)[:, None]
@@ -135,7 +144,7 @@ class AcceptanceTable:
         accepted = np.bincount(accepted_bins, minlength=ACCEPTANCE_BINS)
         self.expected = decay * self.expected + expected
         self.accepted = decay * self.accepted + accepted
-        # The fewer verified nodes a bin has, the closer its factor is to that of all bins together.
+        # The fewer verified nodes a bin has, the closer its factor is to the ratio over all bins.
         overall = (self.accepted.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT) / (
             self.expected.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT
         )
@@ -145,15 +154,16 @@ class AcceptanceTable:
 
 
 def bin_indices(log_probs: np.ndarray) -> np.ndarray:
-    """Return the bin index of each log-probability. A bin is one bit wide, see ACCEPTANCE_BINS."""
+    """Return the bin index of each log-probability. A bin is one bit wide: it covers a factor of 2
+    in probability."""
     return np.minimum(-log_probs / math.log(2), ACCEPTANCE_BINS - 1).astype(int)
 
 
 class AutoNodeBudget(NodeBudget):
-    """The number of nodes that maximises tokens per second, chosen anew in every round.
+    """Chooses in every round the number of nodes that maximises tokens per second.
 
-    With `ragged`, batch rows may verify different numbers of nodes: the likeliest nodes of all rows
-    together are verified. A node count is then the average over the rows.
+    If `ragged` is true, batch rows may verify different numbers of nodes: the likeliest nodes of
+    all rows together are verified. A node count is then the average over the rows.
     """
 
     needs_log_probs = True
@@ -165,17 +175,18 @@ class AutoNodeBudget(NodeBudget):
         self.node_counts = [0, *smaller_counts, max_nodes]
         self.costs = RoundCostTable(calibration, self.node_counts)
         self.acceptance = AcceptanceTable()
-        # `gains[i]` is the expected number of accepted tokens of a row with node_counts[i] nodes,
-        # minus the number with node_counts[i - 1] nodes, averaged over `gain_rows[i]` rows.
+        # `gains[i]`: how many more accepted tokens per batch row are expected with node_counts[i]
+        # nodes than with node_counts[i - 1] nodes. It is an average over `gain_rows[i]` batch rows.
         self.gains = np.zeros(len(self.node_counts))
         self.gain_rows = np.zeros(len(self.node_counts))
-        self.tokens_per_second = 0.0  # tokens per second and row of the fastest node count
-        self.max_round_nodes = max_nodes  # maximum node count of the next round
-        self.log_probs = np.zeros((1, 0))  # (B, N) log-probabilities of the last trees' nodes
-        # For each node count: expected accepted tokens per row of the last trees.
+        self.tokens_per_second = 0.0  # tokens per second and batch row of the fastest node count
+        self.max_round_nodes = max_nodes  # largest node count that the next round may verify
+        # (B, num_nodes): log-probabilities of the last trees, without roots
+        self.log_probs = np.zeros((1, 0))
+        # For each node count: expected number of accepted tokens per batch row of the last trees.
         self.expected_tokens = np.zeros(1)
         self.num_rounds = 0
-        # Number of rounds since the slower of drafting and baseline decoding was last explored.
+        # Number of rounds since the slower of drafting and baseline decoding was last tried.
         self.rounds_since_explored = 0
 
     def index_of(self, num_nodes: int) -> int:
@@ -192,7 +203,8 @@ class AutoNodeBudget(NodeBudget):
             return self.max_round_nodes
 
         costs = self.costs.costs(rows)[: last + 1]
-        tokens = 1 + self.gains[: last + 1].cumsum()  # bonus token and accepted nodes
+        # expected tokens of a round: the bonus token and the accepted nodes
+        tokens = 1 + self.gains[: last + 1].cumsum()
         speeds = tokens / costs
         drafting = 1 + int(speeds[1:].argmax())
         if speeds[drafting] > speeds[0]:
@@ -213,7 +225,8 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[faster]
 
     def _warmup_index(self, rows: int) -> int:
-        """Return the index in `node_counts` of the number of nodes that warm-up rounds verify."""
+        """Return the index in `node_counts` of the number of nodes that a warm-up round
+        verifies."""
         costs = self.costs.calibrated_costs(rows)
         index = self.index_of(MAX_NODES_BEFORE_SPEED_COMPARISON)
         while index > 1 and costs[index] > MAX_COST_RATIO_BEFORE_SPEED_COMPARISON * costs[0]:
@@ -223,14 +236,14 @@ class AutoNodeBudget(NodeBudget):
     def _explore_interval(
         self, rows: int, costs: np.ndarray, speeds: np.ndarray, faster: int, slower: int
     ) -> float:
-        """Return the number of rounds between two explorations of the slower of baseline decoding
-        and drafting. Explorations then cost the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the
-        throughput.
+        """Return after how many rounds the slower of baseline decoding and drafting is tried again,
+        such that the trials lose the share MAX_THROUGHPUT_SHARE_LOST_EXPLORING of the throughput.
 
-        `costs` and `speeds` have one entry per node count: seconds of a round, and tokens per
-        second. `faster` and `slower` are indices into both.
+        costs: seconds of a round for each node count
+        speeds: tokens per second for each node count
+        faster, slower: indices in `node_counts` of the faster and the slower of the two
         """
-        # The loss of one exploration is counted in rounds of the faster kind.
+        # What one trial loses, in units of rounds with the faster node count.
         loss = costs[slower] / costs[faster] * (1 - speeds[slower] / speeds[faster])
         interval = max(MIN_ROUNDS_BETWEEN_EXPLORATIONS, loss / MAX_THROUGHPUT_SHARE_LOST_EXPLORING)
         is_measured = self.costs.is_measured(rows)
@@ -240,14 +253,18 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
 
     def _explores_neighbour(self) -> bool:
-        """Return whether this round verifies the next larger node count than the fastest one. The
-        cost of that larger count may have changed since it was measured."""
+        """Return whether this round verifies the node count after the fastest one. Its cost may
+        have changed since it was measured."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
-        """Return about twice `num_nodes`: the additional nodes show whether more nodes would pay
-        off. With `ragged`, the result is at least WARMUP_NODES, since rows with a confident drafter
-        verify more nodes than the average row."""
+        """Return at least twice `num_nodes` (or the largest node count), so that the additional
+        nodes show whether more nodes would be worth their time.
+
+        With `ragged` and several batch rows, the result is at least
+        MAX_NODES_BEFORE_SPEED_COMPARISON, because rows with a confident drafter verify more nodes
+        than the average row.
+        """
         if not num_nodes:
             return 0
         min_nodes = 2 * num_nodes
@@ -266,10 +283,11 @@ class AutoNodeBudget(NodeBudget):
         return tree.keep_first(num_nodes)
 
     def _count_paying_nodes(self, rows: int, max_nodes: int) -> int:
-        """Return how many nodes of the last trees are worth verifying, at most `max_nodes`.
+        """Return how many nodes per batch row of the last trees are worth verifying, at most
+        `max_nodes`.
 
-        A node is worth verifying if it adds more expected tokens than decoding produces on average
-        in the additional time that the node takes.
+        Nodes are worth verifying if they add more expected tokens than decoding produces on average
+        in the additional time that they take.
         """
         last = self.index_of(max_nodes)
         average_tokens = self.tokens_per_second * self.costs.costs(rows)[: last + 1]
@@ -280,9 +298,10 @@ class AutoNodeBudget(NodeBudget):
         return self.node_counts[best]
 
     def _estimate_tokens(self, log_probs: np.ndarray) -> None:
-        """Estimate the accepted tokens of trees for each node count, and store the estimates.
+        """Estimate the number of accepted tokens of the given trees for each node count, and store
+        the estimates in `expected_tokens`.
 
-        `log_probs` (B, N + 1) are the log-probabilities of the trees' nodes, root included.
+        `log_probs` (B, 1 + num_nodes) are the log-probabilities of the trees' nodes, root first.
         """
         self.log_probs = log_probs[:, 1:]
         rows, num_nodes = self.log_probs.shape
@@ -292,7 +311,8 @@ class AutoNodeBudget(NodeBudget):
             probabilities = probabilities.ravel()[likeliest_first]
         else:
             probabilities = probabilities.T.ravel()
-        # (rows * N + 1,): entry n is the expected number of tokens of n nodes, over all rows.
+        # (rows * num_nodes + 1,): entry n is the expected number of accepted tokens of all rows
+        # together if n nodes are verified.
         totals = np.append(0.0, probabilities.cumsum())
         node_counts = self.node_counts[: self.index_of(num_nodes) + 1]
         self.expected_tokens = totals[np.multiply(node_counts, rows)] / rows
@@ -313,7 +333,7 @@ class AutoNodeBudget(NodeBudget):
             self._estimate_tokens(np.array(node_log_probs))
 
         gains = np.diff(self.expected_tokens, prepend=0)
-        seen = slice(len(gains))  # the node counts that are at most the size of the trees
+        seen = slice(len(gains))  # node counts that are not larger than the trees
         self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
         self.gains[seen] += rows / self.gain_rows[seen] * (gains - self.gains[seen])
@@ -323,7 +343,9 @@ class AutoNodeBudget(NodeBudget):
 def make_node_budget(
     target: Target, drafter: Drafter | None, options: EngineConfig, clock: Callable[[], float]
 ) -> NodeBudget:
-    """Make the node budget that the options describe. `drafter` is None if nothing is drafted."""
+    """Create the node budget that `options.budget` asks for: fixed or automatic. Without a drafter
+    it is 0 nodes. `clock` returns the time in seconds; the automatic budget uses it for
+    calibration."""
     if drafter is None:
         return NodeBudget(0)
     method = options.tree

@@ -1,8 +1,5 @@
 """Run decoding rounds as CUDA graphs. A graph is one kernel launch instead of thousands, which the
-host would issue more slowly than the device executes them.
-
-V vocabulary size.
-"""
+host would issue more slowly than the device executes them."""
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -18,21 +15,24 @@ from infer.targets.target import Target
 
 
 class SamplingBuffers:
-    """Device memory for the sampling options of all batch rows.
+    """Device memory at fixed addresses for the sampling options of all batch rows.
 
-    Rounds that were recorded as CUDA graphs read this memory. It is written before a round if the
-    sequences in the rows have changed.
+    Decoding rounds that were recorded as CUDA graphs read the options from here. The buffers are
+    rewritten before a round if the sequences in the batch rows have changed.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        # (rows, V) which tokens the sequence of each row contains
+        # (rows, vocab_size): which tokens the sequence in each batch row contains
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         options = [TextOptions(temperature=1.0)] * rows
         self.tensors = SamplingTensors.from_options(options, vocab_size, device)
 
     def write(self, tensors: SamplingTensors, seen: torch.Tensor | None) -> None:
-        """Copy the sampling options of the first B batch rows into the buffers. `seen` (B, V) marks
-        the tokens of each row's sequence; it is None if no row has a repetition penalty."""
+        """Copy the sampling options of the first batch rows into the buffers.
+
+        `seen` (B, vocab_size) bool tells which tokens the sequence in each row contains. It is None
+        if no sequence has a repetition penalty.
+        """
         if seen is not None:
             self.seen[: len(seen)] = seen
         for name, column in tensors.columns.items():
@@ -41,38 +41,42 @@ class SamplingBuffers:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A CUDA graph with its results and the objects whose memory it uses."""
+    """A CUDA graph, the tensors that it writes its results to, and the objects whose memory it
+    uses."""
 
     graph: torch.cuda.CUDAGraph
     results: Any
-    references: list[object]  # keep alive the memory whose addresses the graph stores
+    # objects kept alive, because the graph stores addresses of their memory
+    references: list[object]
 
 
 class CudaGraphs:
-    """Runs functions as CUDA graphs. A key identifies the graph of each function. On devices other
-    than CUDA, the functions are called directly.
+    """Runs functions as CUDA graphs, with one graph for each key. On other devices, functions are
+    called directly.
 
-    A function reads and writes tensors that stay at their addresses. It must not depend on host
-    values that change, and must not synchronise. The first call for a key runs the function, which
-    compiles kernels and fills caches. The second call records the function as a CUDA graph. Later
-    calls replay the graph. All graphs share one memory pool, so the next replay of any graph
-    overwrites the results. If a graph cannot be recorded, one warning is issued, and all functions
-    are called directly from then on.
+    A function must read and write tensors that stay at the same addresses. It must not depend on
+    host values that change, and must not synchronise with the host. The first call for a key runs
+    the function, which compiles kernels and fills caches. The second call records the function as a
+    CUDA graph. Later calls replay the graph.
 
-    A graph stores addresses, also of memory that belongs to `models`. The objects that the models'
-    `graph_references()` return are therefore kept alive as long as the graph.
+    All graphs share one memory pool, so replaying any graph overwrites the results of the others.
+    If recording fails, a warning is issued once, and from then on all functions are called
+    directly.
+
+    A graph also stores addresses of memory that belongs to `models`. The objects that
+    `graph_references()` of each model returns are therefore kept alive together with the graph.
     """
 
     def __init__(self, device: torch.device, models: Sequence[Target | Drafter]) -> None:
         self.is_enabled = device.type == "cuda"
         self.pool: Any = None
         self.models = models
-        # None: the function was called once, and the next call records its graph.
+        # The value is None after the first call for a key; the second call records the graph.
         self.graphs: dict[Hashable, CapturedGraph | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Return the results of `function`. It is called directly, or recorded as the CUDA graph
-        with this key, or that graph is replayed; see the class."""
+        """Return the results of `function`, by calling it, by recording it as the CUDA graph for
+        `key`, or by replaying this graph (see the class for when)."""
         if not self.is_enabled:
             return function()
         if key not in self.graphs:
@@ -105,10 +109,10 @@ class CudaGraphs:
         return references
 
     def _capture(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Record a function as a CUDA graph. Return the graph and the function's results, whose
-        values are computed only when the graph is replayed."""
+        """Record a function as a CUDA graph. Return the graph and the tensors that the function
+        returned, whose values are only computed when the graph is replayed."""
         graph = torch.cuda.CUDAGraph()
-        # With "thread_local", other threads may use the device meanwhile, for example in a server.
+        # With "thread_local", other threads may use the device during the recording.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
         if self.pool is None:

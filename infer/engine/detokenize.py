@@ -1,10 +1,10 @@
-"""Detokenization of growing outputs. The search for stop strings, streams and final answers all use
-these functions, so that all have the same text.
+"""Convert token ids to text while the output is still growing. The search for stop strings,
+streaming and final answers all use these functions, so that all see the same text.
 
 Adjacent byte tokens (`<0xNN>`) are decoded together. One more byte token may turn all of them from
 characters into replacement characters, or back. Special tokens between byte tokens are removed
 before decoding. An output is therefore split only after a token with stable text, which is a token
-with text that is no byte token.
+that has text and is not a byte token.
 """
 
 import re
@@ -13,17 +13,18 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 BYTE_TOKEN_PATTERN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Bytes of the longest UTF-8 character. A character therefore has at most so many byte tokens.
+# Bytes of the longest UTF-8 character, and therefore the most byte tokens that a character needs.
 MAX_CHARACTER_BYTES = 4
 
 
 def detokenize(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], keep_special: bool = False
 ) -> str:
-    """Return the text of the tokens `ids`. Special tokens are left out unless `keep_special`.
+    """Return the text of the tokens `ids`. Special tokens are left out unless `keep_special` is
+    true.
 
-    Spaces are not cleaned up, since changing "do n't" to "don't" would alter text that was streamed
-    before.
+    Spaces are not cleaned up, because changing "do n't" to "don't" would alter text that has
+    already been streamed.
     """
     text = tokenizer.decode(
         ids, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
@@ -32,9 +33,10 @@ def detokenize(
 
 
 def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
-    """Return whether no later token can change the text of token `id` and of the tokens before it.
+    """Return whether no later token can change the text up to and including token `id`.
 
-    A byte-level token that ends with part of a character counts as stable: the replacement
+    This is the case if the token has text and is not a byte token (`<0xNN>`). A token of a
+    byte-level tokenizer that ends within a UTF-8 character also counts as stable: the replacement
     character at its end shows that it is incomplete.
     """
     token = cast(str, tokenizer.convert_ids_to_tokens(id) or "")
@@ -44,8 +46,8 @@ def has_stable_text(tokenizer: PreTrainedTokenizerBase, id: int) -> bool:
 
 
 def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], first: int = 0) -> int:
-    """Return the number of tokens up to and including the last token with stable text. The result
-    is at least `first`."""
+    """Return the number of tokens up to and including the last token with stable text (see
+    `has_stable_text`), or `first` if this number is smaller than `first`."""
     length = len(ids)
     while length > first and not has_stable_text(tokenizer, ids[length - 1]):
         length -= 1
@@ -53,11 +55,8 @@ def count_stable_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], firs
 
 
 def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars: int) -> str:
-    """Return the end of an output's text.
-
-    It consists of the text that the last token may have changed, and of at least `num_chars`
-    characters before (fewer if the output is shorter).
-    """
+    """Return the end of an output's text: all text that the last token may have changed, and at
+    least `num_chars` characters before it (fewer if the output is shorter)."""
     stable_end = count_stable_tokens(tokenizer, ids)
     start = stable_end
     text = ""
@@ -77,10 +76,11 @@ def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars
 def completes_stop_string(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: list[str]
 ) -> bool:
-    """Return whether the last token completes one of the stop strings.
+    """Return whether an output contains one of the stop strings, given that it did not before its
+    last token.
 
-    The stop string appears in the text, or the last token is a special token with this name.
-    Special tokens are not part of the text.
+    Special tokens are not part of the text. A stop string may also be the name of a special token;
+    it is then complete if the last token is this special token.
     """
     if not stop_strings:
         return False

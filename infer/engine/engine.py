@@ -1,6 +1,6 @@
-"""The engine of causal targets. A step schedules, prefills prompts, runs one decoding round, and
-releases finished sequences. The scheduler decides what a step computes, and the runner computes
-it."""
+"""The decoding engine of autoregressive target models. A step schedules sequences, prefills
+prompts, runs one decoding round, and releases finished sequences. The scheduler decides what a step
+computes, and the runner computes it."""
 
 import time
 from collections import abc
@@ -31,16 +31,16 @@ from infer.targets.target import Target
 
 
 class Engine:
-    """Decodes a batch of sequences with continuous batching: each batch row has a length of its
-    own, and the next waiting sequence takes the row of a finished one.
+    """Decodes sequences with continuous batching: sequences in a batch may have different lengths,
+    and the next waiting sequence takes the batch row of a finished one.
 
-    `capacity` is the number of positions of a row, for prompt and output together. `clock` returns
-    the time in seconds and is used to time the stages of decoding; on CUDA it has to synchronise.
-    `drafter` is None for methods that draft nothing.
+    `capacity` is the maximum number of tokens of a sequence, prompt and output together. `clock`
+    returns the time in seconds and is used to time the stages of decoding; on CUDA it must
+    synchronise with the device. `drafter` is None for methods without a drafter.
 
-    In float32 the output of a sequence does not depend on the other sequences of the batch. Lower
-    precisions round differently in other batch shapes. Raises ValueError if the options do not fit
-    the drafter or the target.
+    In float32 the output of a sequence does not depend on the other sequences of the batch. In
+    lower precisions it may, because rounding depends on the batch size. Raises ValueError if the
+    options do not fit the drafter or the target.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Engine:
         self._use_runner(make_runner(target, drafter, options, capacity, clock))
 
     def _use_runner(self, runner: Runner) -> None:
-        """Set the runner, make a scheduler for the runner, and set the public attributes."""
+        """Set the runner, create a scheduler for it, and set the public attributes."""
         self.runner = runner
         self.scheduler = Scheduler(runner)
         self.target = runner.target
@@ -65,10 +65,11 @@ class Engine:
         self.seconds = runner.stopwatch.seconds
 
     def reset(self) -> None:
-        """Drop all sequences except the waiting ones, and allocate the caches anew.
+        """Remove all sequences except the waiting ones, and allocate the caches anew.
 
-        This is needed after an exception, since the contents of the caches are then undefined. The
-        old caches are freed first. If `reset` itself raises an exception, it can be called again.
+        This is needed after an exception, because the contents of the caches are then undefined.
+        The old caches are freed first. If `reset` itself raises an exception, it can be called
+        again.
         """
         self.scheduler.reset()
         self.runner.reset()
@@ -90,8 +91,8 @@ class Engine:
         options: TextOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Add a sequence to the queue, and return it. Raises ValueError if the options are invalid,
-        or the prompt is too long."""
+        """Add a sequence to the queue, and return it. `processors` are Hugging Face logits
+        processors. Raises ValueError if the options are invalid, or the prompt is too long."""
         self.check_options(options)
         check_prompt(prompt, options, self.capacity, self.target.vocab_size)
         sequence = self.runner.create_sequence(prompt, options, processors)
@@ -101,8 +102,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Prefill waiting sequences, and run one round for all running sequences. Return the
-        sequences that got new tokens or finished."""
+        """Prefill waiting sequences, and run one decoding round for all running sequences. Return
+        the sequences that received new tokens or finished."""
         scheduler = self.scheduler
         if self.runner.weights_changed(checks_contents=scheduler.can_admit):
             self._restart_all()
@@ -131,13 +132,15 @@ class Engine:
         ]
 
     def _restart_all(self) -> None:
-        """Prefill all running sequences again, since the caches were computed with old weights."""
+        """Return all running and prefilling sequences to the queue, and allocate empty caches. This
+        is needed when the weights have changed, because the caches were computed with the old
+        weights."""
         sequences = self.scheduler.preempt_all()
         self.scheduler.waiting.extendleft(reversed(sequences))
         self.reset()
 
     def _prefill_chunk(self, length: int) -> None:
-        """Prefill the next `length` positions of each admitted prompt. When the prompts are
+        """Prefill the next `length` positions of each admitted prompt. Once all these prompts are
         complete, their sequences become running sequences."""
         scheduler = self.scheduler
         start = self.runner.stopwatch.start()
@@ -187,8 +190,11 @@ def make_runner(
     capacity: int,
     clock: abc.Callable[[], float],
 ) -> Runner:
-    """Make the runner of a causal target, together with the node budget and the n-gram model that
-    the runner uses. Raises ValueError if the options do not fit the drafter or the target."""
+    """Create the runner of a target, together with the runner's node budget and n-gram model.
+
+    `capacity` is the maximum number of tokens of a sequence, and `clock` returns the time in
+    seconds. Raises ValueError if the options do not fit the drafter or the target.
+    """
     requested_ngrams = options.ngrams
     options = options.with_drafter_ngrams(None if drafter is None else drafter.ngram_path)
     check_drafter(target, drafter, options)
@@ -209,9 +215,11 @@ def make_runner(
 def allocate_device_resources(
     target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, max_nodes: int
 ) -> DeviceResources:
-    """Allocate the device memory of a runner, for trees of at most `max_nodes` drafted nodes."""
+    """Allocate a runner's device memory, such as the KV caches. `capacity` is the maximum number of
+    tokens of a sequence, and `max_nodes` the maximum number of drafted nodes of a tree."""
     prefix_cache = None
-    # With recurrent layers, the recurrent states after every block would have to be cached too.
+    # Targets with recurrent layers have no prefix cache, because it would also have to store the
+    # recurrent state after every block.
     if options.prefix_cache_mib and not target.has_recurrent_layers:
         prefix_cache = PrefixCache(max_bytes=options.prefix_cache_mib * 2**20)
     keeps_prefixes = prefix_cache is not None
@@ -225,8 +233,8 @@ def allocate_device_resources(
 
 
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
-    """Raise ValueError if the method needs a drafter and there is none, or if drafter and target
-    have different dtypes."""
+    """Raise ValueError if the decoding method needs a drafter and there is none, or if drafter and
+    target have different dtypes."""
     if options.uses_drafter and drafter is None:
         raise ValueError(
             f"method={options.method} needs a drafter, and none was given; load one with "
@@ -245,13 +253,13 @@ def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig
 def load_ngram_model(target: Target, options: EngineConfig, requested: str | None) -> NGramModel:
     """Return the n-gram model that the tree method uses.
 
-    `requested` is the user's option `ngrams`. If it names a file, that file is opened. If it asks
-    for the n-grams of the sequence alone, a uniform model is returned. If it is None, the n-gram
-    file of the drafter is opened.
+    `requested` is the user's option `ngrams`: the path of an n-gram file, which is opened; or the
+    value that asks for the n-grams of the sequence alone, for which a uniform model is returned; or
+    None, for which the drafter's own n-gram file is opened.
     """
     if requested == NGRAMS_OPTION_CURRENT_SEQUENCE:
         return NGramModel.uniform(target.vocab_size)
     assert options.ngrams is not None
-    # The tokenizer of the drafter's own n-gram file is not checked: a user may have changed the
-    # chat template, which is part of the digest, but the token ids are those of the target.
+    # The tokenizer digest is not checked for the drafter's own n-gram file. The digest includes the
+    # chat template, which the user may have changed, but the token ids are those of the target.
     return NGramModel.open(options.ngrams, target.tokenizer_digest if requested else None)
