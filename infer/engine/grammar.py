@@ -1,11 +1,10 @@
-"""Structured output: only outputs that a JSON schema, a regular expression or a grammar allows.
+"""Structured output: restrict an output to a JSON schema, a regular expression or a grammar. All
+three are called grammars here.
 
-llguidance compiles the grammar and computes which tokens may come next. At each node of its path
-through the draft tree, the target chooses among the allowed tokens alone. The output is therefore
+llguidance compiles the grammar and computes which tokens may come next. After each node of its path
+through the draft tree, the target chooses among the allowed tokens only. The output is therefore
 the same as that of baseline decoding under the grammar. The draft tree is the best tree that the
 grammar allows (`infer/trees/constrained.py`).
-
-V vocabulary size.
 """
 
 import json
@@ -29,19 +28,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 16
-# Properties in all objects of a JSON schema together. The cost of optional properties grows with
+# Properties of all objects in a JSON schema together. The cost of optional properties grows with
 # the square of their number.
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_CACHED_GRAMMARS = 64
-# If the last mask of allowed tokens took more CPU seconds than this, no nodes are drafted next.
+# If computing the last mask of allowed tokens took more CPU seconds than this, the next round
+# drafts nothing for the sequence.
 SLOW_GRAMMAR_TOKEN_MASK_SECONDS = 5e-3
-# Key: the tokenizer of a target. Value: llguidance's version of this tokenizer.
+# keys: the targets' tokenizers; values: llguidance's versions of these tokenizers
 _grammar_tokenizers: WeakKeyDictionary[Any, "LLTokenizer"] = WeakKeyDictionary()
 
 
 def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
-    """Return the kind and the source text of the grammar in the options, or None if they contain no
-    grammar."""
+    """Return the grammar that the options ask for, as the option's name (such as "json_schema") and
+    the source text. Return None if they ask for no grammar."""
     for kind in GRAMMAR_OPTIONS:
         source = getattr(options, kind)
         if source is not None:
@@ -50,8 +50,8 @@ def get_grammar_option(options: TextOptions) -> tuple[str, str] | None:
 
 
 def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | None":
-    """Compile the grammar of the options, and return the grammar's initial state. Return None if
-    the options contain no grammar. Raises ValueError with the reason if llguidance does not accept
+    """Compile the grammar that the options ask for, and return its state at the beginning of the
+    output. Return None if they ask for no grammar. Raises ValueError if llguidance does not accept
     the grammar."""
     grammar = get_grammar_option(options)
     if grammar is None:
@@ -62,12 +62,13 @@ def make_grammar_state(options: TextOptions, target: Target) -> "GrammarState | 
 
 
 class GrammarState:
-    """The position of a sequence in its grammar.
+    """Tracks which tokens a grammar allows after a sequence's output and after drafted tokens.
 
-    Methods take the sequence's output tokens, and a path of drafted tokens after the output. The
-    output only grows from call to call. The matcher keeps the prefix that the last path and the new
-    path have in common; the rest is rolled back. If a path exceeds llguidance's limits, no token is
-    allowed after the path.
+    The methods take all output tokens of the sequence, and a path of drafted tokens after the
+    output. Calls may change the path, but the output may only grow. llguidance's matcher is rolled
+    back only to where the new tokens differ from those of the previous call.
+
+    If the output or the path exceeds llguidance's limits, no token is allowed after it.
     """
 
     def __init__(
@@ -76,19 +77,21 @@ class GrammarState:
         self.compiled = compiled
         self.vocab_size = vocab_size
         self.eos_token_ids = sorted(eos_token_ids)
-        # Whether the output itself has exceeded the limits; the sequence then ends.
+        # Whether no token was allowed after the output itself; the sequence then ends.
         self.failed = False
-        self.is_slow = False  # whether the last mask took more than SLOW_GRAMMAR_TOKEN_MASK_SECONDS
+        self.is_slow = False  # whether the last mask was slow, see SLOW_GRAMMAR_TOKEN_MASK_SECONDS
         self._restart()
 
     def _restart(self) -> None:
         """Move the matcher back to the beginning of the output."""
         self.matcher = self.compiled.deep_copy()
-        self.checked_length = 0  # output tokens that the matcher will not roll back
-        self.consumed: list[int] = []  # the tokens that it consumed after these
+        self.checked_length = 0  # number of consumed output tokens, which are never rolled back
+        # path tokens that the matcher has consumed after these output tokens
+        self.consumed: list[int] = []
 
     def _move_to(self, output_ids: list[int], path: list[int]) -> None:
-        """Move the matcher to the position after the output tokens and the path."""
+        """Let the matcher consume the output tokens and the path, after rolling back tokens that
+        differ."""
         tokens = output_ids[self.checked_length :] + path
         common = 0
         while (
@@ -110,7 +113,8 @@ class GrammarState:
         return len(self.matcher.compute_ff_bytes()) <= MAX_BYTES_FORCED_BY_GRAMMAR
 
     def allowed_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
-        """Return which tokens may come after the output and `path`, (V,) bool."""
+        """Return a mask (vocab_size,) bool of the tokens that the grammar allows after the output
+        and the path."""
         start = time.thread_time()
         self._move_to(output_ids, path)
         is_within_limits = self._is_within_limits()
@@ -122,16 +126,23 @@ class GrammarState:
         return np.unpackbits(np.frombuffer(bitmask, np.uint8), bitorder="little").view(bool)
 
     def allowed_draft_tokens(self, output_ids: list[int], path: list[int]) -> np.ndarray:
-        """Return which tokens the draft tree may contain after the output and `path`, (V,) bool. If
-        the grammar is slow, these are none, which changes the speed but not the output."""
+        """Return a mask (vocab_size,) bool of the tokens that may be drafted after the output and
+        the path.
+
+        If computing masks is slow for this grammar, the mask is all false: fewer tokens are
+        drafted, but the output stays the same.
+        """
         if self.is_slow:
             return np.zeros(self.vocab_size, bool)
         return self.allowed_tokens(output_ids, path)
 
     def forced_tokens(self, output_ids: list[int]) -> list[int]:
-        """Return the tokens of the text that the grammar forces after the output, as the tokenizer
-        splits that text. A model may generate the same text with other tokens. The list is empty if
-        nothing is forced, if the forced text is long, or if the grammar is slow."""
+        """Return the tokens of the text that the grammar forces after the output. The list is empty
+        if no text is forced, if the text is long, or if computing masks is slow for this grammar.
+
+        The tokens are those into which the tokenizer splits the text. The model may generate the
+        same text with other tokens.
+        """
         if self.is_slow:
             return []
         self._move_to(output_ids, [])
@@ -144,8 +155,9 @@ class GrammarState:
     def mask_scores(
         self, scores: torch.Tensor, output_ids: list[int], path: list[int]
     ) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at tokens that the grammar forbids after the
-        output and `path`. If the grammar forbids all tokens, only end tokens are allowed."""
+        """Return scores (1, vocab_size) in which all tokens that the grammar forbids after the
+        output and the path are minus infinity. If the grammar forbids all tokens, only end tokens
+        are allowed."""
         allowed = self.allowed_tokens(output_ids, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
@@ -154,8 +166,8 @@ class GrammarState:
 
 
 def serialise_tokenizer(target: Target) -> dict:
-    """Return the arguments with which llguidance makes its version of the target's tokenizer; they
-    can be serialised as JSON. Raises ValueError if the target has no fast tokenizer or no end
+    """Return the arguments of llguidance's LLTokenizer for the target's tokenizer, as a dictionary
+    that can be converted to JSON. Raises ValueError if the target has no fast tokenizer or no end
     token."""
     fast_tokenizer = getattr(target.tokenizer, "backend_tokenizer", None)
     if fast_tokenizer is None:
@@ -179,7 +191,7 @@ def serialise_tokenizer(target: Target) -> dict:
 
 
 def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
-    """Return llguidance's version of the target's tokenizer, which is made once per tokenizer.
+    """Return llguidance's version of the target's tokenizer. It is created once per tokenizer.
     Raises ValueError if the tokenizer is not supported or llguidance is not installed."""
     tokenizer = target.tokenizer
     if tokenizer is None or tokenizer not in _grammar_tokenizers:
@@ -196,13 +208,15 @@ def get_grammar_tokenizer(target: Target) -> "LLTokenizer":
 
 
 def check_grammar_size(kind: str, source: str) -> None:
-    """Raise ValueError if a grammar's source text or JSON schema is too large to be compiled."""
+    """Raise ValueError if a grammar has too many characters, or if a JSON schema has too many
+    properties. `kind` is the name of the grammar option."""
     if len(source) > MAX_GRAMMAR_CHARS:
         raise ValueError(
-            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
+            f"{kind} has {len(source)} characters; at most {MAX_GRAMMAR_CHARS} are allowed; "
+            "shorten it"
         )
     if kind == "json_schema":
-        # Invalid JSON is reported by llguidance when it compiles the schema.
+        # Ignore invalid JSON here: llguidance reports it when it compiles the schema.
         with suppress(RecursionError, JSONDecodeError):
             check_properties(json.loads(source))
 
@@ -223,14 +237,14 @@ def check_properties(schema: object) -> None:
     if num_properties > MAX_SCHEMA_PROPERTIES:
         raise ValueError(
             f"json_schema has {num_properties} properties; at most {MAX_SCHEMA_PROPERTIES} are "
-            "allowed"
+            "allowed; remove some"
         )
 
 
 @lru_cache(maxsize=MAX_CACHED_GRAMMARS)
 def compile_grammar(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Compile a grammar, and return llguidance's matcher at the beginning of an output. The matcher
-    is cached, so callers have to copy it. Raises ValueError with the reason if the grammar is
-    invalid or too large."""
+    """Compile a grammar, and return llguidance's matcher at the beginning of an output. `kind` is
+    the name of the grammar option. The result is cached, so callers must copy the matcher before
+    use. Raises ValueError if the grammar is invalid or too large."""
     check_grammar_size(kind, source)
     return build_matcher(kind, source, tokenizer)

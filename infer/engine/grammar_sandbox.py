@@ -1,9 +1,11 @@
 """Compile grammars of untrusted users in a child process first.
 
-llguidance's limits count steps, but a single step may take seconds or gigabytes, and a process that
-runs out of memory ends. A server therefore compiles each grammar in a child process first, which
-has little time and memory. The child process also follows the grammar for some random tokens. This
-file is also the program of the child process, and imports nothing from this package.
+llguidance limits the number of steps, but a single step may take seconds of time or gigabytes of
+memory, and running out of memory would kill the server. The server therefore first lets a child
+process compile each grammar, and follow it for some random tokens. The child process has little
+time and memory.
+
+This file is also the program that the child process runs. It imports nothing from this package.
 """
 
 import json
@@ -37,38 +39,45 @@ GRAMMAR_PARSER_LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": True,
     "verbose_errors": False,
 }
-# Bytes that a grammar may force at one position. Forced bytes are tokenized again for every token.
+# Maximum length of the text that a grammar may force at one position. Forced text is tokenized
+# again for every token, so long text is slow.
 MAX_BYTES_FORCED_BY_GRAMMAR = 2048
-GRAMMAR_COMPILER_STACK_BYTES = 512 << 20  # address space; only pages that are used take memory
-GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # memory that must be free in addition to the stack
-GRAMMAR_SANDBOX_CPU_SECONDS = 1.0  # for compiling one grammar and following it
-GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05  # for following a grammar by one token
-GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30  # address space, including the tokenizer and the stack
-GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # random tokens for which a grammar is followed
-MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64  # accepted grammars; a cached one is not checked again
+# stack size, as address space; only pages that are used take memory
+GRAMMAR_COMPILER_STACK_BYTES = 512 << 20
+GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # memory that must be free besides the stack
+# CPU time for compiling a grammar and generating the trial tokens
+GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
+# CPU time for computing which tokens are allowed at one position
+GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05
+# address space of the child process, with the tokenizer and the stack
+GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
+GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random allowed tokens that a grammar is tried with
+# number of accepted grammars that are remembered and not checked again
+MAX_CACHED_GRAMMAR_CHECK_RESULTS = 64
 
 
 def run_with_deep_stack(function: Callable[[], Any]) -> Any:
-    """Return a function's result, computed in a thread with a deep stack.
+    """Call a function in a thread with a large stack, and return the function's result.
 
-    A grammar whose rules are nested thousands of levels deep would otherwise overflow the stack,
-    which ends the process. Raises MemoryError if the stack and GRAMMAR_COMPILER_FREE_MEMORY_BYTES
-    more cannot be allocated.
+    Without the large stack, compiling a grammar with thousands of nested rules would overflow the
+    stack and end the process. Raises MemoryError if the stack plus
+    GRAMMAR_COMPILER_FREE_MEMORY_BYTES cannot be allocated.
     """
     old_size = threading.stack_size(GRAMMAR_COMPILER_STACK_BYTES)
     try:
         mmap.mmap(-1, GRAMMAR_COMPILER_STACK_BYTES + GRAMMAR_COMPILER_FREE_MEMORY_BYTES).close()
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(function).result()
-    except (OSError, RuntimeError) as error:  # the mapping failed, or the thread did not start
+    except (OSError, RuntimeError) as error:  # no memory for the mapping or the thread
         raise MemoryError("not enough memory to compile a grammar") from error
     finally:
         threading.stack_size(old_size)
 
 
 def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Compile a grammar, and return llguidance's matcher at the beginning of an output. Raises
-    ValueError with the reason if the grammar is invalid or too large."""
+    """Compile a grammar, and return llguidance's matcher at the beginning of an output. `kind` is
+    "json_schema", "regex" or "grammar" (Lark). Raises ValueError if the grammar is invalid or too
+    large, and MemoryError if there is too little memory."""
     from llguidance import LLMatcher, LLParserLimits
 
     converters: dict[str, Callable[[str], str]] = {
@@ -89,24 +98,27 @@ def build_matcher(kind: str, source: str, tokenizer: "LLTokenizer") -> "LLMatche
 
 
 class GrammarSandbox:
-    """A child process in which each grammar is compiled first, so that a grammar that crashes or
-    hangs the compiler cannot harm this process. The child process is started on first use, and
-    restarted after a grammar has crashed it."""
+    """A child process that compiles each grammar first, so that a grammar that crashes or hangs the
+    compiler cannot harm this process. The child process is started on first use, and again after a
+    grammar has crashed it."""
 
     def __init__(self, make_tokenizer_arguments: Callable[[], dict]) -> None:
-        """Set up the sandbox without starting the child process. `make_tokenizer_arguments` returns
-        the arguments of llguidance's LLTokenizer."""
+        """Prepare the sandbox without starting the child process. `make_tokenizer_arguments`
+        returns the arguments of llguidance's LLTokenizer."""
         self.make_tokenizer_arguments = make_tokenizer_arguments
         self.process: subprocess.Popen | None = None
         self.lock = threading.Lock()
-        # `check(kind, source)` caches accepted grammars only, since exceptions are not cached.
+        # `check(kind, source)` remembers accepted grammars. For refused grammars `_check` raises an
+        # exception, and `lru_cache` does not store exceptions.
         self.check = lru_cache(MAX_CACHED_GRAMMAR_CHECK_RESULTS)(self._check)
 
     def _check(self, kind: str, source: str) -> None:
-        """Raise ValueError if the grammar is invalid, or takes too much time or memory."""
+        """Raise ValueError if the grammar is invalid, or takes too much time or memory. `kind` is
+        "json_schema", "regex" or "grammar"."""
         with self.lock:
             if self.process is None:
-                tokenizer_arguments = self.make_tokenizer_arguments()  # may raise
+                # raises ValueError if the tokenizer is not supported
+                tokenizer_arguments = self.make_tokenizer_arguments()
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", __file__],
                     stdin=subprocess.PIPE,
@@ -130,14 +142,14 @@ class GrammarSandbox:
             raise ValueError(reason)
 
     def _send(self, message: object) -> None:
-        """Send `message` to the child process, as one line of JSON."""
+        """Send `message` to the child process as one line of JSON."""
         assert self.process is not None and self.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has ended, so its answer will be empty
+        with suppress(BrokenPipeError):  # the child process has ended; `_receive` will return ''
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
     def _receive(self) -> str:
-        """Return the next line that the child process writes, or '' if the process has ended."""
+        """Return the next line of the child process's output, or '' if the process has ended."""
         assert self.process is not None and self.process.stdout is not None
         return self.process.stdout.readline()
 
@@ -151,8 +163,8 @@ class GrammarSandbox:
 
 
 def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str | None:
-    """Compile a grammar and follow it for some random tokens. Return the reason for refusing the
-    grammar, or None if it is accepted."""
+    """Compile a grammar, and generate some random tokens that it allows. Return an error message if
+    the grammar must be refused, or None if it is accepted."""
     try:
         matcher = build_matcher(kind, source, tokenizer)
     except (ValueError, MemoryError) as error:
@@ -168,7 +180,8 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
             )
         bitmask = matcher.compute_bitmask() if not matcher.is_error() else b""
         if matcher.is_error():
-            # An error after the first token is no reason to refuse: the output just ends there.
+            # Accept a grammar that only fails after the first token: the output then just ends
+            # there.
             return f"{kind}: {matcher.get_error().splitlines()[0]}" if step == 0 else None
         if time.process_time() - start > GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:
             limit = f"{GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN:g} s"
@@ -184,8 +197,8 @@ def find_refusal_reason(kind: str, source: str, tokenizer: "LLTokenizer") -> str
 
 
 def list_allowed_tokens(bitmask: bytes) -> list[int]:
-    """Return the token ids whose bits are set in `bitmask`, in ascending order. The lowest bit of a
-    byte belongs to the lowest token id."""
+    """Return the token ids whose bits are set in `bitmask`, in ascending order. Bit 0, the lowest
+    bit, of byte i stands for token 8 * i."""
     token_ids = []
     for index, byte in enumerate(bitmask):
         if byte:
@@ -194,13 +207,15 @@ def list_allowed_tokens(bitmask: bytes) -> list[int]:
 
 
 def main() -> None:
-    """Run the child process: read a tokenizer and then grammars from standard input, one JSON value
-    per line. Answer each grammar with null, or with the reason why the grammar is refused."""
-    import resource  # imported here, since not every system has it
+    """Run the child process. Read JSON values from standard input, one per line: first the
+    tokenizer's arguments, then grammars as [kind, source]. Answer each grammar with one line: null
+    if it is accepted, otherwise the error message."""
+    import resource  # not available on every operating system
 
     from llguidance import LLTokenizer
 
-    # The server handles Ctrl-C. When the server ends, the input ends, and so does this process.
+    # Ignore Ctrl-C, which the server handles: when the server ends, this process's input ends, and
+    # the loop below stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -210,7 +225,7 @@ def main() -> None:
         kind, source = json.loads(line)
         signal.setitimer(
             signal.ITIMER_PROF, GRAMMAR_SANDBOX_CPU_SECONDS
-        )  # SIGPROF ends the process
+        )  # after this CPU time, the signal SIGPROF ends the process
         reason = find_refusal_reason(kind, source, tokenizer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reason), flush=True)

@@ -1,9 +1,10 @@
-"""The prefix cache: KV cache blocks of earlier sequences. If a prompt begins with the same tokens
-as an earlier sequence, only the positions after these tokens are prefilled.
+"""The prefix cache: copies of KV cache blocks of earlier sequences. If a prompt begins with the
+same tokens as an earlier sequence, only the positions after these tokens are prefilled.
 
-A block contains PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by all tokens before the
-block, the tokens of the block, and the token after the block, since a drafter's cache entry may
-depend on the next token (`infer.drafters.dart`). Blocks are copies, because batch rows are reused.
+A block has PREFIX_CACHE_BLOCK_TOKENS positions. It is identified by the tokens of the block, all
+tokens before it, and the one token after it. The token after the block matters because the
+drafter's cache entries of a position may depend on the next token (`infer.drafters.dart`). Blocks
+are copies, because batch rows are reused by other sequences.
 """
 
 from collections import OrderedDict
@@ -14,26 +15,26 @@ import torch
 
 PREFIX_CACHE_BLOCK_TOKENS = 64
 
-# The number of the previous block, and PREFIX_CACHE_BLOCK_TOKENS + 1 tokens: those of the block and
-# the token after it.
+# Identifies a block: the number of the previous block (0 for the first block), and
+# PREFIX_CACHE_BLOCK_TOKENS + 1 tokens, which are those of the block and the token after it.
 BlockKey = tuple[int, tuple[int, ...]]
-# One tensor per buffer of a cache, (n, PREFIX_CACHE_BLOCK_TOKENS, width); n and width depend on the
-# buffer.
+# The entries of a block in one KV cache. For each buffer of the cache there is a tensor (planes,
+# PREFIX_CACHE_BLOCK_TOKENS, number of heads * head size). A plane is the keys or the values of one
+# layer.
 BlockTensors = list[torch.Tensor]
 
 
 @dataclass(eq=False)
 class PrefixCacheBlock:
-    """The KV cache entries of PREFIX_CACHE_BLOCK_TOKENS positions, of the target and of the
-    drafter."""
+    """The KV cache entries of target and drafter at PREFIX_CACHE_BLOCK_TOKENS positions."""
 
-    number: int  # unique; the key of the next block contains it
+    number: int  # unique number of the block, which is part of the next block's key
     target: BlockTensors
     drafter: BlockTensors
 
     @property
     def bytes(self) -> int:
-        """The memory of the block in bytes."""
+        """Return the memory that the block takes, in bytes."""
         return sum(tensor.nbytes for tensor in (*self.target, *self.drafter))
 
 
@@ -45,13 +46,17 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.bytes = 0
         self.num_created = 0
-        # The least recently used block comes first. Of one sequence, the last block comes first.
+        # In eviction order: the least recently used block comes first. Among the blocks of one
+        # sequence, the last block comes first.
         self.blocks: OrderedDict[BlockKey, PrefixCacheBlock] = OrderedDict()
 
     def find(self, ids: list[int]) -> tuple[list[PrefixCacheBlock], BlockKey | None]:
-        """Return the cached blocks with which a sequence of tokens begins, and the key of the
-        sequence's first block that is not cached. The key is None if the sequence has no further
-        complete block. At least one token of the sequence comes after the returned blocks."""
+        """Return the cached blocks that match the beginning of a sequence, and the key of the first
+        block that is not cached.
+
+        The key is None if too few tokens are left for another block. The returned blocks never
+        cover the whole sequence: at least its last token must be prefilled.
+        """
         path = self._find_path(ids)
         blocks = [self.blocks[key] for key in path]
         last_number = blocks[-1].number if blocks else 0
@@ -60,10 +65,11 @@ class PrefixCache:
     def insert(
         self, ids: list[int], copy_block: Callable[[int], tuple[BlockTensors, BlockTensors]]
     ) -> None:
-        """Add the complete blocks of a sequence that are not cached yet, as far as memory allows.
+        """Copy the complete blocks of a sequence that are not cached yet into the cache, as far as
+        memory allows.
 
-        `copy_block` takes the first position of a block, and returns copies of the block's entries
-        in the target's cache and in the drafter's cache.
+        `copy_block(position)` copies the block that begins at this position of the sequence. It
+        returns the entries of the target's cache and those of the drafter's cache.
         """
         path = self._find_path(ids)
         self._mark_as_used(path)
@@ -85,14 +91,14 @@ class PrefixCache:
         self._mark_as_used(path)
 
     def _mark_as_used(self, path: list[BlockKey]) -> None:
-        """Move the blocks of a sequence to the end of the eviction order. The sequence's first
-        block becomes the very last."""
+        """Make the blocks of a sequence, whose keys are `path`, the last to be evicted. The
+        sequence's first block becomes the very last."""
         for key in reversed(path):
             self.blocks.move_to_end(key)
 
     def _evict_for(self, size: int, in_use: set[BlockKey]) -> bool:
-        """Evict old blocks until `size` more bytes fit, and return True. Return False if blocks in
-        `in_use` would have to be evicted."""
+        """Evict the least recently used blocks until `size` more bytes fit, and return True. Return
+        False if only blocks with keys in `in_use` are left before enough memory is free."""
         while self.bytes + size > self.max_bytes:
             oldest = next((key for key in self.blocks if key not in in_use), None)
             if oldest is None:
@@ -101,7 +107,7 @@ class PrefixCache:
         return True
 
     def _find_path(self, ids: list[int]) -> list[BlockKey]:
-        """Return the keys of the cached blocks with which a sequence of tokens begins."""
+        """Return the keys of the cached blocks that match the beginning of a sequence."""
         path = []
         key = make_block_key(ids, 0, 0)
         while key is not None and key in self.blocks:
@@ -111,9 +117,10 @@ class PrefixCache:
 
 
 def make_block_key(ids: list[int], index: int, previous_number: int) -> BlockKey | None:
-    """Return the key of block `index` of a sequence, or None if the sequence is too short for it.
+    """Return the key of block `index` of a sequence, or None if the sequence has too few tokens for
+    this block and the token after it.
 
-    `previous_number` is the number of the previous block, or 0 for the first block.
+    `previous_number` is the number of the previous block, or 0 if there is none.
     """
     start = index * PREFIX_CACHE_BLOCK_TOKENS
     tokens = tuple(ids[start : start + PREFIX_CACHE_BLOCK_TOKENS + 1])

@@ -1,8 +1,6 @@
-"""Prepare the input of the tree method in a round: the drafter's distributions, adjusted by the
-target's sampling noise, and the n-gram model. Also rebuild the trees of sequences with a grammar.
-
-B batch rows, L drafted positions, V vocabulary size.
-"""
+"""Prepare the input of the tree method (`Proposal`): the drafter's distributions, to which the
+target's sampling noise is added, and the n-gram model. Also rebuild the trees of sequences with a
+grammar."""
 
 from collections import abc
 from functools import partial
@@ -20,7 +18,8 @@ from infer.trees.constrained import GrammarRule, build_constrained_trees
 from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal
 
-# Exponent of the n-gram probabilities. The drafter's probabilities have the exponent 1.
+# With an n-gram model, trees rank nodes by (drafter's probability) * (n-gram probability) **
+# DDTREE_NGRAM_WEIGHT.
 DDTREE_NGRAM_WEIGHT = 0.8
 
 
@@ -32,10 +31,10 @@ def make_proposal(
     contexts: abc.Sequence[abc.Sequence[int] | np.ndarray],
     sampling: SamplingBatch,
 ) -> Proposal:
-    """Draft a block after the bonus tokens, and return the input of the tree method for at most
-    `num_nodes` nodes.
+    """Run the drafter after the bonus tokens, and return the input of the tree method.
 
-    `contexts` are the last tokens of each row's sequence. They are used only with an n-gram model.
+    `num_nodes` is the maximum number of drafted nodes per batch row. `contexts` has the last tokens
+    of each batch row's sequence, and is used only with an n-gram model.
     """
     target = state.target
     drafter = state.drafter
@@ -53,14 +52,15 @@ def make_proposal(
     bonus = state.bonus_tokens
     block = drafter.draft_block(target, bonus, state.draft_state)
     conditionals = None
-    if drafter.head_spec is not None:  # true if the drafter has a conditional head
+    # the drafter has a conditional head, which scores a token given the token before it
+    if drafter.head_spec is not None:
         transform = make_score_transform(sampling.tensors, noise, seen)
         conditionals = ConditionalDraft(drafter, target, bonus, block, transform)
     return Proposal(
         bonus=bonus,
         marginals=apply_sampling_to_marginals(
             block.marginals, sampling.tensors, noise, seen
-        ),  # (B, L, V)
+        ),  # (B, draft_length, vocab_size)
         budget=num_nodes,
         ngram=ngram_model,
         contexts=contexts,
@@ -75,8 +75,12 @@ def make_proposal(
 def constrain_to_grammars(
     sequences: abc.Sequence[Sequence], method: TreeMethod, tree: DraftTree, proposal: Proposal
 ) -> DraftTree:
-    """Return the trees of all batch rows. The trees of sequences with a grammar are rebuilt so that
-    they contain only what the grammar allows; the other trees are unchanged."""
+    """Rebuild the trees of sequences with a grammar, so that they contain only what the grammar
+    allows. Return the trees of all batch rows; those of other sequences are unchanged.
+
+    `sequences` has one sequence per batch row, and `proposal` is the input that `tree` was built
+    from.
+    """
     if not tree.max_drafted:
         return tree
     rules = {}

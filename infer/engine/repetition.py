@@ -1,16 +1,16 @@
-"""Detection of outputs that repeat themselves endlessly. This module does not import torch."""
+"""Detection of outputs that end in an endless loop. This module does not import torch."""
 
 from collections.abc import Sequence
 
-MIN_LOOP_REPEATS = 4  # the same tokens so many times in a row are a loop
-MAX_LOOP_PERIOD_TOKENS = 64  # the longest loop period that evaluations look for
+MIN_LOOP_REPEATS = 4  # this many repetitions in a row count as a loop
+MAX_LOOP_PERIOD_TOKENS = 64  # the longest loop that evaluations look for
 
 
 def find_loop_period(ids: Sequence[int], end: int, max_period: int) -> int:
-    """Return the period, in tokens, of the loop with which ids[:end] ends; 0 if there is no loop.
+    """Return the number of tokens in the loop that ids[:end] ends with, or 0 if there is no loop.
 
-    A loop of period p means that the last p tokens occur MIN_LOOP_REPEATS times in a row. The
-    result is the shortest such period, at most `max_period`.
+    A loop of p tokens means that the last p tokens occur MIN_LOOP_REPEATS times in a row. The
+    result is the smallest such p, and at most `max_period`.
     """
     last = ids[end - 1]
     for period in range(1, min(max_period, end // MIN_LOOP_REPEATS) + 1):

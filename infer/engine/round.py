@@ -1,16 +1,14 @@
-"""A decoding round (DDTree section 4.1). It drafts, builds the trees, verifies them in one pass of
-the target, walks along the accepted nodes, and commits these nodes.
+"""A decoding round (DDTree section 4.1). It drafts tokens, builds the draft trees, verifies them in
+one forward pass of the target, finds the path of accepted nodes, and commits these nodes.
 
-All methods share this code, so that the baseline and the methods are measured alike. A chain is a
-tree of width one. In baseline decoding a tree consists of the root alone. `RoundPlan` holds what
-differs between methods.
+All methods share this code, so that the baseline and the methods are measured alike. In baseline
+decoding a tree consists of the root alone, and a chain is a tree in which every node has one child.
+`RoundPlan` holds what differs between methods.
 
-A round has three stages that run on the device without a synchronisation: `draft_trees`,
+A round has three stages that run on the device without a GPU-to-CPU synchronisation: `draft_trees`,
 `verify_trees` and `commit_round`. Between the stages, the host rebuilds the trees of sequences with
 a grammar, and chooses the tokens of sequences with a grammar or logits processors. This does not
 affect other batch rows.
-
-B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size.
 """
 
 from collections import abc
@@ -36,66 +34,70 @@ from infer.engine.verification import (
 from infer.targets.target import Features
 from infer.trees.tree import DraftTree, Proposal
 
-# Runs one stage. Arguments: the stage's name and the stage's function. Result: that of the
-# function.
+# Takes the name of a stage and a function without arguments. Calls the function, perhaps as a CUDA
+# graph, and returns the function's result.
 StageRunner = Callable[[str, Callable[[], Any]], Any]
 
 
 def run_stage_directly(stage: str, function: Callable[[], Any]) -> Any:
-    """Call the function of a stage directly, without a CUDA graph."""
+    """Call `function` directly, without a CUDA graph, and return its result."""
     return function()
 
 
 def ignore_lap(stage: str) -> None:
-    """Do nothing when a stage ends: used if the stages are not timed."""
+    """Do nothing. This stands in for `Stopwatch.lap` if the stages are not timed."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The steps of a round that depend on the method and on the sequences.
+    """The parts of a round that depend on the decoding method and on the sequences.
 
-    `make_sampling` returns the sampling options, `draft` runs the drafter, and `build_trees` is the
-    tree method.
+    `make_sampling` returns the sampling options and the sampling noise, `draft` runs the drafter,
+    and `build_trees` builds the draft trees from the drafter's output.
     """
 
     make_sampling: Callable[[], SamplingBatch]
     draft: Callable[[SamplingBatch], Proposal]
     build_trees: Callable[[Proposal], DraftTree]
-    # Reduces the built trees to the nodes that are verified.
+    # Removes the nodes that are not worth verifying.
     prune: Callable[[DraftTree], DraftTree] = lambda tree: tree
-    # Rebuilds on the host the trees of sequences with a grammar. None: no sequence has a grammar.
+    # Rebuilds the trees of sequences with a grammar, on the host. None if no sequence has a
+    # grammar.
     constrain: Callable[[DraftTree, Proposal], DraftTree] | None = None
-    # The sequences of all batch rows, if the host may choose tokens; empty if the device chooses
-    # all.
+    # The sequence of every batch row, if the host chooses tokens of some rows. Empty if the device
+    # chooses all tokens.
     sequences: abc.Sequence[Sequence] = ()
-    returns_log_probs: bool = False  # whether the outcome has all nodes' log-probabilities
+    # whether `packed_outcomes` contains the nodes' log-probabilities
+    returns_log_probs: bool = False
 
 
 class DraftedTrees(NamedTuple):
-    """The result of `draft_trees`: the draft trees before verification."""
+    """The result of `draft_trees`: the draft trees before pruning and verification."""
 
     sampling: SamplingBatch
-    proposal: Proposal | None  # None unless trees may be rebuilt, since marginals are large
-    full_tree: DraftTree  # the trees before pruning
+    # the drafter's output; None unless `RoundPlan.constrain` needs it, because it takes much memory
+    proposal: Proposal | None
+    full_tree: DraftTree  # with all nodes, before pruning
 
 
 class VerifiedTrees(NamedTuple):
-    """The result of `verify_trees`: the pruned trees and the target's tokens."""
+    """The result of `verify_trees`: the pruned trees, and the tokens that the target chose."""
 
-    tree: DraftTree  # the trees after pruning
-    ancestors: torch.Tensor  # (B, M, M) bool, see `DraftTree.ancestors`
-    features: Features  # the target's features of all nodes
-    target_tokens: torch.Tensor  # (B, M) the target's token after every node
+    tree: DraftTree  # without the pruned nodes
+    ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.ancestors`
+    features: Features  # the target's hidden states at all nodes
+    target_tokens: torch.Tensor  # (B, num_nodes): the target's token after each node
 
 
 class RoundResult(NamedTuple):
-    """The result of a round. The round is committed on the device, and the caller has to call
+    """The result of a round, which is already committed on the device. The caller must call
     `BatchState.note_lengths` next."""
 
     tree: DraftTree
     accepted: AcceptedPath
-    packed_outcomes: torch.Tensor  # see `pack_outcomes`
-    num_log_probs: int  # number of nodes per row whose log-probabilities the outcome has
+    packed_outcomes: torch.Tensor  # what the host needs, as one tensor; see `pack_outcomes`
+    # number of nodes per batch row whose log-probabilities are in `packed_outcomes`
+    num_log_probs: int
 
 
 def run_round(
@@ -106,8 +108,9 @@ def run_round(
 ) -> RoundResult:
     """Run one decoding round for all batch rows in use.
 
-    `lap` is called with "draft" and "build" when these steps end. `run_stage` runs the stages
-    "draft", "verify" and "commit", for example as CUDA graphs.
+    `lap` is called with "draft" after drafting and with "build" after the trees are built, to time
+    these steps. `run_stage` runs the stages "draft", "verify" and "commit", for example as CUDA
+    graphs.
     """
     drafted = run_stage("draft", partial(draft_trees, state, plan, lap))
 
@@ -120,7 +123,7 @@ def run_round(
     host_sequences = select_host_rows(
         plan.sequences, drafted.full_tree, drafted.sampling, is_captured
     )
-    # The device does not choose tokens if the host chooses the tokens of all rows.
+    # On the device, choose tokens unless the host will choose them for all rows.
     all_on_host = bool(host_sequences) and len(host_sequences) == len(plan.sequences)
     choose_on_device = is_captured or not all_on_host
     verified = run_stage(
@@ -140,7 +143,7 @@ def run_round(
 
 
 def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) -> DraftedTrees:
-    """Draft the positions after the bonus tokens, and build the trees."""
+    """Run the drafter for the positions after the bonus tokens, and build the draft trees."""
     sampling = plan.make_sampling()
     proposal = plan.draft(sampling)
     lap("draft")
@@ -150,14 +153,15 @@ def draft_trees(state: BatchState, plan: RoundPlan, lap: Callable[[str], None]) 
         return DraftedTrees(sampling, None, tree)
     conditionals = proposal.conditionals
     if conditionals is not None and not conditionals.recurrent:
-        # The table is computed on first access, which must happen inside this stage.
+        # Compute the table now: it is computed on first access, and must become part of this
+        # stage's CUDA graph.
         _ = conditionals.table
     return DraftedTrees(sampling, proposal, tree)
 
 
 def overwrite_tree(tree: DraftTree, new_tree: DraftTree) -> None:
-    """Copy `new_tree` into the tensors of `tree`, which has the same shape. Stages that were
-    recorded as CUDA graphs read the tensors of `tree`."""
+    """Copy `new_tree` into the tensors of `tree`, which have the same shapes. CUDA graphs of later
+    stages read the tensors of `tree`, so these cannot be replaced."""
     tree.tokens.copy_(new_tree.tokens)
     tree.parents.copy_(new_tree.parents)
     tree.depths.copy_(new_tree.depths)
@@ -171,13 +175,15 @@ def verify_trees(
     choose_on_device: bool,
     lap: Callable[[str], None],
 ) -> VerifiedTrees:
-    """Verify the trees in one pass of the target, and choose the target's token after every node.
+    """Prune the trees, verify them in one forward pass of the target, and choose the target's token
+    after every node.
 
-    Without `choose_on_device` all tokens are NO_TOKEN, and the host has to choose the tokens.
+    If `choose_on_device` is false, all tokens are NO_TOKEN, and the host must choose them. `lap` is
+    called with "build" before the forward pass, to time the steps.
     """
     target = state.target
     tree = plan.prune(drafted.full_tree)
-    ancestors = tree.ancestors()  # (B, M, M)
+    ancestors = tree.ancestors()  # (B, num_nodes, num_nodes)
     lap("build")
 
     features = target.verify(tree, ancestors, state.cache, state.feature_layers)
@@ -193,12 +199,13 @@ def verify_trees(
 def commit_round(
     state: BatchState, plan: RoundPlan, drafted: DraftedTrees, verified: VerifiedTrees
 ) -> RoundResult:
-    """Walk from the roots along the target's tokens, commit the accepted nodes, and pack the
-    outcome of the round for the host."""
+    """Find the accepted path of each tree, commit the nodes on the path, and pack the results that
+    the host needs."""
     tree, ancestors, features, target_tokens = verified
     accepted = walk(tree, target_tokens, ancestors)
     if accepted.path.device.type == "cpu" and not state.cache.padded_batch_size:
-        # On the CPU reading a length needs no synchronisation: drop columns that no row commits.
+        # On the CPU, reading a length costs no synchronisation, so drop the columns that are
+        # padding in all rows.
         max_length = int(accepted.lengths.max())
         accepted = replace(accepted, path=accepted.path[:, :max_length])
 

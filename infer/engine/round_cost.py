@@ -1,7 +1,7 @@
-"""The cost of a round in seconds. It is calibrated by timing a target and its drafter, and
-corrected by the measured seconds of the rounds that follow.
+"""Estimate how many seconds a round takes. The estimate starts from timing a target and its drafter
+once (calibration), and is corrected by the measured seconds of later rounds.
 
-S node counts to choose from; a node count is a number of drafted nodes per batch row.
+A node count is a number of drafted nodes per batch row.
 """
 
 import statistics
@@ -22,40 +22,47 @@ from infer.targets.target import Target
 from infer.trees.ddtree import build_ddtree
 from infer.trees.tree import DraftTree
 
-# Numbers of drafted nodes per row to choose from. Most of these numbers, plus 1 for the root, are
-# multiples of the block sizes of GEMM kernels.
+# Numbers of drafted nodes per batch row that the automatic node budget chooses from. Plus 1 for the
+# root, most of them are multiples of the tile sizes of GEMM kernels.
 CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
-COST_CALIBRATION_CONTEXT_TOKENS = 128  # positions in the KV caches during calibration
-MAX_COST_CALIBRATION_DRAFT_CALLS = 16  # each draft adds two positions to the drafter's cache
+COST_CALIBRATION_CONTEXT_TOKENS = 128  # number of positions in the KV caches during the timing
+# reserved space: each call adds two positions to the drafter's cache
+MAX_COST_CALIBRATION_DRAFT_CALLS = 16
 COST_CALIBRATION_NODES_PER_DRAFT = 15
-# Calibration stops when a target pass takes so many times as long as one without drafted nodes.
+# Larger trees are not timed once a target pass takes this many times as long as one without drafted
+# nodes.
 COST_CALIBRATION_STOP_RATIO = 4
 
-COST_EMA_ALPHA = 0.05  # weight of a new measurement, after the first twenty rounds
+# weight of a new measurement in the moving average, once there were 20 measurements
+COST_EMA_ALPHA = 0.05
 MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
-    1.5  # a measured round counts as at most this many times its expected cost
+    1.5  # outliers are clipped to this many times the expected seconds
 )
-# Weight of a cost that was measured with twice or half as many rows or nodes.
+# Weight, in an estimate, of a measurement with twice or half as many batch rows or nodes.
 COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
-# Weight of the calibrated cost; a measured round has weight 1. The calibrated cost therefore
-# matters only if no similar round was measured.
+# Weight of the calibrated cost, relative to 1 for each measured round. It is so small that the
+# calibrated cost matters only if no similar round was measured.
 CALIBRATED_COST_WEIGHT_IN_ROUNDS = 1e-30
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of a target pass for several numbers of positions, and seconds of everything else in
-    a round."""
+    """Timing of a target and its drafter: seconds of target passes over several numbers of
+    positions, and seconds of drafting."""
 
-    positions: tuple[int, ...]  # measured numbers of positions of one row, ascending
-    seconds: tuple[float, ...]  # seconds of a target pass over each of these numbers
-    draft_seconds: float  # seconds of drafting one row and building its tree
+    # numbers of positions (root and drafted nodes) that were timed, ascending
+    positions: tuple[int, ...]
+    seconds: tuple[float, ...]  # seconds of a target pass over each of these numbers of positions
+    draft_seconds: float  # seconds of drafting for one batch row and building the tree
 
     def cost(self, positions: int, drafts: bool = True) -> float:
-        """Return the seconds of a round whose target pass computes `positions` positions of all
-        rows together. The seconds are interpolated linearly between the measurements, and
-        extrapolated linearly beyond them. `drafts` tells whether the round drafts."""
+        """Estimate the seconds of a round. `positions` is the number of positions that the target
+        pass computes, in all batch rows together. `drafts` tells whether the round drafts.
+
+        The seconds are interpolated linearly between the measurements, and extrapolated linearly
+        beyond them.
+        """
         index = bisect_left(self.positions, positions)
         index = min(max(1, index), len(self.positions) - 1)
         left = self.positions[index - 1]
@@ -69,8 +76,8 @@ class Calibration:
 def calibrate(
     target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 3
 ) -> Calibration:
-    """Measure the seconds of drafting, and of target passes of several sizes, for one batch row
-    with COST_CALIBRATION_CONTEXT_TOKENS positions in the cache.
+    """Measure how long drafting and target passes of several sizes take, for one batch row with
+    COST_CALIBRATION_CONTEXT_TOKENS positions in the cache. `clock` returns the time in seconds.
 
     The target passes get larger until one takes COST_CALIBRATION_STOP_RATIO times as long as the
     pass without drafted nodes. Drafting and all passes are measured `repeats` times, interleaved,
@@ -106,7 +113,7 @@ def calibrate(
         task = partial(verify, tree.keep_first(count))
         tasks.append(task)
         measured_counts.append(count)
-        task()  # warm up
+        task()  # not timed: the first call also compiles and allocates
         seconds = timeit(task, timer=clock, number=1)
         if not baseline_seconds:
             baseline_seconds = seconds
@@ -121,19 +128,19 @@ def calibrate(
 
 
 def get_calibration(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Calibration:
-    """Return the result of `calibrate`. It is measured once per pair of target and drafter. The
-    target stores the result as long as the drafter exists."""
+    """Return the result of `calibrate`, which runs once per pair of target and drafter. The target
+    stores the result for as long as the drafter exists. `clock` returns the time in seconds."""
     if drafter not in target.cost_calibrations:
         target.cost_calibrations[drafter] = calibrate(target, drafter, clock)
     return target.cost_calibrations[drafter]
 
 
 class RoundCostTable:
-    """Seconds of a round for each number of batch rows (in powers of two) and each node count.
+    """Estimates the seconds of a round for each number of batch rows and each node count.
 
-    The table stores ratios of measured to calibrated costs. If a number of rows and nodes was not
-    measured, the ratios of similar numbers are used. Measurements of one batch size therefore
-    improve the estimates for other batch sizes.
+    The table stores the ratio of measured to calibrated seconds, for numbers of rows rounded up to
+    powers of two. The estimate for a number of rows and nodes uses mainly the ratios of similar
+    numbers. Measurements with one batch size therefore improve the estimates for other batch sizes.
     """
 
     def __init__(self, calibration: Calibration, node_counts: list[int]) -> None:
@@ -141,15 +148,21 @@ class RoundCostTable:
         self.node_counts = node_counts
         log_counts = np.log2(np.add(node_counts, 1))
         distances = abs(log_counts[:, None] - log_counts)
-        self.count_weights = COST_WEIGHT_DECAY_PER_DOUBLING**distances  # (S, S)
-        self.ratios = np.ones((32, len(node_counts)))  # (row buckets, S), see `get_row_bucket`
-        # Number of measured rounds of each kind, counted up to 1 / COST_EMA_ALPHA.
+        # (len(node_counts), len(node_counts)): weight of one count's ratio for another count
+        self.count_weights = COST_WEIGHT_DECAY_PER_DOUBLING**distances
+        # ratio of measured to calibrated seconds; row i is for 2 ** i batch rows, columns are node
+        # counts
+        self.ratios = np.ones((32, len(node_counts)))
+        # Number of rounds behind each entry of `ratios`, at most 1 / COST_EMA_ALPHA.
         self.num_measured = np.zeros_like(self.ratios)
-        self._calibrated_costs: dict[int, np.ndarray] = {}  # number of rows -> costs (S,)
-        self._costs: dict[int, np.ndarray] = {}  # the same, dropped by `update`
+        # keys: numbers of batch rows; values: the results of `calibrated_costs`
+        self._calibrated_costs: dict[int, np.ndarray] = {}
+        # keys: numbers of batch rows; values: the results of `costs`, until the next `update`
+        self._costs: dict[int, np.ndarray] = {}
 
     def calibrated_costs(self, rows: int) -> np.ndarray:
-        """Return the calibrated seconds of a round of `rows` rows for each node count, (S,)."""
+        """Return the calibrated seconds of a round with `rows` batch rows, one value per node
+        count."""
         if rows not in self._calibrated_costs:
             costs = [
                 self.calibration.cost(rows * (count + 1), drafts=count > 0)
@@ -159,7 +172,8 @@ class RoundCostTable:
         return self._calibrated_costs[rows]
 
     def costs(self, rows: int) -> np.ndarray:
-        """Return the estimated seconds of a round of `rows` rows for each node count, (S,)."""
+        """Return the estimated seconds of a round with `rows` batch rows, one value per node
+        count."""
         if rows not in self._costs:
             row_distances = abs(np.arange(len(self.num_measured)) - get_row_bucket(rows))
             row_weights = COST_WEIGHT_DECAY_PER_DOUBLING**row_distances
@@ -175,15 +189,16 @@ class RoundCostTable:
         return self._costs[rows]
 
     def is_measured(self, rows: int) -> np.ndarray:
-        """Return for each node count whether it was measured with about `rows` rows, (S,) bool."""
+        """Return for each node count whether a round with about `rows` batch rows was measured
+        (rounded up to the same power of two)."""
         return self.num_measured[get_row_bucket(rows)] > 0
 
     def update(self, rows: int, count_index: int, seconds: float) -> None:
-        """Record that a round of `rows` rows with node_counts[count_index] nodes per row took
+        """Record that a round of `rows` batch rows with node_counts[count_index] nodes per row took
         `seconds`."""
         key = (get_row_bucket(rows), count_index)
-        # Do not count outliers: the first round of a shape also compiles and allocates, and other
-        # processes may delay any round.
+        # Clip outliers: the first round of a shape also compiles and allocates, and other processes
+        # may delay any round.
         clip = MAX_MEASURED_TO_EXPECTED_ROUND_COST if self.num_measured[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[count_index])
         self.num_measured[key] = min(self.num_measured[key] + 1, 1 / COST_EMA_ALPHA)
@@ -194,5 +209,5 @@ class RoundCostTable:
 
 def get_row_bucket(rows: int) -> int:
     """Return the exponent of the smallest power of two that is at least `rows`. Rounds that run as
-    CUDA graphs are padded to this power of two."""
+    CUDA graphs are padded to this power of two batch rows."""
     return (rows - 1).bit_length()

@@ -1,8 +1,5 @@
 """The outcome of a round: committed tokens, accepted nodes and log-probabilities. It is copied to
-the host as one tensor.
-
-B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size.
-"""
+the host as one tensor."""
 
 from dataclasses import dataclass
 
@@ -16,12 +13,13 @@ from infer.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The outcome of a round for one batch row, on the host."""
+    """What a round did in one batch row, on the host."""
 
-    tokens: list[int]  # committed tokens, the bonus token last
-    path: list[int]  # accepted nodes without the root
-    node_log_probs: list[float]  # of all drafted nodes; empty if not returned
-    # For each committed token a row of `compute_token_logprobs`; empty if no sequence requests any.
+    tokens: list[int]  # the committed tokens after the root; the last one is the bonus token
+    path: list[int]  # indices of the accepted nodes, without the root
+    node_log_probs: list[float]  # drafter's log-probabilities of all nodes, or empty
+    # For each committed token one entry of the result of `compute_token_logprobs`. Empty if no
+    # sequence of the batch asks for log-probabilities.
     token_logprobs: list[list[float]]
 
 
@@ -34,21 +32,25 @@ def pack_outcomes(
     num_logprobs: int | None,
     node_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the outcome of a round as one tensor (B, columns) float64. This dtype represents token
-    ids exactly.
+    """Return the outcome of a round as one tensor (B, columns). It is float64, which represents
+    token ids exactly.
 
-    The columns are, in this order: the number of committed nodes; the bonus token; W tokens of the
-    path; W nodes of the path; `node_log_probs` (B, nodes), if given; and the result of
-    `compute_token_logprobs` for the path, unless `num_logprobs` is None. `hidden` (B, M, D) are the
-    final hidden states of all nodes, and `target_tokens` (B, M) the target's tokens after them.
+    The columns are, in this order: the number of committed nodes; the bonus token; the tokens of
+    the path; the node indices of the path; `node_log_probs`, if given; and the result of
+    `compute_token_logprobs` for the path, unless `num_logprobs` is None. The path is
+    `accepted.path` (B, path_length), padding included.
+
+    hidden: (B, num_nodes, hidden_size), final hidden states of all nodes
+    target_tokens: (B, num_nodes), the target's token after each node
+    node_log_probs: (B, nodes before pruning), the drafter's log-probabilities
     """
-    path_tokens = tree.tokens.gather(1, accepted.path)  # (B, W)
+    path_tokens = tree.tokens.gather(1, accepted.path)  # (B, path_length)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], path_tokens, accepted.path]
     if node_log_probs is not None:
         columns.append(node_log_probs)
     if num_logprobs is not None:
         path_index = accepted.path[..., None].expand(-1, -1, hidden.shape[-1])
-        path_hidden = hidden.gather(1, path_index)  # (B, W, D)
+        path_hidden = hidden.gather(1, path_index)  # (B, path_length, hidden_size)
         next_tokens = target_tokens.gather(1, accepted.path)
         logprobs = compute_token_logprobs(target, path_hidden, next_tokens, num_logprobs)
         columns.append(logprobs.flatten(1))
@@ -56,8 +58,12 @@ def pack_outcomes(
 
 
 def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> RowOutcome:
-    """Convert one row of the result of `pack_outcomes` to a `RowOutcome`. `path_width` is W, and
-    `num_log_probs` is the number of columns with log-probabilities of nodes."""
+    """Convert one row of the result of `pack_outcomes` to a `RowOutcome`.
+
+    values: the row, as a list of numbers
+    path_width: the padded length of the path
+    num_log_probs: number of columns with the drafter's log-probabilities of nodes
+    """
     length = int(values[0])
     bonus = int(values[1])
     tokens_end = 2 + path_width
@@ -82,13 +88,13 @@ def unpack_outcome(values: list[float], path_width: int, num_log_probs: int) -> 
 def compute_token_logprobs(
     target: Target, hidden: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
 ) -> torch.Tensor:
-    """Return the target's log-probabilities of tokens (B, W), and of the likeliest tokens at the
-    same positions.
+    """Return the target's log-probabilities of `tokens` (B, num_tokens), and of the likeliest
+    tokens at the same positions. Sampling options are not applied.
 
-    `hidden` (B, W, D) are the final hidden states from which the tokens are predicted. With k =
-    `num_logprobs`, the result is (B, W, 1 + 2 k) float64: the log-probability of the token, the k
-    highest log-probabilities, and the ids of the k tokens that have them. Sampling options are not
-    applied.
+    `hidden` (B, num_tokens, hidden_size) are the final hidden states from which the tokens are
+    predicted. The result is (B, num_tokens, 1 + 2 * num_logprobs) float64. Its last dimension holds
+    the token's log-probability, the `num_logprobs` highest log-probabilities, and the ids of the
+    tokens that have these.
     """
     log_probs = target.compute_logits(hidden).float().log_softmax(-1)
     top_log_probs, top_ids = log_probs.topk(num_logprobs, dim=-1)
@@ -97,8 +103,9 @@ def compute_token_logprobs(
 
 
 def append_logprobs(sequence: Sequence, token_logprobs: list[list[float]]) -> None:
-    """Append the log-probabilities of new tokens to a sequence, if the sequence requests any. Each
-    item is a row of `compute_token_logprobs`."""
+    """Append the log-probabilities of new tokens to a sequence, if the sequence asks for any.
+    `token_logprobs` has one list per token, with the numbers that `compute_token_logprobs`
+    describes."""
     num_requested = sequence.options.logprobs
     if num_requested is None:
         return
@@ -111,9 +118,9 @@ def append_logprobs(sequence: Sequence, token_logprobs: list[list[float]]) -> No
 
 
 def find_rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Return the tokens of the likeliest rejected path of a batch row.
+    """Return the tokens of the likeliest path that the target rejected in a batch row.
 
-    The path begins below `node`, the last accepted node, and continues with the first child of each
+    The path begins after `node`, the last accepted node. It continues with the first child of each
     node, which is the likeliest child.
     """
     tokens = tree.tokens[row].tolist()

@@ -1,8 +1,5 @@
-"""Run the prefills and decoding rounds of a causal target. A round runs eagerly, or as CUDA graphs
-of fixed shapes.
-
-B batch rows, D hidden size, L drafted positions.
-"""
+"""Run the prefills and decoding rounds of a target model. A round runs eagerly, or as CUDA graphs
+with fixed shapes."""
 
 from collections import abc
 from dataclasses import dataclass
@@ -45,45 +42,45 @@ from infer.targets.target import Target
 from infer.targets.weight_watcher import WeightWatcher
 from infer.trees.tree import DraftTree, Proposal, build_undrafted_trees, make_root_trees
 
-# Tree methods with n-grams use the n-grams of so many last tokens of a sequence.
+# Tree methods that use the sequence's own n-grams search this many of its last tokens.
 MAX_SEQUENCE_TOKENS_SEARCHED_FOR_NGRAMS = 8192
-# On CUDA a prefill takes as long as so many rounds. The rounds are replayed as CUDA graphs, but the
-# kernels of a prefill are launched one by one (docs/results/gpu.md).
+# On CUDA a prefill takes about as long as this many rounds. Rounds are replayed as CUDA graphs, but
+# the kernels of a prefill are launched one by one (docs/results/gpu.md).
 PREFILL_COST_IN_CUDA_GRAPH_ROUNDS = 4
 
 
 class GraphKey(NamedTuple):
     """Identifies the CUDA graph of a whole round, or of one stage of a round."""
 
-    stage: str  # the name of the stage, or "round" for all stages together
-    rows: int  # batch rows, padding included
-    nodes: int  # drafted nodes per row that are verified
+    stage: str  # "draft", "verify" or "commit"; "round" for all stages together
+    rows: int  # number of batch rows, padding included
+    nodes: int  # number of drafted nodes per batch row that are verified
     kind: SamplingKind
-    may_rebuild_trees: bool = False  # whether a sequence has a grammar
+    may_rebuild_trees: bool = False  # whether a sequence of the batch has a grammar
 
 
 @dataclass(frozen=True)
 class DeviceResources:
-    """All device memory that a runner allocates. After an exception the contents are undefined, and
-    all of this memory is allocated anew."""
+    """All device memory that a runner allocates. After an exception its contents are undefined, and
+    all of it is allocated anew."""
 
     batch_state: BatchState
-    graphs: CudaGraphs  # the graphs use the memory of `batch_state`
+    graphs: CudaGraphs  # the graphs address the memory of `batch_state`
     sampling_buffers: SamplingBuffers
-    prefix_cache: PrefixCache | None  # None: prefixes are not cached
+    prefix_cache: PrefixCache | None  # None if prefixes are not cached
 
 
 class Runner:
-    """Runs the prefills and rounds that a `Scheduler` decides.
+    """Runs the prefills and decoding rounds that a `Scheduler` decides on.
 
-    In float32 the output of a sequence does not depend on the other sequences of the batch. Lower
-    precisions round differently in other batch shapes. `drafter` is None for methods that draft
-    nothing. `infer.engine.engine.make_runner` makes the other arguments.
+    Use `infer.engine.engine.make_runner` to create one. `drafter` is None for methods without a
+    drafter. In float32 the output of a sequence does not depend on the other sequences of the
+    batch. In lower precisions it may, because rounding depends on the batch size.
 
     On CUDA, rounds run as CUDA graphs. There is one graph for each combination of the number of
-    rows (a power of two), the number of nodes and the `SamplingKind`. The first two rounds of each
-    combination take longer. If a sequence has a grammar or logits processors, a round consists of
-    three graphs, and the host handles such sequences between these graphs.
+    batch rows (a power of two), the number of nodes and the `SamplingKind`. The first two rounds of
+    each combination take longer. If a sequence has a grammar or logits processors, a round consists
+    of three graphs, and the host handles such sequences between these graphs.
     """
 
     def __init__(
@@ -108,11 +105,11 @@ class Runner:
         self.vocab_size = target.vocab_size
         self.method = options.tree
         self.build_tree = self.method.load_builder()
-        # L: the number of drafted positions
+        # number of positions that the drafter predicts after the bonus token
         self.draft_length = 0 if drafter is None else drafter.block_size - 1
         self.weights_version = target.weight_version
 
-        # A stage can be recorded as a CUDA graph only if it computes nothing on the host.
+        # A round can run as CUDA graphs only if its stages compute nothing on the host.
         runs_on_device = drafter is None or drafter.family.drafts_on_device
         runs_on_device = runs_on_device and not self.method.needs_ngrams
         runs_on_device = runs_on_device and target.kernel_decoder is not None
@@ -133,10 +130,10 @@ class Runner:
         self.graphs = resources.graphs
         self.sampling_buffers = resources.sampling_buffers
         self.prefix_cache = resources.prefix_cache
-        # The watcher is made after the allocation, which rearranges the drafter's weights.
+        # Create the watcher after the allocation, which rearranges the drafter's weights.
         self.drafter_watch = WeightWatcher(self.drafter or nn.Module())
-        # `sampling_buffers` is up to date if the running sequences and their output lengths are
-        # these.
+        # The sequences whose sampling options are in `sampling_buffers`, each with its output
+        # length at that time.
         self.buffered_sequences: list[tuple[Sequence, int]] = []
 
     def create_sequence(
@@ -145,11 +142,11 @@ class Runner:
         options: TextOptions,
         processors: abc.Sequence[LogitsProcessor] = (),
     ) -> Sequence:
-        """Return a sequence that can be added to the scheduler's queue."""
+        """Return a new sequence for the scheduler's queue."""
         return Sequence(prompt, options, processors)
 
     def weights_changed(self, checks_contents: bool) -> bool:
-        """Return whether weights changed since the caches were filled.
+        """Return whether the weights of target or drafter changed since the caches were filled.
 
         With `checks_contents`, the contents of the weights are compared too. This also detects
         writes that do not increase the version counters of PyTorch's tensors.
@@ -167,9 +164,12 @@ class Runner:
         return self.drafter_watch.detect_changes() or self.weights_version != old_version
 
     def find_cached_prefix(self, sequence: Sequence) -> BlockKey | None:
-        """Look up the longest prefix of a sequence that is in the prefix cache, and store the
-        prefix in the sequence. Return the key of the first block that is not cached, or None if
-        there is no such block."""
+        """Look up the longest prefix of a sequence that is in the prefix cache, and store its
+        blocks in the sequence.
+
+        Return the key of the sequence's first block that is not cached. Return None if too few
+        tokens are left for another block, or if there is no prefix cache.
+        """
         if self.prefix_cache is None:
             return None
         sequence.prefix_blocks, uncached_key = self.prefix_cache.find(sequence.token_ids)
@@ -177,15 +177,16 @@ class Runner:
         return uncached_key
 
     def prefill(self, sequences: list[Sequence], start: int, length: int) -> int:
-        """Prefill the next `length` positions of each prompt, of which `start` positions were
-        prefilled before. Return the number of computed positions, padding included."""
+        """Prefill the next `length` positions of each prompt. The first `start` positions after the
+        cached prefix were prefilled before. Return the number of computed positions, padding
+        included."""
         if self.prefill_batch is None:
             self.prefill_batch = PrefillBatch(self.batch_state, sequences)
         return self.prefill_batch.run_chunk(start, length)
 
     def finish_prefill(self, sequences: list[Sequence]) -> None:
-        """Take the batch rows of prefilled sequences into use, and choose the first bonus token of
-        each of these sequences."""
+        """Let decoding rounds use the batch rows of prefilled sequences, and choose the token after
+        each prompt, which becomes the row's bonus token."""
         assert self.prefill_batch is not None
         state = self.batch_state
         last_hidden = self.prefill_batch.finish()
@@ -202,15 +203,18 @@ class Runner:
             outcome = unpack_outcome(values, path_width=1, num_log_probs=0)
             append_logprobs(sequence, outcome.token_logprobs)
             sequence.append(outcome.tokens, self.target)
-            if len(sequence.commits) > 1:  # resumed after a step that raised an exception
+            if len(sequence.commits) > 1:  # the sequence had output before it was prefilled again
                 sequence.commits[0] += sequence.commits.pop()
 
     def _choose_first_tokens(
         self, sequences: list[Sequence], last_hidden: torch.Tensor
     ) -> tuple[AcceptedPath, torch.Tensor]:
-        """Choose the token after each prompt from the final hidden states (B, 1, D) of the prompts'
-        last tokens. Return the tokens as paths of a tree with only a root, and the packed
-        outcomes."""
+        """Choose the token after each prompt. `last_hidden` (B, 1, hidden_size) are the final
+        hidden states of the prompts' last tokens.
+
+        Return the tokens as bonus tokens of trees that have only a root, and the result of
+        `pack_outcomes`.
+        """
         target = self.target
         device = last_hidden.device
         last_positions = [len(sequence.token_ids) - 1 for sequence in sequences]
@@ -235,7 +239,7 @@ class Runner:
 
     def decode_round(self, sequences: list[Sequence], max_nodes: int) -> None:
         """Run a round for all running sequences with trees of at most `max_nodes` drafted nodes,
-        and append the committed tokens."""
+        and append the committed tokens to the sequences."""
         start = self.stopwatch.start()
         num_nodes = self.budget.choose_nodes(len(sequences), max_nodes)
         if num_nodes:
@@ -268,8 +272,8 @@ class Runner:
     def _append_outcome(
         self, sequence: Sequence, outcome: RowOutcome, num_drafted: int, tree: DraftTree, row: int
     ) -> None:
-        """Append the outcome of a round for batch row `row` to the row's sequence. `num_drafted` is
-        the number of verified nodes."""
+        """Append what a round committed in batch row `row` to the row's sequence. `num_drafted` is
+        the number of verified nodes of the row."""
         append_logprobs(sequence, outcome.token_logprobs)
         sequence.append(outcome.tokens, self.target)
         sequence.drafted.append(num_drafted)
@@ -280,11 +284,13 @@ class Runner:
             sequence.rejected.append(find_rejected_path(tree, row, last_node))
 
     def _copy_to_host(self, packed_outcomes: torch.Tensor) -> list[list[float]]:
-        """Copy the packed outcomes to the host. This is the only synchronisation of a round."""
+        """Copy the packed outcomes of a round to the host. This is the only GPU-to-CPU
+        synchronisation of a round."""
         return packed_outcomes.tolist()
 
     def _run_eager(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
-        """Run a round eagerly, that is without CUDA graphs."""
+        """Run a round eagerly, that is without CUDA graphs. `num_nodes` is the number of drafted
+        nodes per batch row."""
         root_positions = self.batch_state.cache.get_device_lengths(len(sequences))
         make_sampling = partial(
             make_sampling_batch, self.target, sequences, root_positions, self.draft_length
@@ -295,14 +301,14 @@ class Runner:
 
     def _run_captured(self, sequences: list[Sequence], num_nodes: int) -> RoundResult:
         """Run a round as one CUDA graph, or as one graph per stage if the host chooses tokens of
-        some sequences. The batch is padded to the next power of two of rows."""
+        some sequences. The number of batch rows is padded to a power of two. `num_nodes` is the
+        number of drafted nodes per row."""
         rows = min(1 << (len(sequences) - 1).bit_length(), self.options.max_num_seqs)
         kind = SamplingKind.from_options(
             [sequence.options for sequence in sequences], self.vocab_size
         )
         if num_nodes not in (0, self.budget.max_nodes):
-            # Round the number of nodes down to one of CANDIDATE_DRAFTED_NODE_COUNTS, so that there
-            # are few graphs.
+            # Round down to one of CANDIDATE_DRAFTED_NODE_COUNTS, so that there are few graphs.
             num_nodes = max(count for count in CANDIDATE_DRAFTED_NODE_COUNTS if count <= num_nodes)
 
         current = [(sequence, len(sequence.ids)) for sequence in sequences]
@@ -341,10 +347,13 @@ class Runner:
         tree_nodes: int,
         prune: abc.Callable[[DraftTree], DraftTree],
     ) -> RoundPlan:
-        """Return the plan of a round with trees of `tree_nodes` nodes before pruning.
+        """Return the plan of a round.
 
-        `sequences` are those of all batch rows. It is empty if the host neither chooses tokens nor
-        looks up n-grams. `prune` reduces the trees to the verified nodes.
+        sequences: the sequence of every batch row. Empty if the host neither chooses tokens nor
+            looks up n-grams.
+        make_sampling: returns the sampling options of the batch
+        tree_nodes: number of drafted nodes per tree before pruning
+        prune: removes the nodes that are not verified
         """
         if not tree_nodes:
             return RoundPlan(
@@ -362,7 +371,7 @@ class Runner:
         draft = partial(
             make_proposal, self.batch_state, tree_nodes, self.options, self.ngram_model, contexts
         )
-        # In an eager round the budget's `prune` has already read the log-probabilities.
+        # In an eager round the budget reads the log-probabilities itself, in `prune`.
         returns_log_probs = self.uses_cuda_graphs and self.budget.needs_log_probs
         return RoundPlan(
             make_sampling,
@@ -378,7 +387,7 @@ class Runner:
         self, sequences: abc.Sequence[Sequence]
     ) -> abc.Callable[[DraftTree, Proposal], DraftTree] | None:
         """Return a function that rebuilds the trees of sequences with a grammar. Return None if no
-        sequence has a grammar."""
+        sequence has a grammar, or if the tree method does not rank nodes by probability."""
         if not self.method.ranked or all(sequence.grammar is None for sequence in sequences):
             return None
         return partial(constrain_to_grammars, sequences, self.method)
@@ -386,8 +395,9 @@ class Runner:
     def release_rows(
         self, sequences: list[Sequence], prefilling: list[Sequence], order: list[int]
     ) -> None:
-        """Release the batch rows of finished sequences, and move row order[i] to row i.
-        `prefilling` are the sequences whose prefill continues."""
+        """Release the batch rows of finished sequences, and move row order[i] to row i. `sequences`
+        has the sequence of every batch row. `prefilling` are the sequences whose prefill continues;
+        if it is empty, the prefill batch is dropped."""
         if not prefilling:
             self.prefill_batch = None
         self.batch_state.flush_to_drafter()
@@ -400,16 +410,16 @@ class Runner:
     def _count_commits(self, sequence: Sequence) -> list[int]:
         """Return a histogram of a sequence's rounds: entry i is the number of rounds that committed
         i + 1 tokens."""
-        commits = sequence.commits[1:]  # the first entry is that of the prefill
+        commits = sequence.commits[1:]  # without the first entry, which is for the prefill
         histogram = [0] * max(self.draft_length + 1, *commits, 0)
         for commit in commits:
             histogram[commit - 1] += 1
         return histogram
 
     def _cache_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the KV cache entries of batch row `row` to the prefix cache."""
+        """Copy the KV cache blocks of the sequence in batch row `row` to the prefix cache."""
         if self.prefix_cache is not None:
-            # Copy only positions that the KV cache contains. It may lack the last token's position,
-            # where the drafter's entry is incomplete until the next token is known.
+            # Copy only positions that the KV cache contains. The last token's position may be
+            # missing: the drafter's entry for it is incomplete until the next token is known.
             cached_ids = sequence.token_ids[: self.batch_state.cache.lengths[row]]
             self.prefix_cache.insert(cached_ids, partial(self.batch_state.copy_block, row))
