@@ -3,12 +3,11 @@ position.
 
 The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard
 Gumbel noise G. This is an exact sample from softmax(logits / temperature). The noise depends only
-on seed, position and token. For the same seed, every method, draft tree, node budget and batch
-therefore gives the same output.
+on seed, position and token. For the same seed, the output therefore does not depend on the decoding
+method, the draft tree, the node budget or the batch.
 
-A row is sampled if its temperature is above 0, and greedy otherwise.
-
-B batch rows, M tree nodes, Q nodes of a chunk, L drafted positions, V vocabulary size.
+A batch row is called sampled if its temperature is above 0, and greedy otherwise. B is the number
+of batch rows.
 """
 
 import math
@@ -19,42 +18,44 @@ import torch
 
 from infer.config import TextOptions
 
-# Operations on tensors with a vocabulary dimension work on chunks of at least so many values. The
-# chunks are small on a CPU, so that a chunk fits into its cache. They are large on a GPU, where the
-# number of kernel launches determines the time.
+# Tensors with a vocabulary dimension are processed in chunks of at least this many values. On a CPU
+# a chunk is small enough for the cache. On a GPU chunks are large, because the number of kernel
+# launches determines the time.
 MIN_SAMPLING_CHUNK_VALUES_ON_CPU = 1 << 18
 MIN_SAMPLING_CHUNK_VALUES_ON_GPU = 1 << 24
 MAX_SAMPLING_CHUNKS_PER_TENSOR = 64
-# Bytes per value while noise is generated, divided by the bytes of a float32 value. The int64
-# random bits and temporary copies are counted.
+# Memory for generating noise, divided by the memory of the float32 result. It includes the int64
+# random bits and temporary copies.
 SAMPLING_NOISE_MEMORY_FACTOR = 4
 
 TOP_P_BISECTION_STEPS = 40
-# exp(-110) underflows in float32. Logits that are lower than the highest logit minus 110 therefore
-# have probability 0.
+# exp(-110) is 0 in float32. A token whose logit is more than 110 below the highest logit therefore
+# has probability 0.
 TOP_P_LOGIT_RANGE = 110
 
-# Takes a slice of Q nodes. Returns which tokens the prefix of each node contains, (B, Q, V) bool.
+# Takes a slice of node indices. Returns a mask (B, nodes in the slice, vocab_size) bool of the
+# tokens that occur in each node's prefix, that is in the sequence and on the path to the node.
 SeenTokensLookup = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SamplingKind:
-    """Which sampling features at least one row of a batch uses. Rounds with different kinds have
-    different CUDA graphs."""
+    """Which sampling features are used by at least one row of a batch. Rounds with different kinds
+    have different CUDA graphs."""
 
     uses_sampling: bool = False
-    max_top_k: int = 0  # the largest top_k, rounded up to a power of two; 0: no row uses it
+    # the largest top_k of all rows, rounded up to a power of two; 0 if no row uses top_k
+    max_top_k: int = 0
     uses_top_p: bool = False
     uses_min_p: bool = False
     uses_penalty: bool = False
-    # How many of the highest log-probabilities are returned, rounded up to a power of two. None: no
-    # row returns log-probabilities.
+    # How many of the likeliest tokens are returned with their log-probabilities, rounded up to a
+    # power of two. None if no row asks for log-probabilities.
     num_logprobs: int | None = None
 
     @classmethod
     def from_options(cls, rows: Sequence[TextOptions], vocab_size: int) -> "SamplingKind":
-        """Return the kind of a batch whose rows have the options `rows`."""
+        """Return the kind of a batch. `rows` has the options of every batch row."""
         sampled_rows = [row for row in rows if row.temperature > 0]
         top_ks = [row.top_k for row in sampled_rows if row.top_k < vocab_size]
         max_top_k = round_up_to_power_of_two(max(top_ks, default=0))
@@ -75,7 +76,7 @@ class SamplingKind:
 
 
 def round_up_to_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`. For `count` = 0 return 0."""
+    """Return the smallest power of two that is at least `count`, or 0 if `count` is 0."""
     if count == 0:
         return 0
     return 1 << (count - 1).bit_length()
@@ -83,19 +84,21 @@ def round_up_to_power_of_two(count: int) -> int:
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The sampling options of B batch rows as tensors (B,) on the device.
+    """The sampling options of a batch, as one tensor (B,) on the device for each option.
 
-    If a row does not use an option, its entry is the neutral value of the option.
+    If a row does not use an option, its entry has no effect, for example 1 as repetition penalty.
     """
 
     kind: SamplingKind
-    columns: dict[str, torch.Tensor]  # key: option's name; empty if no row needs any
+    # keys are option names, values have shape (B,); empty if all rows are greedy without penalty
+    columns: dict[str, torch.Tensor]
 
     @classmethod
     def from_options(
         cls, rows: Sequence[TextOptions], vocab_size: int, device: torch.device
     ) -> "SamplingTensors":
-        """Copy the sampling options of B batch rows to the device."""
+        """Copy the sampling options of a batch to the device. `rows` has the options of every batch
+        row."""
         kind = SamplingKind.from_options(rows, vocab_size)
         if not (kind.uses_sampling or kind.uses_penalty):
             return cls(kind, {})
@@ -116,19 +119,19 @@ class SamplingTensors:
         return cls(kind, {name: copy_to_device(values, device) for name, values in columns.items()})
 
     def select_rows(self, rows: slice, kind: SamplingKind | None = None) -> "SamplingTensors":
-        """Return the options of the batch rows `rows`. Only the features in `kind` are applied; the
-        default is this batch's kind."""
+        """Return the options of the batch rows in the slice `rows`, as views. `kind` tells which
+        features are applied; by default those of this batch."""
         if kind is None:
             kind = self.kind
         return SamplingTensors(kind, {name: column[rows] for name, column in self.columns.items()})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the values of the option `name` of all rows, (B, 1, 1)."""
+        """Return the values of the option `name` for all batch rows, (B, 1, 1)."""
         return self.columns[name][:, None, None]
 
 
 def copy_to_device(values: Sequence, device: torch.device) -> torch.Tensor:
-    """Return a tensor with these values on `device`. The copy does not synchronise."""
+    """Return a tensor with these values on `device`. On CUDA the copy is asynchronous."""
     tensor = torch.tensor(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -147,25 +150,25 @@ _SPLITMIX_FACTOR_2 = _as_signed_int64(0x94D049BB133111EB)
 
 
 def _logical_shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 values to the right by `bits` bits, and fill with zeros from the left."""
+    """Shift int64 values to the right by `bits` bits, filling with zeros instead of the sign
+    bit."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix_bits(x: torch.Tensor) -> torch.Tensor:
-    """Hash int64 values in place with the finaliser of splitmix64. Every bit of a result depends on
-    every bit of the value. Multiplications wrap around."""
+    """Hash int64 values in place with the finaliser of splitmix64, so that every bit of a result
+    depends on every bit of the value. Multiplications are modulo 2 ** 64."""
     x.bitwise_xor_(_logical_shift_right(x, 30)).mul_(_SPLITMIX_FACTOR_1)
     x.bitwise_xor_(_logical_shift_right(x, 27)).mul_(_SPLITMIX_FACTOR_2)
     return x.bitwise_xor_(_logical_shift_right(x, 31))
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the seed of sequence `index`, counted from 0, if several sequences are generated from
-    one seed.
+    """Return the seed for output number `index`, counted from 0, if a request asks for several
+    outputs with one seed.
 
-    The first sequence uses `seed` itself. The other sequences get 53-bit seeds, which every JSON
-    parser reads exactly. If all sequences had the same seed, they would have the same noise, and
-    much of their outputs would be equal.
+    The first output uses `seed` itself. The others get 53-bit seeds, which every JSON parser reads
+    exactly. With the same seed for all, the outputs would have the same noise and be largely equal.
     """
     if index == 0:
         return seed
@@ -177,22 +180,25 @@ def derive_seed(seed: int, index: int) -> int:
 def gumbel_noise(
     seed: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor
 ) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64.
+    """Return Gumbel(0, 1) noise (B, num_positions, num_tokens) in float32 for seeds (B,) int64 and
+    absolute positions (B, num_positions) int64.
 
-    A value depends only on seed, position and token id, not on shapes or the device. `tokens` is
-    the vocabulary size V, or a tensor (V,) with the ids of the tokens.
+    A value depends only on the seed, the position and the token id, not on shapes or the device.
+    `tokens` is the vocabulary size, or a tensor (num_tokens,) of token ids.
     """
     if isinstance(tokens, int):
         token_keys = torch.arange(tokens, device=positions.device) * _SPLITMIX_INCREMENT
     else:
         token_keys = tokens * _SPLITMIX_INCREMENT
     seed_keys = _mix_bits(seed * _SPLITMIX_INCREMENT + 1)
-    keys = _mix_bits(seed_keys[:, None] + positions * _SPLITMIX_INCREMENT).flatten()  # (B Q,)
+    # (B * num_positions,)
+    keys = _mix_bits(seed_keys[:, None] + positions * _SPLITMIX_INCREMENT).flatten()
 
     noise = torch.empty(len(keys), len(token_keys), device=positions.device)
     for chunk in iterate_chunks(*noise.shape, keys.device, SAMPLING_NOISE_MEMORY_FACTOR):
-        random_bits = _logical_shift_right(_mix_bits(keys[chunk, None] + token_keys), 11)  # 53 bits
-        uniform = random_bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
+        # 53 bits, as many as a float64 represents exactly
+        random_bits = _logical_shift_right(_mix_bits(keys[chunk, None] + token_keys), 11)
+        uniform = random_bits.double().add_(0.5).mul_(2.0**-53)  # between 0 and 1, never 0 or 1
         noise[chunk] = uniform.log_().neg_().log_().neg_()
     return noise.view(*positions.shape, -1)
 
@@ -200,12 +206,12 @@ def gumbel_noise(
 def iterate_chunks(
     count: int, width: int, device: torch.device, memory_factor: int = 1
 ) -> Iterator[slice]:
-    """Split `count` rows of `width` values each into chunks, and return the chunks as slices of
+    """Split `count` rows of `width` values each into chunks, and yield each chunk as a slice of
     rows.
 
-    A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU or MIN_SAMPLING_CHUNK_VALUES_ON_GPU values divided
-    by `memory_factor`, or the share 1 / MAX_SAMPLING_CHUNKS_PER_TENSOR of all rows, whichever is
-    more.
+    A chunk has MIN_SAMPLING_CHUNK_VALUES_ON_CPU (or MIN_SAMPLING_CHUNK_VALUES_ON_GPU) values,
+    divided by `memory_factor`. It is larger if the rows would otherwise be split into more than
+    about MAX_SAMPLING_CHUNKS_PER_TENSOR chunks.
     """
     chunk_values = (
         MIN_SAMPLING_CHUNK_VALUES_ON_CPU
@@ -220,11 +226,12 @@ def iterate_chunks(
 def make_round_noise(
     sampling: SamplingTensors, start: torch.Tensor, steps: int, tokens: int | torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the Gumbel noise of the positions start + 1 .. start + steps of each row, (B, steps,
-    V).
+    """Return the Gumbel noise for the `steps` positions after position `start` of each batch row,
+    (B, steps, num_tokens). Return None if all rows are greedy; in a mixed batch, the noise of
+    greedy rows is 0.
 
-    `start` has shape (B,). `tokens` has the same meaning as in `gumbel_noise`. The noise of greedy
-    rows is 0. Return None if all rows are greedy.
+    `start` (B,) are absolute positions. `tokens` is the vocabulary size, or a tensor (num_tokens,)
+    of token ids.
     """
     if not sampling.kind.uses_sampling:
         return None
@@ -236,11 +243,12 @@ def make_round_noise(
 def adjust_logits(
     logits: torch.Tensor, sampling: SamplingTensors, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply each row's repetition penalty, temperature and filters to logits (B, Q, V), in the
-    order of Hugging Face's logits processors.
+    """Apply each row's repetition penalty, temperature, top-k, top-p and min-p to logits (B,
+    num_nodes, vocab_size), in the order of Hugging Face's logits processors.
 
-    The result is float32, and minus infinity for tokens that are filtered out. `seen` (B, Q, V)
-    bool marks the tokens in the prefix of each node. It is None if no row has a penalty.
+    Return float32 logits, which are minus infinity for tokens that are filtered out. `seen` has the
+    same shape as `logits`, and is true for tokens to which the repetition penalty applies. It is
+    None if no row has a penalty.
     """
     logits = logits.float()
     kind = sampling.kind
@@ -265,32 +273,32 @@ def adjust_logits(
 def penalise_repetition(
     logits: torch.Tensor, penalty: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Apply repetition penalties (B, 1, 1) to the logits (B, Q, V) of tokens marked in `seen`."""
+    """Divide positive logits by the repetition penalty and multiply negative logits by it, where
+    `seen` is true. `logits` and `seen` are (B, num_nodes, vocab_size), `penalty` is (B, 1, 1)."""
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
 
 def find_top_k_threshold(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Return the lowest logit that top-k filtering keeps, (B, Q, 1).
+    """Return the lowest logit that top-k filtering keeps, (B, num_nodes, 1). It is minus infinity
+    in rows where `top_k` is 0, which means no filtering.
 
-    `logits` has shape (B, Q, V). `top_k` (B, 1, 1) is at most `max_top_k`. Where it is 0, nothing
-    is filtered, and the result is minus infinity.
+    `logits` has shape (B, num_nodes, vocab_size), and `top_k` (B, 1, 1) is at most `max_top_k`.
     """
-    count = min(max_top_k, logits.shape[-1])  # a drafter's vocabulary may be smaller
+    count = min(max_top_k, logits.shape[-1])  # a drafter may score only a subset of the vocabulary
     highest = logits.topk(count).values
     index = (top_k - 1).clamp(0, count - 1).expand(*logits.shape[:2], 1)
     return highest.gather(-1, index).masked_fill(top_k == 0, -math.inf)
 
 
 def find_top_p_threshold(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that top-p filtering keeps, (B, Q, 1).
+    """Return the lowest logit that top-p filtering keeps, (B, num_nodes, 1). It is minus infinity
+    in rows where `top_p` is 1, which means no filtering.
 
-    `logits` has shape (B, Q, V), `top_p` has shape (B, 1, 1). Where `top_p` is 1, nothing is
-    filtered, and the result is minus infinity.
-
-    The total probability of the tokens above the threshold is less than `top_p`. Together with the
-    token at the threshold, it is at least `top_p`. The threshold is found by bisection down to
-    neighbouring floats, so that it does not depend on the other rows of the batch.
+    `logits` has shape (B, num_nodes, vocab_size), and `top_p` has shape (B, 1, 1). The tokens above
+    the threshold have a total probability below `top_p`; with the token at the threshold it is at
+    least `top_p`. The threshold is found by bisection down to neighbouring floats, so that it does
+    not depend on the other rows of the batch.
     """
     probabilities = logits.softmax(-1)
     is_above = torch.empty_like(logits)
@@ -312,13 +320,14 @@ def sample_tokens(
     noise: torch.Tensor | None,
     find_seen: SeenTokensLookup | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after each node, (B, Q) int64.
+    """Return the target's token after each node, (B, num_nodes) int64. The nodes are processed in
+    chunks to save memory.
 
-    logits (B, Q, V): the target's logits after the nodes. depths (B, Q): the depths of the nodes.
-    noise (B, positions, V): entry d is added to nodes of depth d; None if no row is sampled.
-    find_seen: returns the tokens in the nodes' prefixes; None if no row has a repetition penalty.
-    The nodes are processed in chunks, so that the adjusted logits of all nodes never exist at the
-    same time.
+    logits: (B, num_nodes, vocab_size), the target's logits after the nodes
+    depths: (B, num_nodes), the depths of the nodes in their tree
+    noise: (B, number of depths, vocab_size); entry [b, d] is added to the logits of nodes at depth
+        d. None if no row is sampled.
+    find_seen: marks the tokens in the nodes' prefixes. None if no row has a repetition penalty.
     """
     if noise is None and find_seen is None:
         return logits.argmax(-1)
@@ -327,7 +336,8 @@ def sample_tokens(
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     for chunk in iterate_chunks(logits.shape[1], logits[:, 0].numel(), logits.device):
         seen = None if find_seen is None else find_seen(chunk)
-        scores = adjust_logits(logits[:, chunk], sampling, seen)  # (B, chunk, V)
+        # (B, nodes in the chunk, vocab_size)
+        scores = adjust_logits(logits[:, chunk], sampling, seen)
         if noise is not None:
             scores += noise[rows, depths[:, chunk]]
         tokens[:, chunk] = scores.argmax(-1)
@@ -341,13 +351,14 @@ def apply_sampling_to_scores(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the sampling options and the target's noise to the drafter's scores (B, slots, V).
+    """Apply the sampling options and the target's noise to the drafter's scores (B, num_positions,
+    vocab_size). The drafter then predicts the token that the target will choose with this noise.
+    The output stays lossless, because the target verifies all drafted tokens.
 
-    A slot is a drafted position of the block; `slots` selects the noise of the given slots. The
-    target's choice at a position is a function of the target's distribution and of the noise at
-    that position. The drafter therefore predicts the choice itself if it uses the same noise.
-    Decoding stays lossless in any case, since the target verifies all drafted tokens. `seen` (B, 1,
-    V) marks the tokens that the repetition penalty applies to; it is None without a penalty.
+    slots: indices of the scored positions among all drafted positions
+    noise: (B, number of drafted positions, vocab_size); None if no row is sampled
+    seen: (B, 1, vocab_size) bool, tokens to which the repetition penalty applies; None if no row
+        has a penalty
     """
     scores = adjust_logits(scores, sampling, seen)
     if noise is None:
@@ -361,9 +372,12 @@ def apply_sampling_to_marginals(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Apply the sampling options and the target's noise to the drafter's marginals (B, L, V), which
-    are log-probabilities, and normalise the result. `noise` and `seen` have the same meaning as in
-    `apply_sampling_to_scores`."""
+    """Apply the sampling options and the target's noise to the drafter's marginals (B,
+    draft_length, vocab_size), and return normalised log-probabilities of the same shape.
+
+    A marginal is the distribution of the token at one drafted position. `noise` and `seen` have the
+    same meaning as in `apply_sampling_to_scores`.
+    """
     if noise is None and seen is None:
         return marginals
     conditioned = torch.empty_like(marginals)
@@ -378,10 +392,11 @@ def make_score_transform(
     sampling: SamplingTensors, noise: torch.Tensor | None, seen: torch.Tensor | None
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return a function that applies the sampling options and the target's noise to the scores of a
-    conditional head.
+    conditional head (a head that scores a token given the token before it). Return None if there is
+    neither noise nor a repetition penalty.
 
-    The function takes scores (B, n, V) and the indices (n,) of their drafted positions. Its result
-    is not normalised. Return None if neither noise nor a penalty is to be applied.
+    The function takes scores (B, num_positions, vocab_size) and the indices (num_positions,) of the
+    scored positions among all drafted positions. Its result is not normalised.
     """
     if noise is None and seen is None:
         return None
@@ -395,7 +410,7 @@ def make_score_transform(
 def mark_seen_tokens(
     sequences: Sequence[Sequence[int]], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return which tokens each of B sequences contains, (B, V) bool."""
+    """Return which tokens each sequence contains, (number of sequences, vocab_size) bool."""
     seen = torch.zeros(len(sequences), vocab_size, dtype=torch.bool, device=device)
     for row, token_ids in enumerate(sequences):
         seen[row].index_fill_(0, copy_to_device(token_ids, device), True)
@@ -405,11 +420,13 @@ def mark_seen_tokens(
 def mark_tokens_seen_at_nodes(
     seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, nodes: slice
 ) -> torch.Tensor:
-    """Return which tokens the prefixes of the given nodes contain, (B, Q, V) bool. The prefix of a
-    node includes the node's own token.
+    """Return which tokens the prefix of each given node contains, (B, number of given nodes,
+    vocab_size) bool. The prefix includes the node's own token.
 
-    seen (B, V): marks the committed tokens and the root's token. tokens (B, M): the tokens of all
-    nodes. ancestors (B, M, M): the mask of `DraftTree.ancestors`. nodes: the slice of Q nodes.
+    seen: (B, vocab_size), true for the committed tokens and the root's token
+    tokens: (B, num_nodes), the tokens of all nodes
+    ancestors: (B, num_nodes, num_nodes), the result of `DraftTree.ancestors`
+    nodes: slice of the given nodes
     """
     path_tokens = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])
     return seen[:, None].repeat(1, path_tokens.shape[1], 1).scatter_(2, path_tokens, True)

@@ -11,27 +11,28 @@ from infer.engine.sequence import Sequence
 if TYPE_CHECKING:
     from infer.engine.runner import Runner
 
-# Prompt positions per row and forward pass. This limits the size of a long prompt's attention mask.
+# Maximum number of prompt positions per batch row in one forward pass. It limits the size of the
+# attention mask of a long prompt.
 MAX_PREFILL_CHUNK_TOKENS = 1024
-# If a prefill takes as long as n rounds that run as CUDA graphs, a step may prefill at least n
-# times this many positions.
+# If one prefill takes as long as n decoding rounds that run as CUDA graphs, a step may prefill at
+# least n times this many positions.
 MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND = 256
-# Even if few rows are idle, waiting sequences are admitted after the time of so many prefills.
+# Even if few batch rows are idle, waiting sequences are admitted after the time that this many
+# prefills take.
 MAX_ADMISSION_DELAY_IN_PREFILLS = 8
 
 
 class Scheduler:
-    """Holds the queue of an engine, and decides the work of each step.
+    """Holds the queue of an engine, and decides what each step computes.
 
-    In a step the target computes at most `positions` positions, or any number if `positions` is
-    None. They are shared between the trees of running sequences and chunks of prompts. Large
-    batches therefore get small trees, which is also fastest if the target is compute-bound. A
-    position after a long context counts as more than one position, see `_position_cost`.
+    In a step the target computes at most `positions` positions (option max_num_batched_tokens; None
+    means no limit). They are shared between the trees of running sequences and chunks of prompts,
+    so large batches get small trees. A position after a long context counts as more than one, see
+    `_position_cost`.
 
-    The runner's `budget` chooses the number of tree nodes. The runner's `find_cached_prefix` sets
-    the `cached_length` of a sequence, and returns the key of the sequence's first block that is not
-    in the prefix cache, or None. Two sequences with the same key are not prefilled together: the
-    second sequence waits and then uses the block that the first sequence has computed.
+    Two waiting sequences may begin with the same block of tokens that is not in the prefix cache
+    yet. They are not prefilled together: the second sequence waits, and then uses the block that
+    the first has computed.
     """
 
     def __init__(self, runner: "Runner") -> None:
@@ -39,20 +40,21 @@ class Scheduler:
         self.budget = runner.budget
         self.rows = runner.options.max_num_seqs
         self.positions = runner.options.max_num_batched_tokens
-        self.max_running = self.rows  # less after a step that raised an exception
+        # maximum number of running sequences; lowered after an exception
+        self.max_running = self.rows
         self.waiting: deque[Sequence] = deque()
         self._arrivals = itertools.count()
         self.reset()
 
     def reset(self) -> None:
-        """Drop all sequences except the waiting sequences."""
+        """Remove all sequences except the waiting ones."""
         self.running: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self.prefilled_positions = 0  # of each prompt, not counting cached positions
-        # Number of idle rows that waiting sequences could have used, summed over rounds.
+        self.prefilled_positions = 0  # in each prompt of `prefilling`, besides cached positions
+        # Idle batch rows that waiting sequences could have used, summed over rounds.
         self.idle_row_rounds = 0
-        # How much may still be prefilled in this step, and how much was. Both are costs: the unit
-        # is one position without context.
+        # How much this step may still prefill, and how much it has prefilled. Both are costs, in
+        # units of one position without context.
         self.prefill_allowance = 0.0
         self.prefill_cost = 0.0
 
@@ -62,11 +64,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def begin_step(self) -> list[Sequence]:
-        """Begin a step: mark cancelled sequences as finished, and set how much may be prefilled.
-
-        The prefill is unlimited while no sequence is running. Return all sequences: running,
-        prefilling and waiting.
-        """
+        """Begin a step: mark cancelled sequences as finished, and set how many positions this step
+        may prefill (any number if no sequence is running). Return all sequences that were running,
+        prefilling or waiting."""
         sequences = [*self.running, *self.prefilling, *self.waiting]
         for sequence in sequences:
             if sequence.cancelled:
@@ -86,15 +86,15 @@ class Scheduler:
             self.prefill_allowance = max(
                 min(self.positions - tree_cost, self.positions * 2 / 3),
                 tree_cost / 2,
-                # If rounds run as CUDA graphs, the kernels of a prefill are still launched one by
-                # one. So many positions then take about as long as a single position.
+                # A prefill always launches its kernels one by one. If rounds run as CUDA graphs,
+                # this many prefill positions take about as long as one.
                 MIN_PREFILL_POSITIONS_PER_GRAPH_ROUND * self.runner.rounds_per_prefill,
             )
         return sequences
 
     @property
     def num_admissible(self) -> int:
-        """Number of waiting sequences for which there is a free batch row."""
+        """The number of waiting sequences for which there is a free batch row."""
         free_rows = self.max_running - len(self.running)
         return max(0, min(free_rows, len(self.waiting)))
 
@@ -102,9 +102,10 @@ class Scheduler:
     def can_admit(self) -> bool:
         """Whether waiting sequences may be admitted now.
 
-        A prefill may take as long as several rounds (`Runner.rounds_per_prefill`), in which no
-        sequence decodes. Admission therefore waits until idle rows have cost as much as one
-        prefill, but no longer than MAX_ADMISSION_DELAY_IN_PREFILLS prefills take.
+        During a prefill, which may take as long as several rounds (`Runner.rounds_per_prefill`), no
+        sequence decodes. Sequences are therefore admitted only when idle batch rows have wasted as
+        much time as one prefill takes, or after the time of MAX_ADMISSION_DELAY_IN_PREFILLS
+        prefills.
         """
         delay = min(len(self.running), MAX_ADMISSION_DELAY_IN_PREFILLS * self.num_admissible)
         is_due = self.idle_row_rounds >= self.runner.rounds_per_prefill * delay
@@ -112,8 +113,8 @@ class Scheduler:
 
     def choose_chunk_length(self) -> int:
         """Return how many positions of each prompt in `prefilling` are computed next; 0 means that
-        nothing more is prefilled in this step. If `prefilling` is empty, waiting sequences are
-        admitted first."""
+        this step prefills nothing more. If `prefilling` is empty, waiting sequences are admitted
+        first."""
         if self.prefill_allowance <= 0 or not (self.prefilling or self.can_admit):
             return 0
         if not self.prefilling:
@@ -128,11 +129,11 @@ class Scheduler:
         return max(1, int(length))
 
     def record_chunk(self, length: int, computed_positions: int) -> bool:
-        """Record that `length` more positions of each prompt were prefilled. Return whether all
+        """Record that `length` more positions of each prompt were prefilled, and return whether all
         prompts are complete.
 
-        `computed_positions` is the number of positions that the target computed for all prompts,
-        padding included.
+        `computed_positions` is the number of positions that the target computed for this, padding
+        included.
         """
         self.prefilled_positions += length
         cost = computed_positions * self._position_cost(self._prefilling_context_length)
@@ -144,12 +145,12 @@ class Scheduler:
         return self.prefilled_positions >= longest
 
     def max_tree_positions(self, running: list[Sequence], prefill_cost: float) -> int:
-        """Return the maximum number of nodes of a tree, root included, in this step's round.
+        """Return the maximum number of nodes per tree, root included, in this step's round.
 
-        `prefill_cost` is the cost of the prefill in the same step. It is rounded up to whole thirds
-        of the limit on positions. The trees get the remaining thirds, at least one. The number of
-        rows is rounded up to a power of two. There are therefore few tree sizes, and few CUDA
-        graphs.
+        `prefill_cost` is the cost of this step's prefill, in units of one position without context.
+        To get few tree sizes, and so few CUDA graphs, this cost is rounded up to thirds of the
+        limit on positions, and the number of rows is rounded up to a power of two. The trees share
+        the remaining thirds, at least one.
         """
         full_tree = self.budget.max_nodes + 1
         if self.positions is None:
@@ -162,8 +163,8 @@ class Scheduler:
         return min(full_tree, max(2, per_row))
 
     def release_finished(self) -> list[int]:
-        """Remove finished sequences. Return the new order of the batch rows: row order[i] moves to
-        row i. The last rows move into the rows that became free."""
+        """Remove finished sequences, and return the new order of the batch rows: row order[i] moves
+        to row i. The last rows move into the rows that became free."""
         sequences = self.running
         num_finished = sum(
             sequence.finish_reason is not None for sequence in (*sequences, *self.prefilling)
@@ -177,7 +178,7 @@ class Scheduler:
                 order.insert(row, order.pop())
         self.running = [sequences[row] for row in order]
 
-        # Prompts that are prefilled together cannot continue without one of them: restart the
+        # Prompts are prefilled together, in one cache. If one of them is cancelled, restart the
         # others.
         if any(sequence.finish_reason is not None for sequence in self.prefilling):
             unfinished = [
@@ -188,7 +189,7 @@ class Scheduler:
         return order
 
     def preempt_all(self) -> list[Sequence]:
-        """Remove and return all unfinished sequences that have a batch row. The caller can add them
+        """Remove and return all unfinished sequences that have a batch row. The caller may add them
         to the queue again."""
         sequences = [
             sequence
@@ -198,18 +199,21 @@ class Scheduler:
         self.running = []
         self.prefilling = []
         for sequence in sequences:
-            # An interrupted round may have appended log-probabilities of uncommitted tokens.
+            # An interrupted round may have appended log-probabilities of tokens that it did not
+            # commit.
             del sequence.logprobs[len(sequence.ids) :]
         return sequences
 
     def recover_from_error(self) -> Sequence | None:
-        """Put all sequences back into the queue after a step that raised an exception.
+        """Put all running and prefilling sequences back into the queue after a step that raised an
+        exception. The caller must call the engine's `reset` next.
 
         The sequences later continue from the tokens that they have. Only half as many sequences run
         at the same time; each sequence that finishes raises this number by one. Expensive and new
-        sequences, which are the likely cause of the exception, are admitted first. If only one
-        sequence was running, it is not queued but returned, and all rows may be used again.
-        Otherwise None is returned. The caller has to call the engine's `reset` next.
+        sequences are admitted first, because they are the likely cause of the exception.
+
+        If there was only one such sequence, it is returned instead of queued, and all batch rows
+        may be used again. Otherwise None is returned.
         """
         sequences = self.preempt_all()
         sequences.sort(
@@ -226,23 +230,24 @@ class Scheduler:
         return None
 
     def _position_cost(self, context: int) -> float:
-        """Return the cost of computing a position after `context` positions, relative to a position
-        without context. The cost is a multiple of one half, so that there are few tree sizes."""
+        """Return the cost of computing one position after `context` positions, in units of one
+        position without context. It is rounded to a multiple of 0.5, so that there are few tree
+        sizes."""
         return 1 + round(2 * context / self.runner.target.context_length_matching_weight_cost) / 2
 
     @property
     def _prefilling_context_length(self) -> int:
-        """How many positions of a prompt in `prefilling` are in the KV cache, at most."""
+        """The largest number of positions of a prompt in `prefilling` that are in the KV cache."""
         return self.prefilled_positions + max(
             sequence.cached_length for sequence in self.prefilling
         )
 
     def _count_admitted(self) -> int:
-        """Return how many waiting sequences are prefilled together, counted from the first.
+        """Return how many sequences at the front of the queue are prefilled together.
 
-        There must be a free row for each. All prompts together, padded to one length, must fit into
-        `prefill_allowance`. A longer prompt is prefilled alone, over several steps. If two prompts
-        begin with the same block that is not cached, they are prefilled one after the other.
+        Each needs a free batch row. All their prompts, padded to the longest, must fit into
+        `prefill_allowance`; a longer prompt is prefilled alone, over several steps. Two prompts
+        that begin with the same uncached block are prefilled one after the other.
         """
         longest = 0
         uncached_keys = set()
@@ -259,6 +264,6 @@ class Scheduler:
 
 
 def max_context_length(sequences: list[Sequence]) -> int:
-    """Return the length of the longest sequence. Attention over so many positions is computed for
-    every row, since the other rows are padded."""
+    """Return the length of the longest sequence. Attention computes this many positions for every
+    batch row, because shorter rows are padded."""
     return max(len(sequence.prompt) + len(sequence.ids) for sequence in sequences)

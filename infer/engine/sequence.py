@@ -1,5 +1,4 @@
-"""A sequence that is being decoded: the tokens, the end of the sequence, and the cost of
-decoding."""
+"""A sequence that is being decoded: its tokens, where it ends, and what decoding it costs."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 DECODE_STAGES = ("prefill", "draft", "build", "verify", "commit")
 
-# A logits processor of Hugging Face. It takes token ids (1, T) of T tokens and scores (1, V) over
-# the vocabulary of size V, and returns scores (1, V).
+# A Hugging Face logits processor. It takes token ids (1, num_tokens) and scores (1, vocab_size),
+# and returns scores (1, vocab_size).
 LogitsProcessor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Stopwatch:
     """Measures the seconds of each stage of decoding. `clock` returns the time in seconds; on CUDA
-    it has to synchronise."""
+    it must synchronise with the device."""
 
     def __init__(self, clock: abc.Callable[[], float]) -> None:
         self.clock = clock
@@ -48,21 +47,21 @@ class Stopwatch:
 
 @dataclass
 class DecodeStats:
-    """The cost of decoding one sequence.
+    """What decoding one sequence took.
 
     A round commits the accepted drafted tokens and the next bonus token. The prefill yields the
     first bonus token, so `tokens` is 1 plus the number of tokens that all rounds committed.
-    `seconds` is the wall-clock time from the admission to the end of the sequence. The time that
-    other sequences of the batch took is not subtracted.
+    `seconds` is the wall-clock time from the admission to the end of the sequence; time spent on
+    other sequences of the batch is included.
     """
 
     prompt_tokens: int
-    tokens: int = 0  # output tokens
-    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    tokens: int = 0  # number of output tokens
+    cached_tokens: int = 0  # number of prompt tokens found in the prefix cache
     rounds: int = 0
     # Entry i is the number of rounds that committed i + 1 output tokens.
     histogram: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # seconds including the prefill
+    seconds: float = 0.0  # wall-clock time, prefill included
     stage_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(DECODE_STAGES, 0.0)
     )
@@ -84,11 +83,12 @@ class TokenLogprob:
     position."""
 
     logprob: float
-    top: list[tuple[int, float]]  # token ids and log-probabilities, in descending order
+    top: list[tuple[int, float]]  # (token id, log-probability) pairs, likeliest first
 
 
 class Admission(NamedTuple):
-    """The time when a sequence was admitted, and the seconds of each stage up to then."""
+    """When a sequence was admitted (seconds of the engine's clock), and how many seconds each
+    decoding stage of the engine had taken up to then."""
 
     time: float
     stage_seconds: dict[str, float]
@@ -96,35 +96,40 @@ class Admission(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and the output so far. The sequence may be waiting, running or finished."""
+    """A prompt and the output so far. The sequence may be waiting, prefilling, running or
+    finished."""
 
     prompt: list[int]
     options: TextOptions
-    # Logits processors, applied before the penalty, temperature and filters of `options`.
+    # Hugging Face logits processors. They are applied before the penalty, temperature and filters
+    # of `options`.
     processors: abc.Sequence[LogitsProcessor] = ()
     grammar: GrammarState | None = None  # the grammar that the output must follow
     stats: DecodeStats = field(init=False)
-    ids: list[int] = field(default_factory=list)  # output tokens
-    # The number of output tokens committed by the prefill, and then by each round.
+    ids: list[int] = field(default_factory=list)  # output token ids
+    # Number of output tokens committed by the prefill (first entry) and by each round.
     commits: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)  # for each round: verified nodes
-    # For each round: accepted nodes, counted before the output is cut at its end.
+    # for each round: number of drafted nodes that were verified
+    drafted: list[int] = field(default_factory=list)
+    # For each round: number of accepted nodes, including nodes after the end of the output.
     accepted: list[int] = field(default_factory=list)
-    # One entry per output token, if `options.logprobs` is set.
+    # One entry per output token if `options.logprobs` is set, otherwise empty.
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # For each round: the tokens of the likeliest rejected path, recorded if `trace` is true.
+    # For each round: the tokens of the likeliest path that the target rejected. Recorded only if
+    # `trace` is true.
     rejected: list[list[int]] = field(default_factory=list)
     trace: bool = False
-    # Why the output ended: "stop" (an end token or a stop string), "loop", "length" or "cancelled".
-    # None while the sequence is waiting or running.
+    # Why the output ended: "stop" (an end token or a stop string), "loop" (endless repetition),
+    # "length" or "cancelled". None while the sequence is unfinished.
     finish_reason: str | None = None
     cancelled: bool = False
     admission: Admission | None = None
     arrival_index: int = 0
-    cached_length: int = 0  # positions that the prefix cache provides
-    # The cached blocks with which the sequence begins. Empty after they were copied into its row.
+    # number of leading tokens whose KV cache entries come from the prefix cache
+    cached_length: int = 0
+    # These entries, until they are copied into the sequence's batch row; then empty.
     prefix_blocks: list[PrefixCacheBlock] = field(default_factory=list)
-    # The last result of `last_tokens`, and the number of output tokens at that time.
+    # The last result of `last_tokens`, and the number of output tokens when it was computed.
     _last_tokens: np.ndarray | None = field(default=None, init=False)
     _last_tokens_length: int = field(default=0, init=False)
 
@@ -133,18 +138,17 @@ class Sequence:
 
     @property
     def has_logits_processors(self) -> bool:
-        """Whether the sequence has logits processors or a grammar, which change the target's
-        logits."""
+        """Whether logits processors or a grammar change the target's logits for this sequence."""
         return bool(self.processors) or self.grammar is not None
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and the output so far. The prefill computes these tokens before the first
-        round."""
+        """The prompt and the output so far."""
         return self.prompt + self.ids
 
     def last_tokens(self, max_tokens: int) -> np.ndarray:
-        """Return the last tokens of prompt and output as int64, at most `max_tokens` tokens."""
+        """Return the last `max_tokens` tokens of prompt and output (or all, if there are fewer) as
+        an int64 array."""
         last_tokens = self._last_tokens
         if last_tokens is None:
             last_tokens = np.array(self.prompt[-max_tokens:], np.int64)
@@ -154,8 +158,8 @@ class Sequence:
         return self._last_tokens
 
     def append(self, new_ids: list[int], target: Target) -> None:
-        """Append the tokens of a round to the output. If the sequence ends at one of these tokens,
-        cut the rest off and set `finish_reason`."""
+        """Append the tokens of a round to the output. If the sequence ends at one of them, remove
+        the tokens after it and set `finish_reason`."""
         old_length = len(self.ids)
         ids = self.ids + new_ids
         end = find_sequence_end(ids, old_length, self.options, target)
@@ -184,7 +188,7 @@ def check_options(options: TextOptions, target: Target) -> None:
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_size: int) -> None:
     """Raise ValueError if the prompt is empty, contains token ids outside the vocabulary, or is too
-    long for batch rows of `capacity` positions."""
+    long: prompt and `options.max_new_tokens` together may have at most `capacity` tokens."""
     if not prompt:
         raise ValueError("the prompt is empty, but every prompt needs at least one token")
     for id in (min(prompt), max(prompt)):
@@ -205,11 +209,12 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocab_s
 def find_sequence_end(
     ids: list[int], first: int, options: TextOptions, target: Target
 ) -> tuple[int, str] | None:
-    """Find where an output ends, if it ends at output token `first` or later.
+    """Find out whether an output ends at output token `first` or a later one. Earlier tokens were
+    checked before.
 
     Return the length of the output in tokens and the finish reason, or None if the output does not
-    end. The length includes the end token, or all tokens of the stop string. `answer_text` later
-    removes the stop string from the text.
+    end. The length includes the end token or the tokens of the stop string, whose text
+    `answer_text` removes later.
     """
     max_length = min(len(ids), options.max_new_tokens)
     tokenizer = cast("PreTrainedTokenizerBase", target.tokenizer)

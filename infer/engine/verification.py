@@ -1,8 +1,8 @@
-"""Verification of draft trees: choose the target's token after each node, and walk along the nodes
-that the target accepts (DDTree section 4.4). The target's token after the last accepted node is the
-bonus token.
+"""Verification of draft trees: choose the target's token after each node, and find the path of
+nodes that the target accepts (DDTree section 4.4). The target's token after the last accepted node
+is the bonus token.
 
-B batch rows, M tree nodes, W = maximum number of nodes on a path, D hidden size, V vocabulary size.
+B batch rows.
 """
 
 from collections import abc
@@ -25,36 +25,44 @@ from infer.targets.support import IDENTITY_LOGIT_SCALE
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
-# The logits of so many nodes per batch row are in memory at the same time. With more than
-# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows the number is reduced, so that the logits of all rows
-# together do not take more memory than those of MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows.
+# Logits are computed for this many nodes per batch row at a time, to save memory. With more than
+# MAX_ROWS_WITH_FULL_LOGIT_CHUNKS rows it is fewer nodes per row, so that the total memory does not
+# grow further.
 MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
 MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 
-NO_TOKEN = -1  # no drafted node has this token, so the walk ends there
+NO_TOKEN = -1  # stands for "not chosen"; no node has this token, so no child is accepted after it
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling options of a round's batch rows, and the noise of the round's positions."""
+    """The sampling options of all batch rows in a round, and the sampling noise at the positions of
+    the round."""
 
     tensors: SamplingTensors
-    root_positions: torch.Tensor  # (B,) the absolute position of each row's root
-    num_positions: int  # number of positions after the root; more than the depth of any tree
+    root_positions: torch.Tensor  # (B,): the absolute position of each batch row's root
+    # number of positions after the root, one more than the maximum depth of a node
+    num_positions: int
     vocab_size: int
-    seen: torch.Tensor | None  # (B, V) the tokens of each row's sequence; None without a penalty
+    # (B, vocab_size) bool: which tokens each row's sequence contains. None if no row has a
+    # repetition penalty.
+    seen: torch.Tensor | None
 
     @cached_property
     def noise(self) -> torch.Tensor | None:
-        """The Gumbel noise of all positions, (B, num_positions, V). None if no row is sampled."""
+        """The Gumbel noise (B, num_positions, vocab_size) of all positions of the round. None if no
+        batch row is sampled."""
         return self.make_noise(slice(None), 0, self.num_positions, self.vocab_size)
 
     def make_noise(
         self, rows: slice, first_depth: int, num_positions: int, tokens: int | torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the Gumbel noise of the batch rows `rows`, (rows, num_positions, tokens), for
-        nodes of depth `first_depth` and deeper. `tokens` has the same meaning as in `gumbel_noise`.
-        None if no row is sampled."""
+        """Return the Gumbel noise (number of rows, num_positions, num_tokens) that is added to the
+        logits of nodes at depths from `first_depth` on. Return None if no batch row is sampled.
+
+        `rows` is a slice of batch rows. `tokens` is the vocabulary size, or a tensor (num_tokens,)
+        of token ids.
+        """
         start = self.root_positions[rows] + first_depth
         return make_round_noise(self.tensors.select_rows(rows), start, num_positions, tokens)
 
@@ -62,8 +70,9 @@ class SamplingBatch:
 def make_sampling_tensors(
     target: Target, sequences: abc.Sequence[Sequence]
 ) -> tuple[SamplingTensors, torch.Tensor | None]:
-    """Return the sampling options of B sequences as tensors, and which tokens each sequence
-    contains, (B, V) bool. The latter is None if no sequence has a repetition penalty."""
+    """Return the sampling options of the sequences as tensors, and a mask (number of sequences,
+    vocab_size) bool of the tokens that each sequence contains. The mask is None if no sequence has
+    a repetition penalty."""
     vocab_size = target.vocab_size
     options = [sequence.options for sequence in sequences]
     tensors = SamplingTensors.from_options(options, vocab_size, target.device)
@@ -78,21 +87,22 @@ def make_sampling_batch(
     target: Target, sequences: abc.Sequence[Sequence], root_positions: torch.Tensor, max_depth: int
 ) -> SamplingBatch:
     """Return the sampling options of a round. `root_positions` (B,) are the absolute positions of
-    the sequences' roots, and `max_depth` is the maximum depth of a node."""
+    the trees' roots, and `max_depth` is the maximum depth of a node."""
     tensors, seen = make_sampling_tensors(target, sequences)
     return SamplingBatch(tensors, root_positions, max_depth + 1, target.vocab_size, seen)
 
 
 def count_chunk_nodes(rows: int) -> int:
-    """Return for how many nodes per row the logits are computed at the same time."""
+    """Return for how many nodes per batch row logits are computed at a time, if there are `rows`
+    batch rows."""
     return max(
         1, MAX_LOGIT_CHUNK_NODES_PER_ROW * min(rows, MAX_ROWS_WITH_FULL_LOGIT_CHUNKS) // rows
     )
 
 
 def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the target's likeliest next tokens, (B, n), from final hidden states (B, n, D) of n
-    positions per row."""
+    """Return the target's likeliest next tokens. `hidden` (..., hidden_size) are final hidden
+    states; the result has their shape without the last dimension."""
     if target.logit_scale == IDENTITY_LOGIT_SCALE:
         return target.kernels.argmax_head(hidden, target.model.get_output_embeddings())
     return target.compute_logits(hidden).argmax(-1)
@@ -101,8 +111,8 @@ def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
 def make_seen_tokens_lookup(
     sampling: SamplingBatch, tree: DraftTree, ancestors: torch.Tensor
 ) -> SeenTokensLookup | None:
-    """Return a function that marks the tokens in the prefixes of nodes. Return None if no row has a
-    repetition penalty."""
+    """Return a function that marks the tokens in the prefixes of nodes. Return None if no batch row
+    has a repetition penalty. `ancestors` is the result of `tree.ancestors()`."""
     if sampling.seen is None:
         return None
     return partial(mark_tokens_seen_at_nodes, sampling.seen, tree.tokens.clamp(min=0), ancestors)
@@ -115,11 +125,11 @@ def choose_tokens(
     hidden: torch.Tensor,
     sampling: SamplingBatch,
 ) -> torch.Tensor:
-    """Return the target's token after each node, (B, M), from the final hidden states (B, M, D) of
-    the nodes.
+    """Return the target's token after each node, (B, num_nodes), for the final hidden states (B,
+    num_nodes, hidden_size) of the nodes. `ancestors` is the result of `tree.ancestors()`.
 
-    This runs on the device alone, so logits processors and grammars are not applied. Logits are
-    computed for `count_chunk_nodes` nodes per row at a time.
+    Everything runs on the device, so logits processors and grammars are not applied. Logits are
+    computed for `count_chunk_nodes` nodes per batch row at a time.
     """
     find_seen = make_seen_tokens_lookup(sampling, tree, ancestors)
     if find_seen is None and not sampling.tensors.kind.uses_sampling:
@@ -132,7 +142,7 @@ def choose_tokens(
         find_seen_in_chunk = None
         if find_seen is not None:
             find_seen_in_chunk = partial(find_seen_with_offset, find_seen, first)
-        logits = target.compute_logits(hidden[:, nodes])  # (B, n, V)
+        logits = target.compute_logits(hidden[:, nodes])  # (B, nodes in the chunk, vocab_size)
         depths = tree.depths[:, nodes]
         tokens = sample_tokens(logits, depths, sampling.tensors, sampling.noise, find_seen_in_chunk)
         chunks.append(tokens)
@@ -142,11 +152,13 @@ def choose_tokens(
 
 
 def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the target's likeliest token after each node, (B, M), from the final hidden states (B,
-    M, D) of the nodes. Padding nodes keep their tokens in the tree."""
+    """Return the target's likeliest token after each node, (B, num_nodes), for the final hidden
+    states (B, num_nodes, hidden_size) of the nodes. At padding nodes, the result has the node's own
+    token."""
     chunk_nodes = count_chunk_nodes(len(hidden)) * len(hidden)
     is_dense = tree.node_mask is None
-    flat_hidden = hidden.flatten(0, 1) if is_dense else hidden[tree.node_mask]  # (nodes, D)
+    # (nodes of all rows, hidden_size)
+    flat_hidden = hidden.flatten(0, 1) if is_dense else hidden[tree.node_mask]
     tokens = torch.cat([argmax_tokens(target, chunk) for chunk in flat_hidden.split(chunk_nodes)])
     if is_dense:
         return tokens.view(hidden.shape[:2])
@@ -154,20 +166,21 @@ def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) 
 
 
 def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice) -> torch.Tensor:
-    """Call `find_seen` with a slice of nodes whose indices are counted from node `first`."""
+    """Call `find_seen` for a chunk of nodes. The slice `nodes` counts from node `first`, the first
+    node of the chunk."""
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
 def select_host_rows(
     sequences: abc.Sequence[Sequence], tree: DraftTree, sampling: SamplingBatch, is_captured: bool
 ) -> dict[int, Sequence]:
-    """Return the sequences whose tokens are chosen on the host, as a dictionary from batch row to
-    sequence.
+    """Return the sequences whose tokens are chosen on the host. Keys are batch rows, values are
+    sequences.
 
     These are the sequences with logits processors or a grammar. On a CPU they are all sequences, if
-    the round is sampled and small: generating noise takes as long there as a target pass, and the
-    host generates noise only for the nodes on the target's path. `is_captured` tells whether the
-    round runs as CUDA graphs.
+    the round uses sampling and its trees are small. Generating noise for all nodes would take as
+    long there as a target pass, but the host generates it only for nodes on the target's path.
+    `is_captured` tells whether the round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
     saves_noise = (
@@ -193,11 +206,12 @@ def choose_tokens_on_host(
     sequences: dict[int, Sequence],
     target_tokens: torch.Tensor,
 ) -> None:
-    """Choose the target's tokens for the batch rows in `sequences` on the host, and write them into
-    `target_tokens` (B, M).
+    """Choose the target's tokens for some batch rows on the host, and write them into
+    `target_tokens` (B, num_nodes).
 
-    `sequences` maps batch rows to sequences. `hidden` (B, M, D) are the final hidden states of all
-    nodes.
+    `sequences` has these batch rows as keys and their sequences as values. `hidden` (B, num_nodes,
+    hidden_size) are the final hidden states of all nodes of all rows, and `ancestors` is the result
+    of `tree.ancestors()`.
     """
     if not sequences:
         return
@@ -205,7 +219,7 @@ def choose_tokens_on_host(
     rows = list(sequences)
     if len(rows) < len(hidden):
         hidden = hidden[rows]
-    logits = target.compute_logits(hidden)  # (rows, M, V)
+    logits = target.compute_logits(hidden)  # (chosen rows, num_nodes, vocab_size)
     for index, row in enumerate(rows):
         target_tokens[row] = choose_tokens_of_row(
             target, tree, row, sequences[row], sampling, logits[index], find_seen
@@ -221,11 +235,12 @@ def choose_tokens_of_row(
     logits: torch.Tensor,
     find_seen: SeenTokensLookup | None,
 ) -> torch.Tensor:
-    """Return the target's tokens after the nodes of one batch row, (M,), from logits (M, V).
+    """Return the target's tokens after the nodes of batch row `row`, (num_nodes,). `logits`
+    (num_nodes, vocab_size) are the target's logits after the nodes.
 
     Only nodes on the target's path get a token; the other nodes get NO_TOKEN. Logits processors and
-    grammars are therefore called for one node at a time, with the true prefix of the node. After
-    the end of the sequence, the last token is repeated; the repetitions are cut off later.
+    grammars are therefore called for one node at a time, with the node's prefix. If the path goes
+    on after the end of the sequence, the last token is repeated; the repetitions are cut off later.
     """
     row_slice = slice(row, row + 1)
     row_sampling = sampling.tensors.select_rows(row_slice)
@@ -238,13 +253,13 @@ def choose_tokens_of_row(
     token = NO_TOKEN
     while node is not None:
         if depth == 0 or not ends_at_last_token(output_ids, sequence, target):
-            # Copy the logits, since logits processors may change them in place.
+            # Copy the logits, because logits processors may change them in place.
             scores = logits[node][None].to(torch.float32, copy=True)
             scores = apply_logits_processors(scores, sequence, output_ids)
             seen = None
             if find_seen is not None:
                 seen = find_seen(slice(node, node + 1))[row_slice]
-            scores = adjust_logits(scores[None], row_sampling, seen)  # (1, 1, V)
+            scores = adjust_logits(scores[None], row_sampling, seen)  # (1, 1, vocab_size)
             noise = sampling.make_noise(row_slice, depth, 1, target.vocab_size)
             if noise is not None:
                 scores = scores + noise
@@ -257,7 +272,8 @@ def choose_tokens_of_row(
 
 
 def ends_at_last_token(output_ids: list[int], sequence: Sequence, target: Target) -> bool:
-    """Return whether the sequence ends at the last token of `output_ids`."""
+    """Return whether the sequence ends at the last token of `output_ids`, for example because it is
+    an end token."""
     end = find_sequence_end(output_ids, len(output_ids) - 1, sequence.options, target)
     return end is not None
 
@@ -265,8 +281,9 @@ def ends_at_last_token(output_ids: list[int], sequence: Sequence, target: Target
 def apply_logits_processors(
     scores: torch.Tensor, sequence: Sequence, output_ids: list[int]
 ) -> torch.Tensor:
-    """Apply a sequence's logits processors and grammar to the scores (1, V) of the token that comes
-    after the prompt and `output_ids`. `output_ids` may end with drafted tokens."""
+    """Apply a sequence's logits processors and grammar to the scores (1, vocab_size) of the token
+    after `output_ids`, and return the result. `output_ids` are the output tokens, perhaps followed
+    by drafted tokens."""
     for processor in sequence.processors:
         input_ids = torch.tensor([sequence.prompt + output_ids], device=scores.device)
         scores = processor(input_ids, scores)
@@ -277,8 +294,8 @@ def apply_logits_processors(
 
 
 def find_child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
-    """Return the first child of `node` whose token is `token`, or None if there is no such child.
-    `tokens` and `parents` have one entry per node."""
+    """Return the index of the first child of `node` that has the token `token`, or None if there is
+    none. `tokens` and `parents` have one entry per node of the tree."""
     for child in range(node + 1, len(tokens)):
         if parents[child] == node and tokens[child] == token:
             return child
@@ -287,24 +304,25 @@ def find_child(tokens: list[int], parents: list[int], node: int, token: int) -> 
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """The nodes that a round commits for each batch row, and the bonus token after these nodes."""
+    """The nodes that a round commits in each batch row, and the bonus token after these nodes."""
 
-    # (B, W) node indices from the root down, padded by repeating the last accepted node. W is
-    # min(maximum depth, number of drafted nodes) + 1.
+    # (B, path_length): node indices from the root down, padded by repeating the last accepted node.
+    # path_length is min(maximum depth, number of drafted nodes) + 1.
     path: torch.Tensor
-    lengths: torch.Tensor  # (B,) number of committed nodes including the root, 1 to W
-    bonus: torch.Tensor  # (B,) the target's token after the path: the root of the next round
+    lengths: torch.Tensor  # (B,): number of committed nodes, root included
+    bonus: torch.Tensor  # (B,): the target's token after the path, the root of the next round
 
 
 def walk(
     tree: DraftTree, target_tokens: torch.Tensor, ancestors: torch.Tensor | None = None
 ) -> AcceptedPath:
-    """Walk from the root to a child for as long as a child has the target's token.
+    """Find the path of accepted nodes in each tree: from the root, it goes on to the child that has
+    the target's token, for as long as there is one. `target_tokens` (B, num_nodes) are the target's
+    tokens after the nodes, greedy or sampled.
 
-    `target_tokens` (B, M) are the target's tokens after the nodes, greedy or sampled. The walk is
-    lossless for both. It runs without a GPU-to-CPU synchronisation, since all nodes are tested at
-    once. A node is accepted if the node and each of its ancestors has the target's token after its
-    parent. The path ends at the deepest accepted node.
+    There is no GPU-to-CPU synchronisation, because all nodes are tested at once: a node is accepted
+    if it and all its ancestors below the root have the target's token after their parent. The path
+    ends at the deepest accepted node.
     """
     if tree.max_depth == 0:
         lengths = torch.ones_like(tree.parents[:, 0])
@@ -312,16 +330,17 @@ def walk(
     if ancestors is None:
         ancestors = tree.ancestors()
 
-    match = tree.tokens == target_tokens.gather(1, tree.parents)  # (B, M)
+    match = tree.tokens == target_tokens.gather(1, tree.parents)  # (B, num_nodes)
     match[:, 0] = True
-    accepted = (match[:, None] | ~ancestors).all(-1)  # (B, M)
-    last = (accepted * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1) the deepest accepted
-    last_ancestors = last[..., None].expand(-1, -1, ancestors.shape[-1])  # (B, 1, M)
-    on_path = ancestors.gather(1, last_ancestors)[:, 0]  # (B, M)
+    accepted = (match[:, None] | ~ancestors).all(-1)  # (B, num_nodes)
+    # (B, 1): the deepest accepted node
+    last = (accepted * (tree.depths + 1)).argmax(1, keepdim=True)
+    last_ancestors = last[..., None].expand(-1, -1, ancestors.shape[-1])  # (B, 1, num_nodes)
+    on_path = ancestors.gather(1, last_ancestors)[:, 0]  # (B, num_nodes)
 
-    # Node i of the path goes to column depths[i]. All other nodes go to an extra column, which is
-    # dropped. A path has at most as many nodes as the tree; wider paths would not fit into the
-    # KV cache.
+    # Column d of `path` gets the path's node at depth d. All nodes that are not on the path go to
+    # an extra column, which is dropped. The path is never wider than the tree has nodes, because it
+    # would not fit into the KV cache.
     max_length = min(tree.max_depth, tree.max_drafted)
     columns = torch.where(on_path, tree.depths, max_length + 1)
     nodes = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
