@@ -1,12 +1,11 @@
 """The KV cache of target and drafter. Its buffers are allocated once, and every batch row has its
 own length.
 
-Dimension letters in this module: B batch rows in use, Q new positions of a row, N = B * Q new
-positions of all rows (fewer if some are padding), S capacity (positions per row), H key/value
-heads, E head size, L layers, T length of a packed sequence.
+In shapes, B is the number of batch rows in use, and H is the number of key/value heads of a layer.
 
-A slot is an index into the flat position axis of a buffer: slot = row * S + index within the row. A
-plane is one entry of a buffer's first axis: the keys, or the values, of one layer.
+A slot is an index into the position axis of a buffer, which all batch rows share: slot = row *
+capacity + index within the row. A plane is one entry of a buffer's first axis: the keys, or the
+values, of one layer.
 """
 
 from collections.abc import Generator
@@ -19,12 +18,12 @@ from typing import Protocol
 
 import torch
 
-HeadShape = tuple[int, int]  # (number of heads, head size)
+HeadShape = tuple[int, int]  # (number of key or value heads, head size)
 
 
 class RecurrentStateStore(Protocol):
-    """The methods that a cache calls on the states of recurrent layers
-    (`infer.targets.recurrent.RecurrentStates`)."""
+    """The methods that a KV cache calls on the states of recurrent layers.
+    `infer.targets.recurrent.RecurrentStates` implements them."""
 
     def reset_rows_from(self, first_row: int) -> "RecurrentStateStore": ...
 
@@ -36,23 +35,27 @@ class RecurrentStateStore(Protocol):
 @dataclass
 class LayerCacheView:
     """One layer of a `CacheView`. Its tensors are views of the cache's buffer. The dataclass is not
-    frozen, because creating an instance of a frozen dataclass takes longer."""
+    frozen, because creating instances of frozen dataclasses is slower."""
 
-    buffer: torch.Tensor  # (2 * layers, rows * S, H * E), keys and values of all layers
+    # (2 * num_layers, num_rows * capacity, num_heads * head_size): keys and values of all layers
+    buffer: torch.Tensor
     layer_index: int
-    slot_mapping: torch.Tensor  # (N,) int64, the slots that the new positions are written to
-    # (B, H, visible_end - visible_start, E), the keys that queries may attend to
+    # (num_new_positions,) int64: where in the buffer's second axis the new positions are written
+    slot_mapping: torch.Tensor
+    # (B, num_heads, visible_end - visible_start, head_size): keys that queries may attend to
     keys: torch.Tensor
     values: torch.Tensor  # the values of these keys, same shape
-    batch_size: int  # number of batch rows B
-    query_length: int  # number of new positions Q per batch row
-    cu_seqlens: torch.Tensor | None = None  # see `CacheView.cu_seqlens`
+    batch_size: int  # number of batch rows
+    query_length: int  # number of new positions per batch row
+    # ends of the batch rows among the new positions, see `CacheView.cu_seqlens`
+    cu_seqlens: torch.Tensor | None = None
 
     def write(self, heads: torch.Tensor) -> None:
-        """Write the keys and values of the new positions to the cache.
+        """Write the keys and values of the new positions to the cache, for this layer and perhaps
+        for layers after it.
 
-        heads: (N, L, 2 H, E), the heads of L consecutive layers, of which this layer is the first;
-            key heads come before value heads
+        heads: (num_new_positions, num_layers, 2 * num_heads, head_size); key heads come before
+            value heads, and layer 0 is this layer
         """
         count, layers = heads.shape[:2]
         planes = self.buffer[2 * self.layer_index : 2 * (self.layer_index + layers)]
@@ -62,8 +65,8 @@ class LayerCacheView:
 class RecurrentCacheAdapter:
     """The cache methods that Hugging Face's recurrent layers call.
 
-    These methods report that there is no state, and they return new inputs unchanged. The states
-    are kept by the functions of `infer.targets.recurrent.RecurrentStates` instead.
+    The methods report that there is no earlier state, and return new inputs unchanged. The states
+    are kept by `infer.targets.recurrent.RecurrentStates` instead.
     """
 
     def get_conv_state(self, *_: object, **__: object) -> None:
@@ -79,36 +82,37 @@ class RecurrentCacheAdapter:
 
 @dataclass
 class CacheView(RecurrentCacheAdapter):
-    """The part of a cache that one forward pass reads and writes.
+    """The part of a KV cache that one forward pass reads and writes.
 
-    New positions are written to `slot_mapping`. Queries can attend to the positions from
-    `visible_start` to `visible_end` of every batch row. Hugging Face's attention layers use the
-    view as one of their own caches: they call `update(keys, values, layer)`.
+    The keys and values of new positions are written at `slot_mapping`. Queries can attend to the
+    positions from `visible_start` to `visible_end` of every batch row. Hugging Face's attention
+    layers use the view in place of their own cache: they call `update(keys, values, layer)`.
 
-    `slot_mapping` may have more rows than are in use. The additional rows are written and never
-    read. If rows have different numbers of new positions, the new positions without padding are
-    concatenated row by row.
+    `slot_mapping` may have more rows than are in use; what is written there is never read.
     """
 
     cache: "KVCache"
-    slot_mapping: torch.Tensor  # (B, Q) int64
+    # (B, query_length) int64; a slot is row * capacity + index within the row
+    slot_mapping: torch.Tensor
     visible_end: int
     visible_start: int = 0
-    # (B, Q) bool, false on padding. In every row, padding comes last. None means that there is no
+    # (B, query_length) bool: false on padding, which comes last in every row. None if there is no
     # padding.
     valid_mask: torch.Tensor | None = None
 
     @cached_property
     def flat_slot_mapping(self) -> torch.Tensor:
-        """Return the slots of the new positions that are not padding, (N,) int64."""
+        """Return the slots of all new positions that are not padding, row after row,
+        (num_new_positions,) int64."""
         if self.valid_mask is None:
             return self.slot_mapping.flatten()
         return self.slot_mapping[self.valid_mask]
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """Return the index at which each batch row ends among the N concatenated positions, (B,)
-        int64, without a leading 0. Return None if there is no padding."""
+        """Return the cumulative lengths of the batch rows without padding, (B,) int64: where each
+        row ends if the new positions of all rows are concatenated. Unlike in FlashAttention, there
+        is no leading 0. Return None if there is no padding."""
         if self.valid_mask is None:
             return None
         return self.valid_mask.sum(1).cumsum(0)
@@ -126,12 +130,12 @@ class CacheView(RecurrentCacheAdapter):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of one layer for the new positions.
+        """Write the keys and values of the new positions in one layer. Return the keys and the
+        values of all visible positions.
 
-        keys, values: (B, H, Q, E) each
+        keys, values: (B, num_heads, query_length, head_size) each
 
-        Returns the keys and the values of all visible positions, (B, H, visible_end -
-        visible_start, E) each.
+        The results are (B, num_heads, visible_end - visible_start, head_size) each.
         """
         slots = self.slot_mapping.flatten()
         rows = len(self.slot_mapping)
@@ -154,7 +158,7 @@ class CacheView(RecurrentCacheAdapter):
         row_states = used_slots.unflatten(1, (batch_size, self.capacity))
         visible = row_states[:, :, self.visible_start : self.visible_end]
         heads = visible.unflatten(3, (self.cache.num_key_heads, -1)).transpose(2, 3)
-        planes = heads.unbind(0)  # each (B, H, visible_end - visible_start, E)
+        planes = heads.unbind(0)  # each (B, num_heads, visible_end - visible_start, head_size)
         slots = self.flat_slot_mapping
         cu_seqlens = self.cu_seqlens
         return [
@@ -168,17 +172,20 @@ class CacheView(RecurrentCacheAdapter):
 
 @dataclass
 class PackedLayerView:
-    """The keys and values of packed sequences in one layer, used in place of a `LayerCacheView`. No
-    cached positions come before the sequences, and nothing is kept after the forward pass."""
+    """The keys and values of packed sequences (training rows that contain several documents) in one
+    layer. It stands in for a `LayerCacheView` if there are no cached positions, and is dropped
+    after the forward pass."""
 
-    batch_size: int  # number of packed sequences B
-    query_length: int  # length T of the packed sequences
-    keys: torch.Tensor | None = None  # (B, H, T, E)
+    batch_size: int  # number of packed sequences
+    query_length: int  # number of positions of each packed sequence
+    keys: torch.Tensor | None = None  # (B, num_heads, query_length, head_size)
     values: torch.Tensor | None = None
 
     def write(self, heads: torch.Tensor) -> None:
-        """Store the keys and values of one layer. heads: (B * T, 1, 2 H, E); key heads come before
-        value heads."""
+        """Store the keys and values of one layer.
+
+        heads: (B * query_length, 1, 2 * num_heads, head_size); key heads come before value heads
+        """
         row_heads = heads.squeeze(1).unflatten(0, (self.batch_size, -1)).transpose(1, 2)
         self.keys, self.values = row_heads.chunk(2, dim=1)
 
@@ -188,9 +195,9 @@ def allocate_zeros(
 ) -> torch.Tensor:
     """Return a tensor of zeros.
 
-    On the CPU, the tensor's memory is an anonymous memory map, so that physical memory is taken
-    only for pages that are written to. If the operating system refuses the map, PyTorch allocates
-    the tensor. An engine that restarts after memory was exhausted can then still start.
+    On the CPU, its memory is an anonymous memory map, so that physical memory is taken only for
+    pages that are written to. If the operating system refuses the map, PyTorch allocates the
+    tensor. An engine that restarts after memory was exhausted can then still start.
     """
     if device.type == "cpu" and 0 not in shape:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -201,13 +208,13 @@ def allocate_zeros(
 
 
 class KVCache:
-    """The keys and values of all layers, written in place, and the states of recurrent layers. The
-    cache has one buffer for each distinct value of number of heads * head size.
+    """The keys and values of all layers, written in place, and the states of recurrent layers. Keys
+    or values with the same number of heads * head size share one buffer.
 
     A forward pass writes its new positions after the committed positions of each batch row
     (`make_view`). `commit` then keeps some of the new positions by increasing the row's length on
-    the device; the other new positions are overwritten later. `update_host_lengths` increases the
-    lengths on the host accordingly. Nothing is concatenated or cropped.
+    the device; the others are overwritten later. `update_host_lengths` increases the lengths on the
+    host accordingly. Nothing is concatenated or cropped.
 
     `add_rows` takes batch rows into use and `keep_rows` releases batch rows. The used rows are
     always the first ones. Inside `pad_batch`, no tensor shape depends on the lengths or on the
@@ -215,7 +222,7 @@ class KVCache:
 
     If all layers have a sliding window, positions before the window can be evicted: the remaining
     positions move to the beginning of the row. The absolute position of a token is then its index
-    in the row plus the row's entry of `evicted_counts`.
+    in the row plus `evicted_counts` of the row.
     """
 
     def __init__(
@@ -231,8 +238,8 @@ class KVCache:
     ) -> None:
         """Allocate a cache for `num_rows` batch rows of `capacity` positions each.
 
-        layer_heads: head shapes of keys and of values, by layer index; a layer without an entry
-            stores neither
+        layer_heads: keys are layer indices, values are (number of heads, head size) of the layer's
+            keys and of its values. A layer without an entry stores neither.
         recurrent_states: the states of recurrent layers; None if there are no such layers
         sliding_window: number of positions that a query can attend to, its own included; None means
             all positions
@@ -246,7 +253,8 @@ class KVCache:
         self.sliding_window = sliding_window
         self.max_query_length = max_query_length
 
-        # by layer: the (buffer index, plane index) of the keys and that of the values
+        # Keys are layer indices. Values are two pairs, one for keys and one for values of the
+        # layer: (index in `buffers`, index in the buffer's first axis).
         self.layer_planes: dict[int, list[tuple[int, int]]] = {}
         plane_widths: list[int] = []
         all_widths = [count * size for pair in layer_heads.values() for count, size in pair]
@@ -258,32 +266,35 @@ class KVCache:
                 plane = (buffer_widths.index(width), plane_widths.count(width))
                 self.layer_planes[layer].append(plane)
                 plane_widths.append(width)
-        # The value is used only if all layers have the same number of heads.
+        # This is used only if all layers have the same number of heads.
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
-        # Each buffer has shape (planes, rows * S, number of heads * head size). It starts as zeros,
-        # since masked keys must be finite.
+        # Each buffer has shape (planes, num_rows * capacity, number of heads * head size); a plane
+        # is the keys or the values of one layer. It starts as zeros, because masked keys must be
+        # finite.
         self.buffers = [
             allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
             for width in buffer_widths
         ]
 
-        self.lengths: list[int] = []  # number of committed positions of each used row, on the host
-        # the same numbers on the device, with 0 for unused rows
+        self.lengths: list[int] = []  # on the host: number of committed positions of each used row
+        # on the device: the same numbers, and 0 for unused rows
         self.device_lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.evicted_counts = torch.zeros_like(self.device_lengths)
-        # 1 for used rows, 0 for unused rows
+        # on the device: 1 for used rows, 0 for unused rows
         self.used_row_mask = torch.zeros_like(self.device_lengths)
-        # first slot of every row
+        # for every row, the index of its first position in a buffer
         self.first_slots = torch.arange(num_rows, device=device) * capacity
         self.position_offsets = torch.arange(capacity, device=device)
-        # number of rows of every forward pass inside `pad_batch`, 0 outside
+        # number of batch rows of every forward pass inside `pad_batch`, 0 outside
         self.padded_batch_size = 0
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Return the only buffer of a cache whose layers all have the same heads. Its shape is
-        (2 * L, rows * S, H * E). The keys of layer i are at index 2 * i, its values at index 2
-        * i + 1."""
+        """Return the only buffer of a cache whose layers all have the same heads.
+
+        Its shape is (2 * num_layers, num_rows * capacity, num_heads * head_size). The keys of layer
+        i are at index 2 * i, and its values at index 2 * i + 1.
+        """
         return self.buffers[0]
 
     @property
@@ -294,9 +305,9 @@ class KVCache:
 
     @contextmanager
     def pad_batch(self, batch_size: int) -> Generator[None]:
-        """Within the block, every forward pass has tensor shapes for exactly `batch_size` batch
-        rows, however many are in use. A pass writes to unused rows, but what it writes there is
-        never read."""
+        """Give every forward pass inside this context the tensor shapes for exactly `batch_size`
+        batch rows, regardless of how many are in use. A pass then also writes to unused rows, but
+        this is never read."""
         self.padded_batch_size = batch_size
         try:
             yield
@@ -306,11 +317,12 @@ class KVCache:
     @contextmanager
     def add_rows(self, count: int) -> Generator["KVCache"]:
         """Yield the last `count` batch rows as an empty cache over the same memory, to be filled
-        within the block.
+        inside this context.
 
-        At the end of the block, the new rows are moved behind the used rows and become used rows
-        themselves. Within the block, the used rows of this cache can be read, written and released,
-        but no further rows can be added. Raises ValueError if fewer than `count` rows are unused.
+        When the context ends, the new rows are moved behind the used rows and become used rows
+        themselves. Inside the context, the used rows of this cache can be read, written and
+        released, but no further rows can be added. Raises ValueError if fewer than `count` rows are
+        unused.
         """
         first_row = self.num_rows - count
         used = len(self.lengths)
@@ -336,8 +348,8 @@ class KVCache:
         self.used_row_mask[: len(self.lengths)] = 1
 
     def keep_rows(self, order: list[int]) -> None:
-        """Move batch row order[i] to row i for every i, and release the rows that `order` does not
-        list. Each order[i] must be at least i."""
+        """Move batch row order[i] to row i for every i, and release the rows that are not in
+        `order`. Each order[i] must be at least i."""
         for destination, source in enumerate(order):
             self._move_row(source, destination, self.lengths[source])
         self.device_lengths[len(order) : len(self.lengths)] = 0
@@ -362,11 +374,9 @@ class KVCache:
 
     def make_view(self, query_length: int, valid_mask: torch.Tensor | None = None) -> CacheView:
         """Return the view of the cache for a forward pass over the next `query_length` positions of
-        every batch row.
+        every batch row. Raises ValueError if the positions do not fit into the cache.
 
-        valid_mask: (B, Q) bool, false on padding; None means that there is no padding
-
-        Raises ValueError if the positions do not fit into the cache.
+        valid_mask: (B, query_length) bool, false on padding; None means that there is no padding
         """
         if self.padded_batch_size:
             batch_size = self.padded_batch_size
@@ -388,8 +398,8 @@ class KVCache:
         return CacheView(self, slot_mapping, visible_end, visible_start, valid_mask)
 
     def get_device_lengths(self, num_rows: int) -> torch.Tensor:
-        """Return the lengths of the first `num_rows` batch rows on the device, (num_rows,) int64,
-        with 0 for unused rows."""
+        """Return the lengths of the first `num_rows` batch rows as a tensor (num_rows,) int64 on
+        the device, with 0 for unused rows."""
         lengths = self.device_lengths[:num_rows]
         if self.padded_batch_size:
             return lengths * self.used_row_mask[:num_rows]
@@ -401,8 +411,8 @@ class KVCache:
         return self.device_lengths[:num_rows, None] + self.position_offsets[:query_length]
 
     def next_positions(self, num_rows: int, query_length: int) -> torch.Tensor:
-        """Return the absolute positions, evicted ones counted, of the next `query_length` tokens of
-        each of the first `num_rows` batch rows, (num_rows, query_length) int64."""
+        """Return the absolute positions of the next `query_length` tokens of each of the first
+        `num_rows` batch rows, (num_rows, query_length) int64. Evicted positions are counted."""
         indices = self.next_indices(num_rows, query_length)
         if self.max_query_length is None:
             return indices
@@ -410,14 +420,17 @@ class KVCache:
 
     def read_positions(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of the keys and values at `count` positions of a used row, beginning at
-        index `start`. The list has one tensor (planes, count, number of heads * head size) for each
-        buffer."""
+        index `start`.
+
+        The list has one tensor (planes, count, number of heads * head size) for each buffer. A
+        plane is the keys or the values of one layer.
+        """
         first_slot = row * self.capacity + start
         return [buffer[:, first_slot : first_slot + count].clone() for buffer in self.buffers]
 
     def restore_positions(self, row: int, segments: list[list[torch.Tensor]]) -> None:
-        """Write consecutive results of `read_positions` to the beginning of an empty row, and
-        commit these positions."""
+        """Write keys and values to the beginning of an empty row, and commit these positions.
+        `segments` are results of `read_positions` for consecutive positions."""
         first_slot = row * self.capacity
         length = 0
         for segment in segments:
@@ -455,8 +468,8 @@ class KVCache:
             self._evict_old_positions(self.max_query_length)
 
     def _evict_old_positions(self, max_query_length: int) -> None:
-        """In every row in which `max_query_length` more positions would not fit, move the last
-        `sliding_window` positions to the beginning of the row."""
+        """Keep only the last `sliding_window` positions of every row in which `max_query_length`
+        more positions would not fit, and move them to the beginning of the row."""
         window = self.sliding_window
         assert window is not None
         for row, length in enumerate(self.lengths):
@@ -465,7 +478,7 @@ class KVCache:
             start = row * self.capacity
             evicted = length - window
             for buffer in self.buffers:
-                # This is a copy, because source and destination may overlap.
+                # Copy first, because source and destination may overlap.
                 recent_states = buffer[:, start + evicted : start + length].clone()
                 buffer[:, start : start + window] = recent_states
             self.lengths[row] = window
@@ -474,22 +487,20 @@ class KVCache:
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """Keep the accepted positions of a verified draft tree, and move them to the end of the
-        row's committed positions.
+        row's committed positions. The caller must call `update_host_lengths` when the host knows
+        the counts.
 
-        path: (B, nodes) int64, offsets of the accepted positions from each row's length, in the
-            order of the path, then padding
+        path: (B, path_length) int64, node indices of the accepted positions in path order, then
+            padding. Node i was written i positions after the row's committed positions.
         counts: (B,) int64, number of accepted positions of each row
-
-        The caller must call `update_host_lengths` when the host knows the counts.
         """
         if self.recurrent_states is not None:
             self.recurrent_states.commit(path, counts)
         rows, width = path.shape
         destination = self.first_slots[:rows, None] + self.next_indices(rows, width)
         source = destination[:, :1] + path
-        # A root is always in its final slot. It pays to test whether the other nodes are in their
-        # final slots only on the CPU. On a GPU the test costs more than the copy, and a CUDA graph
-        # cannot branch.
+        # A root is always in its final slot. Testing whether the other nodes are too pays only on
+        # the CPU: on a GPU the test costs more than the copy, and a CUDA graph cannot branch.
         in_place = width == 1
         if not in_place and path.device.type == "cpu" and not self.padded_batch_size:
             in_place = torch.equal(source, destination)

@@ -1,18 +1,14 @@
-"""Attention masks of training, of packed documents and of decoding with a cache, all in one
+"""Attention masks for training, for packed documents and for decoding with a cache, all in one
 representation.
-
-Dimension letters in this module: B batch rows, N training blocks of a packed sequence, W queries
-per block, T length of a packed sequence, Q queries, S keys, H query heads, H' key heads, G = H / H'
-query heads per key head, E head size.
 
 A query can attend to the keys in one or two ranges (`AttentionMask.key_ranges`). In decoding it can
 also attend to those new positions that `AttentionMask.new_key_mask` allows.
 
-- Training (`build_training_mask`): the queries are N blocks of W positions, and the keys are the T
-  context positions followed by the N * W block positions. A query attends to one range of the
-  context and to one range of its own block. This is the prefix-shared mask of DART (section 3.2 and
-  figure 4) applied to DFlash blocks: a query sees the block, and the context features strictly
-  before the block's anchor. The anchor is the token that the block continues.
+- Training (`build_training_mask`): the keys are the positions of a training row (the context),
+  followed by the positions of all training blocks. The queries are the block positions. A query
+  attends to one range of the context and to one range of its own block. This is the prefix-shared
+  mask of DART (section 3.2 and figure 4) applied to DFlash blocks: a query sees the block, and the
+  context features strictly before the token that the block continues.
 - Packed documents (`build_packed_mask`): a query attends to one range, which lies in its document.
 - Decoding (`build_tree_mask`, `build_draft_mask`): a query attends to one range of the cache. In
   addition it attends to its ancestors in the draft tree, or to other positions of the drafter's
@@ -20,6 +16,8 @@ also attend to those new positions that `AttentionMask.new_key_mask` allows.
 
 `attention` in `infer.kernels` selects how a mask is evaluated: by chunks of queries, as a dense
 mask, by FlexAttention or in Triton.
+
+In shapes, B is the number of batch rows.
 """
 
 from collections.abc import Sequence
@@ -34,30 +32,32 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-QUERIES_PER_MASK_CHUNK = 64  # number of queries of a `MaskChunk`
-# number of queries, and number of keys, of a tile of FlexAttention's block masks
+QUERIES_PER_MASK_CHUNK = 64  # number of queries in a `MaskChunk`
+# FlexAttention computes attention in tiles of this many queries by this many keys.
 FLEX_TILE_SIZE = 128
-# (starts, ends), (B, Q) int64 each: a query attends to the keys from its start up to, but not
-# including, its end.
+# (starts, ends), each (B, num_queries) int64: a query attends to the keys from its start up to, but
+# not including, its end.
 KeyRange = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class MaskChunk:
-    """Some consecutive queries of one batch row, and the mask of the keys that at least one of
-    these queries attends to."""
+    """Some consecutive queries of one batch row, and their mask for those keys that at least one of
+    the queries attends to."""
 
     batch_row: int
     query_slice: slice
-    key_slices: list[slice]  # together they contain all keys that the chunk's queries attend to
-    additive_mask: torch.Tensor  # (queries, keys in key_slices) float32, see `to_additive_mask`
+    # slices of the keys; together they contain all keys that the queries attend to
+    key_slices: list[slice]
+    # (queries, keys in key_slices) float32: 0 or a very negative number, added to attention scores
+    additive_mask: torch.Tensor
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """Select the chunk's keys from the keys of all batch rows, or its values from all values.
+        """Select the chunk's keys from the keys of all batch rows. The same works for values.
 
-        states: (B, H', S, E)
+        states: (B, num_key_heads, num_keys, head_size), all keys or all values
 
-        Returns (H', number of keys in key_slices, E).
+        Returns (num_key_heads, number of keys in key_slices, head_size).
         """
         slices = [states[self.batch_row, :, key_slice] for key_slice in self.key_slices]
         if len(slices) == 1:
@@ -65,10 +65,10 @@ class MaskChunk:
         return torch.cat(slices, dim=1)
 
     def scatter_add(self, states: torch.Tensor, update: torch.Tensor) -> None:
-        """Add `update` in place to the chunk's keys in `states`.
+        """Add `update` in place at the chunk's keys.
 
-        states: (B, H', S, E)
-        update: (H', number of keys in key_slices, E)
+        states: (B, num_key_heads, num_keys, head_size), changed in place
+        update: (num_key_heads, number of keys in key_slices, head_size)
         """
         sizes = [key_slice.stop - key_slice.start for key_slice in self.key_slices]
         updates = update.split(sizes, dim=1)
@@ -78,24 +78,30 @@ class MaskChunk:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which of `num_keys` keys each of Q queries of every batch row attends to. A query attends to
-    the keys in its ranges, and to the new positions that `new_key_mask` allows. In decoding, the
-    queries are the new positions, and the keys of the new positions follow the first
-    `cached_lengths` keys of the row. Each form of the mask is computed once, on first use."""
+    """Which of `num_keys` keys each query of every batch row attends to: the keys in the query's
+    ranges, and the new positions that `new_key_mask` allows.
 
-    num_keys: int  # number of keys S per batch row
-    key_ranges: Sequence[KeyRange]  # one or two ranges
-    cached_lengths: torch.Tensor | None = None  # (B,) int64
-    new_key_mask: torch.Tensor | None = None  # (B or 1, Q, Q) bool
-    sees_all_keys: bool = False  # true if the host knows that every query attends to every key
+    In decoding, the queries are the new positions. In each row, the keys of the new positions
+    follow the first `cached_lengths` keys. Properties convert the mask to other forms, each of
+    which is computed once, on first use.
+    """
+
+    num_keys: int  # number of keys per batch row
+    key_ranges: Sequence[KeyRange]  # one or two ranges of keys for each query
+    # (B,) int64: number of keys before the new positions
+    cached_lengths: torch.Tensor | None = None
+    # (B or 1, num_queries, num_queries) bool: [b, q, k] is true if new position q attends to new
+    # position k
+    new_key_mask: torch.Tensor | None = None
+    sees_all_keys: bool = False  # whether the host knows that every query attends to every key
     grouped_masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(
         default_factory=dict
-    )  # masks that `for_grouped_heads` has computed
+    )  # results of `for_grouped_heads`; keys are its arguments
 
     @cached_property
     def dense(self) -> torch.Tensor:
-        """Return the mask as (B, 1, Q, S) bool. Tests compare all other forms of the mask with this
-        one."""
+        """Return the mask as (B, 1, num_queries, num_keys) bool. Tests compare all other forms of
+        the mask with this one."""
         range_start = self.key_ranges[0][0]
         allowed = keys_in_ranges(
             self.key_ranges, torch.arange(self.num_keys, device=range_start.device)
@@ -103,7 +109,7 @@ class AttentionMask:
         if self.new_key_mask is not None and self.cached_lengths is not None:
             count = self.new_key_mask.shape[-1]
             offsets = torch.arange(count, device=self.cached_lengths.device)
-            new_keys = self.cached_lengths[:, None] + offsets  # (B, Q)
+            new_keys = self.cached_lengths[:, None] + offsets  # (B, num_queries)
             allowed.scatter_(
                 2,
                 new_keys[:, None].expand(-1, count, -1),
@@ -112,9 +118,10 @@ class AttentionMask:
         return allowed[:, None]
 
     def for_grouped_heads(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the additive mask (B, 1, G * Q, S) for queries that are packed by key head: the
-        queries of the G = `groups` query heads that share a key head are concatenated. None means
-        that every query attends to every key."""
+        """Return the additive mask (B, 1, groups * num_queries, num_keys) for grouped-query
+        attention, in which `groups` query heads share a key head. The queries of these heads are
+        concatenated, so the mask is repeated `groups` times. Return None if every query attends to
+        every key."""
         if self.sees_all_keys:
             return None
         key = (groups, dtype)
@@ -153,8 +160,8 @@ class AttentionMask:
         """Return the mask's ranges as FlexAttention's block mask. It says which tiles of queries
         and keys are computed, and in which of these tiles every query attends to every key.
 
-        The block mask is computed from the ends of the ranges. No (Q, S) mask is evaluated, and no
-        program is compiled for it.
+        The block mask is computed directly from the ends of the ranges, without evaluating a dense
+        mask or compiling a kernel for it.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -194,8 +201,8 @@ class AttentionMask:
 
 
 def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tensor:
-    """Return whether each of `keys` (S,) lies in one of the ranges of every query, (B, Q, S)
-    bool."""
+    """Return whether each key lies in one of the ranges of each query, (B, num_queries, num_keys)
+    bool. `keys` (num_keys,) are indices of keys."""
     allowed = [(starts[..., None] <= keys) & (keys < ends[..., None]) for starts, ends in ranges]
     return allowed[0] if len(allowed) == 1 else allowed[0] | allowed[1]
 
@@ -203,13 +210,13 @@ def keys_in_ranges(ranges: Sequence[KeyRange], keys: torch.Tensor) -> torch.Tens
 def _find_partial_and_full_tiles(
     starts: torch.Tensor, ends: torch.Tensor, num_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the tiles of queries and keys that attention must compute.
+    """Find the tiles of FLEX_TILE_SIZE queries by FLEX_TILE_SIZE keys that attention must compute.
 
-    starts, ends: (B, Q) int64, the range of keys of every query
+    starts, ends: (B, num_queries) int64, the range of keys of every query
 
-    Returns two tensors (B, query tiles, key tiles) bool: which tiles contain a key in the range of
-    at least one of their queries, and which tiles lie completely in the ranges of all their
-    queries.
+    Returns two tensors (B, query tiles, key tiles) bool. The first tells which tiles contain a key
+    in the range of at least one of their queries. The second tells which tiles lie completely in
+    the ranges of all their queries.
     """
     num_queries = starts.shape[1]
     tile_starts = torch.arange(0, num_keys, FLEX_TILE_SIZE, device=starts.device)
@@ -227,11 +234,11 @@ def _find_partial_and_full_tiles(
 
 
 def _build_tile_table(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FlexAttention's table of the tiles that are true in `tiles` (B, 1, tile rows, tile
-    columns) bool.
+    """Return the tiles that are true in `tiles` (B, 1, tile rows, tile columns) bool, in the form
+    that FlexAttention's BlockMask takes.
 
-    The table has two tensors: the number of true tiles in each tile row, (B, 1, tile rows) int32,
-    and the column numbers of the row's tiles, true ones first, (B, 1, tile rows, tile columns)
+    The result is two tensors: the number of true tiles in each tile row, (B, 1, tile rows) int32,
+    and the column indices of the row's tiles, true ones first, (B, 1, tile rows, tile columns)
     int32.
     """
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
@@ -239,9 +246,10 @@ def _build_tile_table(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def find_document_starts(documents: torch.Tensor) -> torch.Tensor:
-    """Return for every position the index at which its document begins, (B, T) int64.
+    """Return for every position the index of the first position of its document, (B, length) int64.
 
-    documents: (B, T) int64, document numbers; the positions of a document are contiguous
+    documents: (B, length) int64, document number of every position; the positions of a document are
+        contiguous
     """
     is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     indices = torch.arange(documents.shape[1], device=documents.device)
@@ -255,8 +263,9 @@ def build_training_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> AttentionMask:
-    """Return the attention mask of training blocks. The queries are N blocks of `width` positions,
-    and the keys are T context positions followed by the N * width block positions.
+    """Return the attention mask of training blocks. The queries are the positions of N blocks of
+    `width` positions each. The keys are T context positions followed by the N * width block
+    positions.
 
     starts: (B, N) int64, the position at which each block begins. For DFlash a block begins at the
         bonus token, for DART at the position before the bonus token. An unused block may have any
@@ -269,10 +278,10 @@ def build_training_mask(
     """
     context_length = documents.shape[1]
     offsets = torch.arange(width, device=starts.device)
-    context_ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
+    context_ends = starts[..., None].expand(-1, -1, width)  # (B, num_blocks, width)
     context_starts = find_document_starts(documents).gather(1, starts)[..., None]
     block_numbers = torch.arange(starts.shape[1], device=starts.device)
-    # (N, 1), the first key of every block
+    # (num_blocks, 1): the first key of every block
     first_keys = context_length + width * block_numbers[:, None]
     block_starts = first_keys
     block_ends = first_keys + (offsets + 1 if causal else width)
@@ -282,7 +291,7 @@ def build_training_mask(
         block_ends = torch.minimum(block_ends, first_keys + offsets + window)
 
     def per_query(edges: torch.Tensor) -> torch.Tensor:
-        return edges.expand_as(context_ends).flatten(1)  # (B, N * W)
+        return edges.expand_as(context_ends).flatten(1)  # (B, num_blocks * width)
 
     ranges = [
         (per_query(context_starts), per_query(context_ends)),
@@ -294,9 +303,9 @@ def build_training_mask(
 def first_visible_position(
     positions: torch.Tensor, window: int | None, chunked: bool = False
 ) -> torch.Tensor:
-    """Return the first position that each query may attend to, (B, Q) int64.
+    """Return the first position that each query may attend to, (B, num_queries) int64.
 
-    positions: (B, Q) int64, positions of the queries
+    positions: (B, num_queries) int64, positions of the queries
     window: number of positions in the sliding window, the query's own included; with `chunked`, the
         number of positions in an attention chunk; None means that there is no limit
     chunked: whether a query attends only to positions of its own attention chunk (Llama 4)
@@ -314,11 +323,11 @@ def build_packed_mask(
     window: int | None = None,
     chunked: bool = False,
 ) -> AttentionMask:
-    """Return the causal attention mask of packed documents. Every query attends to one range of
-    keys.
+    """Return the causal attention mask of packed documents: every query attends only to its own
+    document.
 
-    positions: (B, T) int64, positions within the document
-    documents: (B, T) int64, document numbers
+    positions: (B, length) int64, position of every token within its document
+    documents: (B, length) int64, document number of every token
     window, chunked: see `first_visible_position`
     """
     starts = find_document_starts(documents)
@@ -338,22 +347,21 @@ def build_tree_mask(
     chunked: bool = False,
     sees_all_keys: bool = False,
 ) -> AttentionMask:
-    """Return the attention mask of new positions after a cache (tree attention, DDTree section
-    4.4).
+    """Return the attention mask of new positions after cached positions, for example of a draft
+    tree (tree attention, DDTree section 4.4).
 
     cached_lengths: (B,) int64, number of cached positions of every batch row, which all queries may
         attend to unless `window` excludes them
-    positions: (B, Q) int64, absolute positions of the new tokens
-    new_key_mask: (B or 1, Q, Q) bool; entry [b, q, k] is true if the new position q attends to the
-        new position k
+    positions: (B, num_queries) int64, absolute positions of the new tokens
+    new_key_mask: (B or 1, num_queries, num_queries) bool; entry [b, q, k] is true if the new
+        position q attends to the new position k
     num_keys: number of keys per batch row that attention reads
-    window, chunked: see `first_visible_position`. The distance between two tokens is that of their
-        positions, not that of their cache indices, because siblings in a tree have the same
-        position.
+    window, chunked: see `first_visible_position`. Distances are between positions, not between
+        cache indices, because siblings in a tree have the same position.
     sees_all_keys: whether the host knows that every query attends to every key if there is no
         window
     """
-    first_positions = first_visible_position(positions, window, chunked)  # (B, Q)
+    first_positions = first_visible_position(positions, window, chunked)  # (B, num_queries)
     if window is not None:
         new_key_mask = new_key_mask & (positions[:, None] >= first_positions[..., None])
     cached_range = (first_positions, cached_lengths[:, None].expand_as(first_positions))
@@ -396,7 +404,10 @@ def build_draft_mask(
 
 def to_additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask that is added to attention scores: 0 where `allowed` is true, otherwise the
-    lowest finite value of the dtype. Hugging Face's eager attention adds its mask to the scores, so
-    that a boolean mask would give wrong results without an error."""
+    lowest finite value of the dtype.
+
+    Hugging Face's eager attention adds its mask to the scores, so a boolean mask would give wrong
+    results without an error.
+    """
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -31,7 +31,8 @@ from infer.trees.tree import DraftTree
 MAX_LOGIT_CHUNK_NODES_PER_ROW = 65
 MAX_ROWS_WITH_FULL_LOGIT_CHUNKS = 4
 
-NO_TOKEN = -1  # stands for "not chosen"; no node has this token, so no child is accepted after it
+# stands for "not chosen"; no drafted node has this token, so no child of the node is accepted
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
