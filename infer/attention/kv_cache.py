@@ -44,7 +44,7 @@ class LayerCacheView:
     slot_mapping: torch.Tensor
     # (B, num_heads, visible_end - visible_start, head_size): keys that queries may attend to
     keys: torch.Tensor
-    values: torch.Tensor  # the values of these keys, same shape
+    values: torch.Tensor  # values, same shape as `keys`
     batch_size: int  # number of batch rows
     query_length: int  # number of new positions per batch row
     # ends of the batch rows among the new positions, see `CacheView.cu_seqlens`
@@ -92,7 +92,8 @@ class CacheView(RecurrentCacheAdapter):
     """
 
     cache: "KVCache"
-    # (B, query_length) int64; a slot is row * capacity + index within the row
+    # (B, query_length) int64: the slot of each new position, which is row * capacity + index within
+    # the row
     slot_mapping: torch.Tensor
     visible_end: int
     visible_start: int = 0
@@ -266,7 +267,7 @@ class KVCache:
                 plane = (buffer_widths.index(width), plane_widths.count(width))
                 self.layer_planes[layer].append(plane)
                 plane_widths.append(width)
-        # This is used only if all layers have the same number of heads.
+        # Used only if all layers have the same number of heads.
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
         # Each buffer has shape (planes, num_rows * capacity, number of heads * head size); a plane
         # is the keys or the values of one layer. It starts as zeros, because masked keys must be
@@ -277,7 +278,7 @@ class KVCache:
         ]
 
         self.lengths: list[int] = []  # on the host: number of committed positions of each used row
-        # on the device: the same numbers, and 0 for unused rows
+        # `lengths` on the device, with 0 for unused rows
         self.device_lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.evicted_counts = torch.zeros_like(self.device_lengths)
         # on the device: 1 for used rows, 0 for unused rows
@@ -329,7 +330,7 @@ class KVCache:
         if used > first_row:
             raise ValueError(
                 f"the cache has {self.num_rows} rows and {used} are in use, so {count} more do "
-                "not fit"
+                "not fit; release rows first (keep_rows)"
             )
         new_rows = copy(self)
         new_rows.num_rows = count
@@ -391,7 +392,8 @@ class KVCache:
             visible_start = max(0, min_length - self.sliding_window + 1)
         if visible_end > self.capacity:
             raise ValueError(
-                f"the cache holds {self.capacity} positions per row, but {visible_end} are needed"
+                f"the cache holds {self.capacity} positions per row, but {visible_end} are needed; "
+                "allocate a larger cache"
             )
         row_indices = self.next_indices(batch_size, query_length)
         slot_mapping = self.first_slots[:batch_size, None] + row_indices

@@ -96,7 +96,7 @@ class AttentionMask:
     sees_all_keys: bool = False  # whether the host knows that every query attends to every key
     grouped_masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(
         default_factory=dict
-    )  # results of `for_grouped_heads`; keys are its arguments
+    )  # results of `for_grouped_heads`; keys are (groups, dtype)
 
     @cached_property
     def dense(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ use. `PrefillBatch` holds the batch rows whose prompts are still being prefilled
 A round's bonus token is the target's token after the last accepted node. It becomes the root of the
 next round's draft tree.
 
-B batch rows.
+In shapes, B is the number of batch rows.
 """
 
 from collections.abc import Generator
@@ -20,8 +20,8 @@ from infer.engine.verification import AcceptedPath
 from infer.targets.target import Features, Target, pad_token_ids
 from infer.trees.tree import DraftTree
 
-# If this many rounds in a row committed only the root, their positions are added to the drafter's
-# cache.
+# Positions of at most this many rounds may be missing in the drafter's cache, if each of these
+# rounds committed only the root. They are then added in one call.
 MAX_ROUNDS_MISSING_IN_DRAFTER_CACHE = 32
 
 
@@ -35,7 +35,7 @@ class PendingPositions:
     tokens: torch.Tensor  # (B, num_positions): the token at each position
     # (B,): number of positions of each batch row; the remaining positions of a row are padding
     lengths_on_device: torch.Tensor
-    # the same numbers on the host; None if the host does not know them yet
+    # `lengths_on_device` as a list on the host; None if the host does not know the numbers yet
     lengths: list[int] | None = None
 
 
@@ -61,8 +61,9 @@ class BatchState:
         self.drafter = drafter
         self.feature_layers = () if drafter is None else drafter.layer_ids
         self.cache = target.allocate_cache(rows, capacity + max_nodes + 1)
-        # `max_nodes` more positions, because a round may commit as many positions as the tree has
-        # nodes, and writes this number, padding included, to every row of the drafter's cache.
+        # The drafter's cache gets `max_nodes` more positions. A round may commit as many positions
+        # as a tree has nodes, and it writes this number of positions, padding included, to every
+        # row.
         self.draft_state = (
             None
             if drafter is None
@@ -106,7 +107,8 @@ class BatchState:
             context = features.context.gather(1, path_index)  # (B, path_length, feature_size)
             path_tokens = tree.tokens.gather(1, path)
             self._queue_for_drafter(PendingPositions(context, path_tokens, accepted.lengths))
-        # The bonus tokens are set last, since the tree's root tokens may be views of this buffer.
+        # Set the bonus tokens last, because the root tokens of the tree may be views of this
+        # buffer.
         self._bonus_buffer[: len(accepted.bonus)] = accepted.bonus
 
     def note_lengths(self, lengths: list[int]) -> None:
@@ -161,8 +163,8 @@ class BatchState:
         self._bonus_buffer[: len(order)] = self._bonus_buffer[rows]
 
     def copy_block(self, row: int, start: int) -> tuple[BlockTensors, BlockTensors]:
-        """Copy a block of the prefix cache, PREFIX_CACHE_BLOCK_TOKENS positions from position
-        `start` of batch row `row`, out of the KV caches.
+        """Copy PREFIX_CACHE_BLOCK_TOKENS positions of batch row `row`, from position `start` on,
+        out of the KV caches.
 
         Return the entries of the target's cache, and those of the drafter's cache (an empty list
         without a drafter).
@@ -203,8 +205,7 @@ class PrefillBatch:
             self._restore_prefix(row, sequence)
 
     def _restore_prefix(self, row: int, sequence: Sequence) -> None:
-        """Copy the blocks of the sequence that are in the prefix cache into the sequence's batch
-        row."""
+        """Copy the prefix cache's blocks for a sequence into the sequence's batch row."""
         blocks = sequence.prefix_blocks
         sequence.prefix_blocks = []
         if not blocks:
@@ -243,8 +244,8 @@ class PrefillBatch:
         return len(chunks) * max(len(chunk) for chunk in chunks)
 
     def finish(self) -> torch.Tensor:
-        """Let the next decoding rounds use the batch rows. Return the final hidden states (B, 1,
-        hidden_size) of the last token of each prompt."""
+        """Let the next decoding rounds use the batch rows of these sequences. Return the final
+        hidden states (B, 1, hidden_size) of the last token of each prompt."""
         self.allocate_state.flush_to_drafter()
         self.rows.close()
         last_hidden = [hidden for hidden in self.last_hidden if hidden is not None]

@@ -52,20 +52,21 @@ MAX_COST_RATIO_BEFORE_SPEED_COMPARISON = (
 
 # Share of the throughput that may be lost by trying the slower of drafting and baseline decoding.
 MAX_THROUGHPUT_SHARE_LOST_EXPLORING = 1 / 300
-# between two trials of the slower of drafting and baseline decoding
+# minimum number of rounds between two trials of the slower of drafting and baseline decoding
 MIN_ROUNDS_BETWEEN_EXPLORATIONS = 4
-# Maximum number of rounds between two trials of the slower of drafting and baseline decoding, as
-# long as no round has measured its cost.
+# Maximum number of rounds between two trials of the slower of drafting and baseline decoding, if no
+# round has measured the cost of the slower one.
 MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS = 16
 ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS = 64  # rounds between two trials of the next larger node count
 
-# Moving averages of acceptance cover about this many batch rows (one row of one round counts 1).
+# Acceptance statistics are moving averages over about this many samples. One batch row in one round
+# is one sample.
 ACCEPTANCE_MOVING_AVERAGE_ROWS = 200
 # Number of bins. Bin i covers log2-probabilities in (-i - 1, -i]; the last bin also covers all
 # lower log2-probabilities.
 ACCEPTANCE_BINS = 24
 ACCEPTANCE_PRIOR_PSEUDO_COUNT = (
-    4  # number added to both the expected and the accepted nodes of a bin
+    4  # pseudo-count, added to the numbers of expected and of accepted nodes
 )
 
 
@@ -90,8 +91,8 @@ class NodeBudget:
         return num_nodes
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """Return the draft trees without the nodes that are not worth verifying. This runs on the
-        host."""
+        """Remove the nodes that are not worth verifying from the draft trees, and return the
+        smaller trees. This runs on the host."""
         return tree
 
     def record_round(
@@ -116,10 +117,11 @@ class AcceptanceTable:
     The table turns a drafter's probability into an estimated acceptance probability."""
 
     def __init__(self) -> None:
-        # for each bin: sum of the verified nodes' probabilities
+        # for each bin: expected number of accepted nodes, which is the sum of the nodes'
+        # probabilities
         self.expected = np.zeros(ACCEPTANCE_BINS)
         self.accepted = np.zeros(ACCEPTANCE_BINS)  # for each bin: number of accepted nodes
-        self.factors = np.ones(ACCEPTANCE_BINS)  # for each bin: ratio of accepted to expected
+        self.factors = np.ones(ACCEPTANCE_BINS)  # for each bin: ratio of accepted to expected nodes
 
     def calibrate(self, log_probs: np.ndarray) -> np.ndarray:
         """Return the estimated probabilities that nodes are accepted. `log_probs` are the nodes'
@@ -144,7 +146,8 @@ class AcceptanceTable:
         accepted = np.bincount(accepted_bins, minlength=ACCEPTANCE_BINS)
         self.expected = decay * self.expected + expected
         self.accepted = decay * self.accepted + accepted
-        # The fewer verified nodes a bin has, the closer its factor is to the ratio over all bins.
+        # Smoothing: the fewer verified nodes a bin has, the closer its ratio of accepted to
+        # expected nodes is to the ratio of all bins together.
         overall = (self.accepted.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT) / (
             self.expected.sum() + ACCEPTANCE_PRIOR_PSEUDO_COUNT
         )
@@ -179,7 +182,7 @@ class AutoNodeBudget(NodeBudget):
         # nodes than with node_counts[i - 1] nodes. It is an average over `gain_rows[i]` batch rows.
         self.gains = np.zeros(len(self.node_counts))
         self.gain_rows = np.zeros(len(self.node_counts))
-        self.tokens_per_second = 0.0  # tokens per second and batch row of the fastest node count
+        self.tokens_per_second = 0.0  # tokens per second per batch row with the fastest node count
         self.max_round_nodes = max_nodes  # largest node count that the next round may verify
         # (B, num_nodes): log-probabilities of the last trees, without roots
         self.log_probs = np.zeros((1, 0))
@@ -253,8 +256,8 @@ class AutoNodeBudget(NodeBudget):
         return min(interval, MAX_ROUNDS_BETWEEN_UNMEASURED_EXPLORATIONS)
 
     def _explores_neighbour(self) -> bool:
-        """Return whether this round verifies the node count after the fastest one. Its cost may
-        have changed since it was measured."""
+        """Return whether this round verifies the next larger node count than the fastest one,
+        because the cost of the larger count may have changed since it was measured."""
         return self.num_rounds % ROUNDS_BETWEEN_LARGER_BUDGET_TRIALS == 0
 
     def count_nodes_to_build(self, rows: int, num_nodes: int) -> int:
@@ -333,7 +336,7 @@ class AutoNodeBudget(NodeBudget):
             self._estimate_tokens(np.array(node_log_probs))
 
         gains = np.diff(self.expected_tokens, prepend=0)
-        seen = slice(len(gains))  # node counts that are not larger than the trees
+        seen = slice(len(gains))  # the first node counts, up to the size of the trees
         self.gain_rows *= ACCEPTANCE_MOVING_AVERAGE_ROWS / (rows + ACCEPTANCE_MOVING_AVERAGE_ROWS)
         self.gain_rows[seen] += rows
         self.gains[seen] += rows / self.gain_rows[seen] * (gains - self.gains[seen])

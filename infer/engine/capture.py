@@ -71,12 +71,13 @@ class CudaGraphs:
         self.is_enabled = device.type == "cuda"
         self.pool: Any = None
         self.models = models
-        # The value is None after the first call for a key; the second call records the graph.
+        # Keys are the keys of `run`. A value is None between the first call for a key and the
+        # second, which records the graph.
         self.graphs: dict[Hashable, CapturedGraph | None] = {}
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """Return the results of `function`, by calling it, by recording it as the CUDA graph for
-        `key`, or by replaying this graph (see the class for when)."""
+        """Return the results of `function`. The first call for `key` calls it, the second records
+        it as a CUDA graph, and later calls replay the graph."""
         if not self.is_enabled:
             return function()
         if key not in self.graphs:

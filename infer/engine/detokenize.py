@@ -69,15 +69,16 @@ def detokenize_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], num_chars
         text = detokenize(tokenizer, ids[start:])
     if start == 0:
         return text
-    # Cut the first characters off: they may be incomplete, or lack a leading space.
+    # Decoding started in the middle of the output, so the first characters may be incomplete or
+    # lack a leading space.
     return text[MAX_CHARACTER_BYTES:]
 
 
 def completes_stop_string(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: list[str]
 ) -> bool:
-    """Return whether an output contains one of the stop strings, given that it did not before its
-    last token.
+    """Return whether the last token of an output completes one of the stop strings. The output must
+    not contain a stop string before its last token.
 
     Special tokens are not part of the text. A stop string may also be the name of a special token;
     it is then complete if the last token is this special token.

@@ -251,11 +251,13 @@ def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig
 
 
 def load_ngram_model(target: Target, options: EngineConfig, requested: str | None) -> NGramModel:
-    """Return the n-gram model that the tree method uses.
+    """Return the n-gram model that the tree method uses. It depends on `requested`, the user's
+    option `ngrams`:
 
-    `requested` is the user's option `ngrams`: the path of an n-gram file, which is opened; or the
-    value that asks for the n-grams of the sequence alone, for which a uniform model is returned; or
-    None, for which the drafter's own n-gram file is opened.
+    - NGRAMS_OPTION_CURRENT_SEQUENCE: a uniform model, so that only the n-grams of the sequence
+      itself matter
+    - the path of an n-gram file: the model in this file
+    - None: the model in the drafter's own n-gram file
     """
     if requested == NGRAMS_OPTION_CURRENT_SEQUENCE:
         return NGramModel.uniform(target.vocab_size)

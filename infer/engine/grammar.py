@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 1 << 16
-# Properties of all objects in a JSON schema together. The cost of optional properties grows with
-# the square of their number.
+# Maximum number of properties in a JSON schema, over all its objects. The cost of optional
+# properties grows with the square of their number.
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_CACHED_GRAMMARS = 64
 # If computing the last mask of allowed tokens took more CPU seconds than this, the next round
@@ -86,12 +86,12 @@ class GrammarState:
         """Move the matcher back to the beginning of the output."""
         self.matcher = self.compiled.deep_copy()
         self.checked_length = 0  # number of consumed output tokens, which are never rolled back
-        # path tokens that the matcher has consumed after these output tokens
+        # drafted tokens that the matcher has consumed after the output tokens
         self.consumed: list[int] = []
 
     def _move_to(self, output_ids: list[int], path: list[int]) -> None:
-        """Let the matcher consume the output tokens and the path, after rolling back tokens that
-        differ."""
+        """Move the matcher to the position after the output tokens and the path. If it has consumed
+        other tokens before, it is rolled back to the last common position first."""
         tokens = output_ids[self.checked_length :] + path
         common = 0
         while (

@@ -42,14 +42,14 @@ GRAMMAR_PARSER_LIMITS: dict[str, Any] = {
 # Maximum length of the text that a grammar may force at one position. Forced text is tokenized
 # again for every token, so long text is slow.
 MAX_BYTES_FORCED_BY_GRAMMAR = 2048
-# stack size, as address space; only pages that are used take memory
+# address space reserved for the thread's stack; only pages that are used take memory
 GRAMMAR_COMPILER_STACK_BYTES = 512 << 20
 GRAMMAR_COMPILER_FREE_MEMORY_BYTES = 256 << 20  # memory that must be free besides the stack
-# CPU time for compiling a grammar and generating the trial tokens
+# CPU time limit for compiling a grammar and generating the trial tokens
 GRAMMAR_SANDBOX_CPU_SECONDS = 1.0
-# CPU time for computing which tokens are allowed at one position
+# CPU time limit for computing which tokens are allowed at one position
 GRAMMAR_SANDBOX_CPU_SECONDS_PER_TOKEN = 0.05
-# address space of the child process, with the tokenizer and the stack
+# limit of the child process's address space, tokenizer and stack included
 GRAMMAR_SANDBOX_MEMORY_BYTES = 2 << 30
 GRAMMAR_SANDBOX_TRIAL_TOKENS = 32  # number of random allowed tokens that a grammar is tried with
 # number of accepted grammars that are remembered and not checked again
@@ -69,7 +69,9 @@ def run_with_deep_stack(function: Callable[[], Any]) -> Any:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(function).result()
     except (OSError, RuntimeError) as error:  # no memory for the mapping or the thread
-        raise MemoryError("not enough memory to compile a grammar") from error
+        raise MemoryError(
+            "not enough free memory to compile a grammar; try again later or free some memory"
+        ) from error
     finally:
         threading.stack_size(old_size)
 

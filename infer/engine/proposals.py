@@ -52,7 +52,7 @@ def make_proposal(
     bonus = state.bonus_tokens
     block = drafter.draft_block(target, bonus, state.draft_state)
     conditionals = None
-    # the drafter has a conditional head, which scores a token given the token before it
+    # A conditional head scores a token given the drafted token before it.
     if drafter.head_spec is not None:
         transform = make_score_transform(sampling.tensors, noise, seen)
         conditionals = ConditionalDraft(drafter, target, bonus, block, transform)

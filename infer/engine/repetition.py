@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-MIN_LOOP_REPEATS = 4  # this many repetitions in a row count as a loop
-MAX_LOOP_PERIOD_TOKENS = 64  # the longest loop that evaluations look for
+MIN_LOOP_REPEATS = 4  # tokens that occur this many times in a row are a loop
+MAX_LOOP_PERIOD_TOKENS = 64  # length of the longest loop that evaluations look for
 
 
 def find_loop_period(ids: Sequence[int], end: int, max_period: int) -> int:

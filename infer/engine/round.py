@@ -77,13 +77,13 @@ class DraftedTrees(NamedTuple):
     sampling: SamplingBatch
     # the drafter's output; None unless `RoundPlan.constrain` needs it, because it takes much memory
     proposal: Proposal | None
-    full_tree: DraftTree  # with all nodes, before pruning
+    full_tree: DraftTree  # the draft trees with all nodes, before pruning
 
 
 class VerifiedTrees(NamedTuple):
     """The result of `verify_trees`: the pruned trees, and the tokens that the target chose."""
 
-    tree: DraftTree  # without the pruned nodes
+    tree: DraftTree  # the draft trees without the pruned nodes
     ancestors: torch.Tensor  # (B, num_nodes, num_nodes) bool, see `DraftTree.ancestors`
     features: Features  # the target's hidden states at all nodes
     target_tokens: torch.Tensor  # (B, num_nodes): the target's token after each node

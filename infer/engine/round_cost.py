@@ -27,7 +27,7 @@ from infer.trees.tree import DraftTree
 CANDIDATE_DRAFTED_NODE_COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 
 COST_CALIBRATION_CONTEXT_TOKENS = 128  # number of positions in the KV caches during the timing
-# reserved space: each call adds two positions to the drafter's cache
+# the cache has space for this many calls; each adds two positions to the drafter's cache
 MAX_COST_CALIBRATION_DRAFT_CALLS = 16
 COST_CALIBRATION_NODES_PER_DRAFT = 15
 # Larger trees are not timed once a target pass takes this many times as long as one without drafted
@@ -39,7 +39,8 @@ COST_EMA_ALPHA = 0.05
 MAX_MEASURED_TO_EXPECTED_ROUND_COST = (
     1.5  # outliers are clipped to this many times the expected seconds
 )
-# Weight, in an estimate, of a measurement with twice or half as many batch rows or nodes.
+# Estimates weight a measurement by this factor for each doubling or halving of the number of batch
+# rows or nodes.
 COST_WEIGHT_DECAY_PER_DOUBLING = 1 / 16
 # Weight of the calibrated cost, relative to 1 for each measured round. It is so small that the
 # calibrated cost matters only if no similar round was measured.
@@ -51,9 +52,9 @@ class Calibration:
     """Timing of a target and its drafter: seconds of target passes over several numbers of
     positions, and seconds of drafting."""
 
-    # numbers of positions (root and drafted nodes) that were timed, ascending
+    # numbers of positions (a root and drafted nodes) that were timed, ascending
     positions: tuple[int, ...]
-    seconds: tuple[float, ...]  # seconds of a target pass over each of these numbers of positions
+    seconds: tuple[float, ...]  # entry i: seconds of a target pass over positions[i] positions
     draft_seconds: float  # seconds of drafting for one batch row and building the tree
 
     def cost(self, positions: int, drafts: bool = True) -> float:
@@ -148,12 +149,13 @@ class RoundCostTable:
         self.node_counts = node_counts
         log_counts = np.log2(np.add(node_counts, 1))
         distances = abs(log_counts[:, None] - log_counts)
-        # (len(node_counts), len(node_counts)): weight of one count's ratio for another count
+        # [i, j]: weight of measurements with node_counts[i] nodes in the estimate for
+        # node_counts[j]
         self.count_weights = COST_WEIGHT_DECAY_PER_DOUBLING**distances
         # ratio of measured to calibrated seconds; row i is for 2 ** i batch rows, columns are node
         # counts
         self.ratios = np.ones((32, len(node_counts)))
-        # Number of rounds behind each entry of `ratios`, at most 1 / COST_EMA_ALPHA.
+        # Number of measured rounds for each entry of `ratios`, at most 1 / COST_EMA_ALPHA.
         self.num_measured = np.zeros_like(self.ratios)
         # keys: numbers of batch rows; values: the results of `calibrated_costs`
         self._calibrated_costs: dict[int, np.ndarray] = {}
@@ -197,8 +199,8 @@ class RoundCostTable:
         """Record that a round of `rows` batch rows with node_counts[count_index] nodes per row took
         `seconds`."""
         key = (get_row_bucket(rows), count_index)
-        # Clip outliers: the first round of a shape also compiles and allocates, and other processes
-        # may delay any round.
+        # Clip outliers: the first round with new tensor shapes also compiles and allocates, and
+        # other processes may delay any round.
         clip = MAX_MEASURED_TO_EXPECTED_ROUND_COST if self.num_measured[key] else 1
         seconds = min(seconds, clip * self.costs(rows)[count_index])
         self.num_measured[key] = min(self.num_measured[key] + 1, 1 / COST_EMA_ALPHA)

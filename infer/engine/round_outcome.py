@@ -17,9 +17,9 @@ class RowOutcome:
 
     tokens: list[int]  # the committed tokens after the root; the last one is the bonus token
     path: list[int]  # indices of the accepted nodes, without the root
-    node_log_probs: list[float]  # drafter's log-probabilities of all nodes, or empty
-    # For each committed token one entry of the result of `compute_token_logprobs`. Empty if no
-    # sequence of the batch asks for log-probabilities.
+    node_log_probs: list[float]  # drafter's log-probabilities of all nodes; empty if not requested
+    # For each committed token the list of numbers that `compute_token_logprobs` describes. Empty if
+    # no sequence of the batch asks for log-probabilities.
     token_logprobs: list[list[float]]
 
 

@@ -133,7 +133,7 @@ class Runner:
         # Create the watcher after the allocation, which rearranges the drafter's weights.
         self.drafter_watch = WeightWatcher(self.drafter or nn.Module())
         # The sequences whose sampling options are in `sampling_buffers`, each with its output
-        # length at that time.
+        # length when the options were written.
         self.buffered_sequences: list[tuple[Sequence, int]] = []
 
     def create_sequence(

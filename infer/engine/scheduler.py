@@ -50,8 +50,9 @@ class Scheduler:
         """Remove all sequences except the waiting ones."""
         self.running: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self.prefilled_positions = 0  # in each prompt of `prefilling`, besides cached positions
-        # Idle batch rows that waiting sequences could have used, summed over rounds.
+        # number of prefilled positions of each prompt in `prefilling`, without cached prefixes
+        self.prefilled_positions = 0
+        # Number of idle batch rows that waiting sequences could have used, summed over rounds.
         self.idle_row_rounds = 0
         # How much this step may still prefill, and how much it has prefilled. Both are costs, in
         # units of one position without context.

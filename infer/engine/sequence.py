@@ -61,7 +61,7 @@ class DecodeStats:
     rounds: int = 0
     # Entry i is the number of rounds that committed i + 1 output tokens.
     histogram: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # wall-clock time, prefill included
+    seconds: float = 0.0  # seconds of wall-clock time, prefill included
     stage_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(DECODE_STAGES, 0.0)
     )
@@ -127,7 +127,8 @@ class Sequence:
     arrival_index: int = 0
     # number of leading tokens whose KV cache entries come from the prefix cache
     cached_length: int = 0
-    # These entries, until they are copied into the sequence's batch row; then empty.
+    # The blocks of the prefix cache that match the beginning of the sequence. Empty again once they
+    # are copied into the sequence's batch row.
     prefix_blocks: list[PrefixCacheBlock] = field(default_factory=list)
     # The last result of `last_tokens`, and the number of output tokens when it was computed.
     _last_tokens: np.ndarray | None = field(default=None, init=False)
