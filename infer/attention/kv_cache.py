@@ -1,7 +1,8 @@
 """The KV cache of target and drafter. Its buffers are allocated once, and every batch row has its
 own length.
 
-In shapes, B is the number of batch rows in use, and H is the number of key/value heads of a layer.
+In shapes, B is the number of batch rows in use, and num_heads the number of key/value heads of a
+layer.
 
 A slot is an index into the position axis of a buffer, which all batch rows share: slot = row *
 capacity + index within the row. A plane is one entry of a buffer's first axis: the keys, or the
@@ -34,8 +35,9 @@ class RecurrentStateStore(Protocol):
 
 @dataclass
 class LayerCacheView:
-    """One layer of a `CacheView`. Its tensors are views of the cache's buffer. The dataclass is not
-    frozen, because creating instances of frozen dataclasses is slower."""
+    """One layer of a `CacheView`: what a forward pass reads and writes in this layer. Its tensors
+    are views of the cache's buffer. The dataclass is not frozen, because creating instances of
+    frozen dataclasses is slower."""
 
     # (2 * num_layers, num_rows * capacity, num_heads * head_size): keys and values of all layers
     buffer: torch.Tensor
@@ -103,8 +105,8 @@ class CacheView(RecurrentCacheAdapter):
 
     @cached_property
     def flat_slot_mapping(self) -> torch.Tensor:
-        """Return the slots of all new positions that are not padding, row after row,
-        (num_new_positions,) int64."""
+        """Return where in a buffer's position axis each new position is written,
+        (num_new_positions,) int64: all batch rows one after the other, without padding."""
         if self.valid_mask is None:
             return self.slot_mapping.flatten()
         return self.slot_mapping[self.valid_mask]
@@ -151,8 +153,8 @@ class CacheView(RecurrentCacheAdapter):
         return visible[0], visible[1]
 
     def layer_views(self) -> list[LayerCacheView]:
-        """Return the view of every layer. All layers must have the same number of heads and the
-        same head size."""
+        """Return one `LayerCacheView` per layer. All layers must have the same number of heads and
+        the same head size."""
         batch_size, query_length = self.slot_mapping.shape
         buffer = self.cache.buffer
         used_slots = buffer[:, : batch_size * self.capacity]
@@ -301,7 +303,7 @@ class KVCache:
     @property
     def has_uniform_lengths(self) -> bool:
         """Return whether the host knows that all used rows have the same length. If so, every
-        visible position of a cache view has been written."""
+        position that a `CacheView` shows to queries has been written."""
         return not self.padded_batch_size and len(set(self.lengths)) == 1
 
     @contextmanager

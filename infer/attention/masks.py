@@ -263,7 +263,8 @@ def build_training_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> AttentionMask:
-    """Return the attention mask of training blocks. The queries are the positions of N blocks of
+    """Return the attention mask of a drafter's training blocks. A block is what the drafter sees
+    when it drafts after one position of the context. The queries are the positions of N blocks of
     `width` positions each. The keys are T context positions followed by the N * width block
     positions.
 

@@ -130,10 +130,10 @@ class Scheduler:
         return max(1, int(length))
 
     def record_chunk(self, length: int, computed_positions: int) -> bool:
-        """Record that `length` more positions of each prompt were prefilled, and return whether all
-        prompts are complete.
+        """Record that `length` more positions of each prompt in `prefilling` were prefilled. Return
+        whether all these prompts are complete.
 
-        `computed_positions` is the number of positions that the target computed for this, padding
+        `computed_positions` is the number of positions that the target computed in total, padding
         included.
         """
         self.prefilled_positions += length
@@ -232,8 +232,8 @@ class Scheduler:
 
     def _position_cost(self, context: int) -> float:
         """Return the cost of computing one position after `context` positions, in units of one
-        position without context. It is rounded to a multiple of 0.5, so that there are few tree
-        sizes."""
+        position without context. The result is rounded to a multiple of 0.5, so that there are few
+        tree sizes."""
         return 1 + round(2 * context / self.runner.target.context_length_matching_weight_cost) / 2
 
     @property

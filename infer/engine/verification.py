@@ -2,7 +2,7 @@
 nodes that the target accepts (DDTree section 4.4). The target's token after the last accepted node
 is the bonus token.
 
-B batch rows.
+In shapes, B is the number of batch rows.
 """
 
 from collections import abc
@@ -112,8 +112,9 @@ def argmax_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
 def make_seen_tokens_lookup(
     sampling: SamplingBatch, tree: DraftTree, ancestors: torch.Tensor
 ) -> SeenTokensLookup | None:
-    """Return a function that marks the tokens in the prefixes of nodes. Return None if no batch row
-    has a repetition penalty. `ancestors` is the result of `tree.ancestors()`."""
+    """Return a function that takes a slice of node indices and marks the tokens in the prefixes of
+    these nodes. Return None if no batch row has a repetition penalty. `ancestors` is the result of
+    `tree.ancestors()`."""
     if sampling.seen is None:
         return None
     return partial(mark_tokens_seen_at_nodes, sampling.seen, tree.tokens.clamp(min=0), ancestors)
@@ -167,8 +168,8 @@ def choose_greedy_tokens(target: Target, tree: DraftTree, hidden: torch.Tensor) 
 
 
 def find_seen_with_offset(find_seen: SeenTokensLookup, first: int, nodes: slice) -> torch.Tensor:
-    """Call `find_seen` for a chunk of nodes. The slice `nodes` counts from node `first`, the first
-    node of the chunk."""
+    """Call `find_seen`, which marks the tokens in the prefixes of nodes. `nodes` is a slice of node
+    indices that count from node `first`."""
     return find_seen(slice(nodes.start + first, nodes.stop + first))
 
 
@@ -178,9 +179,9 @@ def select_host_rows(
     """Return the sequences whose tokens are chosen on the host. Keys are batch rows, values are
     sequences.
 
-    These are the sequences with logits processors or a grammar. On a CPU they are all sequences, if
-    the round uses sampling and its trees are small. Generating noise for all nodes would take as
-    long there as a target pass, but the host generates it only for nodes on the target's path.
+    These are the sequences with logits processors or a grammar. On a CPU they are all sequences if
+    the round uses sampling and its trees are small: generating noise for all nodes would take as
+    long as a target pass, and the host generates noise only for nodes on the target's path.
     `is_captured` tells whether the round runs as CUDA graphs.
     """
     num_nodes = tree.tokens.shape[1]
@@ -317,11 +318,11 @@ class AcceptedPath:
 def walk(
     tree: DraftTree, target_tokens: torch.Tensor, ancestors: torch.Tensor | None = None
 ) -> AcceptedPath:
-    """Find the path of accepted nodes in each tree: from the root, it goes on to the child that has
-    the target's token, for as long as there is one. `target_tokens` (B, num_nodes) are the target's
-    tokens after the nodes, greedy or sampled.
+    """Find the path of accepted nodes in each tree. It begins at the root, and goes on to the child
+    that has the target's token, for as long as there is one. `target_tokens` (B, num_nodes) are the
+    target's tokens after the nodes, greedy or sampled.
 
-    There is no GPU-to-CPU synchronisation, because all nodes are tested at once: a node is accepted
+    There is no GPU-to-CPU synchronisation, because all nodes are tested at once. A node is accepted
     if it and all its ancestors below the root have the target's token after their parent. The path
     ends at the deepest accepted node.
     """
