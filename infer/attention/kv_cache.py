@@ -243,12 +243,11 @@ class KVCache:
 
         layer_heads: keys are layer indices, values are (number of heads, head size) of the layer's
             keys and of its values. A layer without an entry stores neither.
-        recurrent_states: the states of recurrent layers; None if there are no such layers
+        recurrent_states: the states of recurrent layers, if there are any
         sliding_window: number of positions that a query can attend to, its own included; None means
             all positions
         max_query_length: largest number of positions of one forward pass. Old positions of a row
-            are evicted as soon as this many new positions would no longer fit. None means that
-            positions are never evicted.
+            are evicted as soon as this many new positions would not fit. None: no eviction.
         """
         self.num_rows = num_rows
         self.capacity = capacity
@@ -269,18 +268,17 @@ class KVCache:
                 plane = (buffer_widths.index(width), plane_widths.count(width))
                 self.layer_planes[layer].append(plane)
                 plane_widths.append(width)
-        # Used only if all layers have the same number of heads.
+        # used only if all layers have the same number of heads
         self.num_key_heads = next(iter(layer_heads.values()), ((0, 0),))[0][0]
-        # Each buffer has shape (planes, num_rows * capacity, number of heads * head size); a plane
-        # is the keys or the values of one layer. It starts as zeros, because masked keys must be
-        # finite.
+        # Each has shape (planes, num_rows * capacity, number of heads * head size); a plane is the
+        # keys or the values of one layer. They start as zeros, because masked keys must be finite.
         self.buffers = [
             allocate_zeros((plane_widths.count(width), num_rows * capacity, width), dtype, device)
             for width in buffer_widths
         ]
 
         self.lengths: list[int] = []  # on the host: number of committed positions of each used row
-        # `lengths` on the device, with 0 for unused rows
+        # `lengths` on the device, 0 for unused rows
         self.device_lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.evicted_counts = torch.zeros_like(self.device_lengths)
         # on the device: 1 for used rows, 0 for unused rows
