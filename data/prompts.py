@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 OUTSIDE_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
 OUTSIDE_PROMPTS_GROUP_NAME = "outside the data"
 
-# Keys are kinds of prompts from Python code. A prompt of a kind ends where its pattern's match
-# ends.
+# Keys are kinds of prompts from Python code, values are patterns. A prompt ends where a match of
+# its pattern ends.
 CODE_PROMPT_END_PATTERNS = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
