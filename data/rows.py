@@ -244,7 +244,7 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"data.path={config.path} with data.split={config.split} could not be read from the "
-            f"hub ({reason})"
+            f"hub ({reason}); check the name and the split, or use a local copy"
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}, row {number}", row

@@ -11,10 +11,10 @@ from infer.utils.progress import Progress
 
 
 def find_run_name(checkpoint: str) -> str:
-    """Return the name that a checkpoint has in the comparison.
+    """Return the name of a drafter in the comparison.
 
-    A checkpoint of a training run has the name of the run's folder. Any other drafter has the name
-    of the drafter's folder.
+    For a checkpoint of a training run, this is the name of the run's folder. For any other drafter,
+    it is the name of the drafter's folder.
     """
     folders = Path(checkpoint).parts
     if "checkpoints" in folders[1:]:
@@ -41,7 +41,7 @@ class CompareCommand(CommandWithData):
     out: str = "runs/comparison"
 
     def check(self) -> None:
-        """Raise ValueError for an empty list of checkpoints, or two checkpoints of the same run."""
+        """Raise ValueError if `checkpoints` is empty or has two checkpoints with the same name."""
         check_nested_options(self)
         if not self.checkpoints:
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
@@ -53,7 +53,7 @@ class CompareCommand(CommandWithData):
 
 
 def run(config: CompareCommand) -> None:
-    """Evaluate the drafters. Write a table, a figure and the results, and print the table."""
+    """Evaluate the drafters. Write a table, a figure and a file of results, and print the table."""
     from data.prompts import select_evaluation_prompts
     from infer.evaluation.charts import build_budget_charts, render_charts
     from infer.evaluation.evaluate import evaluate

@@ -52,7 +52,7 @@ class ExportCommand(CommandWithTarget):
 
 
 def run(config: ExportCommand) -> None:
-    """Write the exported drafter and a model card, and print which engines can load the drafter."""
+    """Write the drafter and a model card to `out`, and print which engines can load the drafter."""
     from infer import load_drafter, load_target
     from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
@@ -74,8 +74,8 @@ def run(config: ExportCommand) -> None:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
     if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
-        # The empty tuple loads no decoder layers, because only the target's embedding and output
-        # head are exported.
+        # Only the target's embedding and output head are needed. The last argument lists the
+        # decoder layers to load, and is empty.
         target = load_target(
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
