@@ -95,7 +95,8 @@ def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any
     Keys of the returned example:
     - "chat": {"messages", "tools", "template"}, or None for a record without messages. "template"
       holds the variables of the chat template (`chat_template_kwargs`).
-    - "prompt", "text": without messages, the text before the training text, and the training text
+    - "text": the text that the model is trained on; "" for a chat
+    - "prompt": the text before "text"; "" for a chat
     - "cut": whether the text was cut off before its end, according to the record's "finish" or
       "finish_reason"
 

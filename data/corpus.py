@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-HELD_OUT_SHARE_OF_STDLIB_FILES = 1 / 20  # fraction of the files that evaluation uses, not training
+HELD_OUT_SHARE_OF_STDLIB_FILES = 1 / 20  # fraction of the files that are held out for evaluation
 
 # Directories whose files are not used: installed packages, generated tables (character maps, help
 # texts), and tests. Many Linux distributions do not install the tests.

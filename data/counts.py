@@ -1,4 +1,4 @@
-"""Count the examples of a data set that are trained on, and the others for each reason.
+"""Count how many examples of a data set are trained on, and how many are not, by reason.
 
 Training and the commands `data` and `plan` print these counts.
 """
@@ -25,7 +25,7 @@ class ExampleError(ValueError):
 
 
 class InvalidExample(ExampleError):
-    """An example is malformed: it is not JSON, has a wrong type, or a token id out of range."""
+    """An example is malformed, such as a line that is no JSON, or a value of a wrong type."""
 
 
 class ExcludedExample(ExampleError):
@@ -43,7 +43,7 @@ def get_error_reason(error: ValueError) -> str:
 
 @dataclass
 class ExampleCounts:
-    """Numbers of examples of a data set that are trained on, and that are not, by reason.
+    """How many examples of a data set are trained on, and how many are not, by reason.
 
     used: number of examples that are trained on
     held_out: number of examples that are held out for evaluation
@@ -81,7 +81,7 @@ class ExampleCounts:
             self.first_invalid = description
 
     def add_counts(self, other: "ExampleCounts") -> None:
-        """Add the counts of another data set to these."""
+        """Add the counts of another data set to the counts in this object."""
         self.used += other.used
         self.held_out += other.held_out
         self.not_taken += other.not_taken
@@ -129,7 +129,10 @@ class ExampleCounts:
 
 
 def _format_reasons(label: str, reasons: dict[str, int]) -> list[str]:
-    """Return a line for each reason with its number of examples, the most frequent first."""
+    """Return lines to print, one per reason with its number of examples, the most frequent first.
+
+    label: first word of each line, such as "excluded"
+    """
     ordered = Counter(reasons).most_common()
     lines = [
         f"{label:<11}{count:,}: {reason}"

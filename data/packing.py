@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-PACKING_GROUP_SEGMENTS = 8192  # number of segments that one call of bin packing distributes
+PACKING_GROUP_SEGMENTS = 8192  # bin packing is applied to groups of this many segments
 MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples than this are tokenised in one process
 # Segments with fewer loss-carrying tokens are dropped. A training block needs two: its first token,
 # which the drafter is given, and at least one token that the drafter predicts.
@@ -107,7 +107,7 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
     numbered_lengths = enumerate(lengths)
     while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
         sequences: list[list[int]] = []
-        free_space: list[tuple[int, int]] = []  # (free tokens, index into `sequences`), sorted
+        free_space: list[tuple[int, int]] = []  # sorted; (free tokens, index into `sequences`)
         for segment, length in sorted(group, key=lambda item: -item[1]):
             fullest = bisect_left(free_space, (length, -1))
             if fullest == len(free_space):
@@ -469,7 +469,7 @@ def refuse_empty_dataset(counts: ExampleCounts) -> None:
 def tokenize_documents(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", counts: ExampleCounts
 ) -> Iterator[list[int]]:
-    """Yield the token ids of each training example, whole, to count n-grams in them.
+    """Yield the token ids of each training example without splitting them into segments.
 
     counts: updated with the numbers of used, excluded and invalid examples
 

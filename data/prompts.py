@@ -132,9 +132,12 @@ def select_evaluation_prompts(
 def _select_text_prompts(
     text: str, ids: list[int], tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int
 ) -> list[Prompt]:
-    """Return up to one prompt of each kind from a plain text, with `prompt_tokens` tokens each.
+    """Return the prompts from a plain text, at most one of each kind.
+
+    Kinds are, for example, the start of the text and tokens that end inside a docstring.
 
     ids: token ids of the text
+    prompt_tokens: number of tokens of a prompt
     """
     prompts = []
     for kind, end in _find_prompt_ends(text, tokenizer, len(ids), prompt_tokens):

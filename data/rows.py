@@ -240,7 +240,7 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 
     try:
         rows: Any = load_dataset(config.path, split=config.split)
-    except (OSError, ValueError) as error:  # OSError includes ConnectionError
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"data.path={config.path} with data.split={config.split} could not be read from the "
@@ -472,7 +472,7 @@ def read_questions(
 
 
 def compute_source_digest(config: DataConfig) -> str:
-    """Return a digest that changes whenever the examples of one data set change.
+    """Return a digest that identifies the examples of one data set, for cache keys.
 
     The digest is computed from DATA_CACHE_FORMAT_VERSION, the options, and the sizes and
     modification times of the files. With source 'stdlib', the version of Python is included.

@@ -281,7 +281,7 @@ class SuiteConfig:
     thinking: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for invalid options. The question sets themselves are not checked."""
+        """Raise ValueError for invalid options. The questions are not read yet."""
         if self.name is None:
             if self.folder is not None or self.sets:
                 suites = " or suite=".join(QUESTION_SUITES)
@@ -397,7 +397,8 @@ def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
         ]
         if not chats:
             raise ValueError(
-                f"suite.folder={config.folder} contains no questions of the question set {name}"
+                f"suite.folder={config.folder} contains no questions of the question set {name}; "
+                "leave it out of suite.sets"
             )
         suite.append(LoadedQuestionSet(name, title, sample_chats(chats, limit)))
     return suite
@@ -442,7 +443,7 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
             rows: Any = load_dataset("json", data_files=urls, split=question_set.split)
         else:
             rows = load_dataset(hub, question_set.configuration, split=question_set.split)
-    except (OSError, ValueError) as error:  # OSError includes ConnectionError
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local "

@@ -506,8 +506,8 @@ def tokenize_with_loss_mask(
 ) -> tuple[list[int], list[bool]]:
     """Tokenise a text. Return its token ids, and for each token id whether it carries loss.
 
-    If the example contains token ids of an answer that decode to its text, they are used.
-    Tokenising the text again could give other token ids than those that the target generated.
+    If the example contains token ids for an answer, and these decode to the text of the answer,
+    they are used. Tokenising the text could give other token ids than the target generated.
 
     spans: the character ranges that carry loss
     """

@@ -158,9 +158,9 @@ class HeadConfig:
 class DrafterConfig:
     """Architecture of the drafter to train. All sizes that are not options equal the target's.
 
-    Training can start from the drafter that the option init names. For sample_from_anchor, causal,
-    sliding_window, layer_fusion, conv_kernel_size and draft_vocab_size, null then means the value
-    of that drafter; the meaning of null below applies to a new drafter.
+    With the option init, training starts from an existing drafter. null then means this drafter's
+    value for sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and
+    draft_vocab_size. For a new drafter, null means what is said below.
 
     family: dflash or dart, see infer/drafters/families.py
     layers: number of decoder layers; a DART drafter has exactly 1
@@ -189,8 +189,9 @@ class DrafterConfig:
     conv_kernel_size: kernel size of the convolutions around attention and MLP in DFlash 2, whose
         published drafters use 2. null means no convolutions. Only for dflash
     draft_vocab_size: the drafter proposes only this many tokens, the most frequent ones of the
-        training data (EAGLE-3, FR-Spec). 0 or null means all tokens. With init, another number than
-        that drafter's selects the tokens again, which is impossible if it has a conditional head
+        training data (EAGLE-3, FR-Spec). 0 or null means all tokens. If it differs from the value
+        of the drafter that init names, the tokens are selected again; that drafter must then have
+        no conditional head
     init: the drafter that training starts from, which is a hub id or a folder in any layout that
         load_drafter reads. null means a new drafter
     head: the conditional head, see HeadConfig. With init, head.name=none keeps the head of that
@@ -337,8 +338,8 @@ class EngineConfig:
     width: int = 2
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = (
-        # With 144, running sequences generate tokens at most 5 times more slowly while new prompts
-        # are prefilled, see docs/serving.md.
+        # With 144 positions per step, running sequences generate tokens at most 5 times more slowly
+        # while new prompts are prefilled, see docs/serving.md.
         144
     )
     prefix_cache_mib: int = 0

@@ -26,8 +26,8 @@ def find_run_name(checkpoint: str) -> str:
 class CompareCommand(CommandWithData):
     """Evaluate several drafters with every tree method on the same prompts.
 
-    checkpoints: a list of drafter folders and training checkpoints. The entry lookup means a
-        drafter that proposes the continuation of an earlier n-gram of the sequence
+    checkpoints: a list of drafter folders and training checkpoints. The entry lookup means prompt
+        lookup, which drafts the continuation of an earlier n-gram of the sequence
     out: folder for the table, the figure and the results as JSON
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py

@@ -37,7 +37,7 @@ class EvalCommand(CommandWithData):
     question sets. If the target is a masked diffusion model, measure that model's speedup.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2). lookup means a drafter that proposes the
+        repository contains (embedded, smollm2). lookup means prompt lookup, which drafts the
         continuation of an earlier n-gram of the sequence. The default is the drafter in the
         target's folder
     out: folder for the report and the results as JSON
