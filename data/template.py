@@ -449,7 +449,7 @@ def _find_loss_span(
         _, name_end = sections["tool_call"]
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
-            raise ExcludedExample("tool calls do not end with the text that ends other answers")
+            raise ExcludedExample("the chat template does not end tool calls like other answers")
     return LossSpan(start, end, answer)
 
 

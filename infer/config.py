@@ -177,8 +177,8 @@ class DrafterConfig:
     mask_token_id: the token id that the drafter reads at drafted positions. null means the
         tokenizer's mask token; if it has none, the first unused id; if all ids are used, a special
         token that the data do not contain. Only for dflash
-    sample_from_anchor: the position of the bonus token also drafts a token, so that a block has one
-        position less. null means false. Only for dflash
+    sample_from_anchor: the position of the bonus token also drafts a token, so that block_size - 1
+        positions draft block_size - 1 tokens. null means false. Only for dflash
     causal: a drafted position attends only to earlier positions of its block, as in JetSpec. null
         means false. Only for dflash
     sliding_window: number of last positions that the drafter's layers attend to and that its KV
@@ -322,13 +322,13 @@ class EngineConfig:
         the drafter's weights with ddtree if there is one, else no n-grams
     width: number of children of every tree node. Only for static
     max_num_seqs: maximum number of sequences that are decoded in one batch; others wait in a queue
-    max_num_batched_tokens: maximum number of positions that the target computes in one step. They
-        are the draft trees of all sequences and chunks of new prompts. One tree is always computed,
-        even if it is larger. A position after a long context counts as more than one. Larger values
+    max_num_batched_tokens: maximum number of positions that the target computes in one step, in the
+        draft trees of all sequences and in chunks of new prompts. One tree is always computed, even
+        if it is larger. A position after a long context counts as more than one. Larger values
         start new sequences sooner and slow down running ones. null means no limit
     prefix_cache_mib: MiB of memory for the KV cache of finished sequences. The prefill of a prompt
         with the same prefix then starts after that prefix. 0 means no prefix cache. Hybrid targets
-        do not support it
+        (with recurrent layers) do not support it
     compile: false turns CUDA graphs off. It has no effect on other devices than CUDA
     """
 
