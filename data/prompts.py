@@ -74,10 +74,9 @@ def select_evaluation_prompts(
 ) -> list[Prompt]:
     """Return `count` prompts from the held-out examples, and `outside` prompts of this package.
 
-    The held-out prompts are spread evenly over the kinds of prompts, such as starts of texts,
-    docstrings, or chats of similar length. If they are too few, prompts from the middle of long
-    texts are added, and then the first halves of short texts. A small data set may still give
-    fewer than `count` prompts.
+    The held-out prompts are spread evenly over kinds such as starts of texts and docstrings. If
+    they are too few, prompts from the middle of long texts are added, and then the first halves of
+    short texts. A small data set may still give fewer than `count` prompts.
 
     prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
     outside: number of prompts to add that are not from the data, at most `count`
@@ -96,8 +95,7 @@ def select_evaluation_prompts(
     examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
-            # A chat without a question, or a chat that the template cannot show unchanged, is
-            # skipped here without a message. Training skips and reports the same chats.
+            # Skip a chat without a question, or that the template refuses, as training does.
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
