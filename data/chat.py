@@ -1,8 +1,9 @@
-"""Convert records of every supported layout to one form of example.
+"""Convert records of all supported formats, such as ShareGPT and Alpaca, to one form of example.
 
-An example is a dictionary {"prompt", "text", "cut", "chat"}. If the record is a chat, "chat" holds
-the chat, and "prompt" and "text" are empty. Otherwise "chat" is None, "text" is what the model is
-trained on, and "prompt" is the text before it. data/template.py applies chat templates.
+An example is a dictionary with the keys "prompt", "text", "cut" and "chat". If the record is a
+chat, "chat" holds the chat, and "prompt" and "text" are empty. Otherwise "chat" is None, "text" is
+the text that the model is trained on, and "prompt" is the text before "text". "cut" is True if the
+text was cut off before its end. data/template.py applies chat templates.
 """
 
 import json
@@ -12,11 +13,11 @@ from data.counts import ExcludedExample, InvalidExample
 
 Value = TypeVar("Value")
 
-# Key of a message for the reasoning of an answer. OpenAI-compatible servers use this key or
-# "reasoning".
+# Key of a message that holds the reasoning of an answer. OpenAI-compatible servers use this key or
+# the key "reasoning".
 CANONICAL_MESSAGE_REASONING_KEY = "reasoning_content"
 
-# Key: name in another layout of records. Value: the name that this code uses instead.
+# Keys are names that other record formats use; values are the names that this code uses instead.
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 COLUMN_ALIASES = {"conversations": "messages", "completion": "response", "finish_reason": "finish"}
 MESSAGE_KEY_ALIASES = {
@@ -32,7 +33,7 @@ FINISH_REASONS_OF_COMPLETE_ANSWERS = (None, "stop", "tool_calls", "function_call
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_QUOTED_INVALID_VALUE_CHARACTERS = (
-    80  # an error message quotes at most this many characters of an invalid value
+    80  # maximum number of characters of an invalid value that an error message quotes
 )
 NO_ANSWER_EXCLUSION_REASON = "no answer of the assistant"
 
@@ -40,9 +41,9 @@ NO_ANSWER_EXCLUSION_REASON = "no answer of the assistant"
 def require_type(
     value: object, expected_type: type[Value], message: str, detail: str = ""
 ) -> Value:
-    """Check the type of a value of a record, and return the value unchanged.
+    """Check that a value of a record has the expected type, and return the value unchanged.
 
-    Raises InvalidExample with `message` and `detail` if the value is not of the expected type.
+    Raises InvalidExample with `message` and `detail` if the value has another type.
     """
     if not isinstance(value, expected_type):
         raise InvalidExample(message, detail)
@@ -52,9 +53,9 @@ def require_type(
 def rename_keys(record: object, aliases: dict[str, str], message: str) -> dict[str, Any]:
     """Return a copy of a record without null values, with its keys renamed to the standard keys.
 
-    aliases: maps a key of another layout to the standard key
+    aliases: keys are the key names of other record formats, values are the standard keys
 
-    If the record has both the alias and the standard key, the value of the standard key is kept.
+    If the record has both an alias and its standard key, the value of the standard key is kept.
     Raises InvalidExample with `message` if the record is not a dictionary.
     """
     items = require_type(record, dict, message).items()
@@ -69,7 +70,7 @@ def rename_keys(record: object, aliases: dict[str, str], message: str) -> dict[s
 
 
 def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
-    """Parse a value if it is JSON text; otherwise take the value as it is. Return the result.
+    """Return a value, parsed as JSON if it is a string and unchanged otherwise.
 
     name: a plural noun for the value in error messages, such as "tools"
 
@@ -86,23 +87,26 @@ def parse_json(value: object, expected_type: type[Value], name: str) -> Value:
 
 
 def normalise_example(record: object, with_answer: bool = True) -> dict[str, Any]:
-    """Convert a record of any supported layout to an example {"prompt", "text", "cut", "chat"}.
+    """Convert a record of any supported format to an example {"prompt", "text", "cut", "chat"}.
 
-    with_answer: if True, a chat ends with its last answer; if False, with its last question
+    with_answer: if True, the returned chat ends with its last answer; if False, it ends with its
+        last question
 
     Keys of the returned example:
     - "chat": {"messages", "tools", "template"}, or None for a record without messages. "template"
       holds the variables of the chat template (`chat_template_kwargs`).
+    - "text": the text that the model is trained on; "" for a chat
+    - "prompt": the text before "text"; "" for a chat
     - "cut": whether the text was cut off before its end, according to the record's "finish" or
       "finish_reason"
 
-    An answer that was cut off ends its chat. If the answer was cut off within its reasoning, the
-    answer and its question are removed.
+    If `with_answer` is True, a chat ends early with its first answer that was cut off. If this
+    answer was cut off within its reasoning, the chat ends with the answer before it.
 
-    Supported layouts:
+    Supported formats of records:
     - {"messages": [{"role", "content"}]}, with optional "tools" and "chat_template_kwargs". If the
       last message is the user's, "response" may hold the answer. `./launch.sh regenerate` writes
-      this layout.
+      this format.
     - ShareGPT: {"conversations": [{"from", "value"}]}
     - {"prompt", "response"} or {"prompt", "completion"}, both texts or both lists of messages
     - Alpaca: {"instruction", "input", "output"}
@@ -150,7 +154,7 @@ def _build_alpaca_messages(fields: dict) -> list[dict]:
 def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
     """Convert a record that has messages to a chat {"messages", "tools", "template"}.
 
-    with_answer: see `normalise_example`
+    with_answer: if True, the chat ends with its last answer; if False, with its last question
     """
     raw_messages = require_type(fields["messages"], list, "messages must be a list")
     messages = [_normalise_message(message) for message in raw_messages]
@@ -164,9 +168,9 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
 
     if with_answer:
         messages = _truncate_after_cut_answer(messages)
-    # With answers, a last question without an answer is dropped, because no token of it carries
-    # loss. Without answers, the answer to the last question is dropped, because the target will
-    # generate a new one.
+    # For training (with_answer), a last question without an answer is dropped, because none of its
+    # tokens carries loss. Otherwise the answer to the last question is dropped, because the target
+    # will generate a new one.
     while messages and (messages[-1]["role"] == "assistant") != with_answer:
         messages.pop()
 
@@ -174,7 +178,7 @@ def _normalise_chat(fields: dict, with_answer: bool) -> dict[str, Any]:
     if with_answer and not any(_has_answer_content(answer) for answer in answers):
         raise ExcludedExample(NO_ANSWER_EXCLUSION_REASON)
     if not messages:
-        raise ExcludedExample("the chat has no question of the user")
+        raise ExcludedExample("the chat has no user message to answer")
 
     template_kwargs = fields.get("chat_template_kwargs") or {}
     return {
@@ -192,10 +196,10 @@ def _has_answer_content(answer: dict) -> bool:
 
 
 def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
-    """Return the messages up to the first answer that was cut off.
+    """Return the messages up to and including the first answer that was cut off.
 
-    The cut answer is the last message returned, unless it was cut off within its reasoning; then
-    the messages before it are returned. Raises ExcludedExample if these contain no answer.
+    An answer that was cut off within its reasoning is not included. Raises ExcludedExample if the
+    messages before such an answer contain no other answer.
     """
     for index, message in enumerate(messages):
         if (
@@ -222,17 +226,18 @@ def _truncate_after_cut_answer(messages: list[dict]) -> list[dict]:
 
 
 def _normalise_message(raw_message: object) -> dict[str, Any]:
-    """Convert a message of any supported layout to a message with the keys of chat templates.
+    """Convert a message of any supported format to a message with the keys of chat templates.
 
-    If known, an answer also gets its finish reason ("finish"), its loss weight ("weight") and the
-    token ids that were generated ("token_ids").
+    An answer also keeps three keys for training, if the raw message has them: "finish" (finish
+    reason), "weight" (only 0, for an answer that is not trained on) and "token_ids" (the ids of
+    the generated tokens).
     """
     fields = rename_keys(
         raw_message, MESSAGE_KEY_ALIASES, "messages must be objects with role and content"
     )
     if fields.get("function_call"):
         raise InvalidExample(
-            "function_call, the old form of tool_calls, is not supported; use tool_calls"
+            "a message has function_call, which is not supported; use tool_calls instead"
         )
     tool_calls = fields.get("tool_calls")
     reasoning = fields.get(CANONICAL_MESSAGE_REASONING_KEY)
@@ -281,11 +286,11 @@ def _join_content_parts(content_parts: list) -> str:
 def _check_token_ids(token_ids: object) -> list[int]:
     """Check that a value is a list of token ids, and return the list.
 
-    Raises InvalidExample if the value is no list, or contains something that cannot be a token id.
+    Raises InvalidExample if the value is not a list of integers from 0 to MAX_TOKEN_ID.
     """
     checked_ids: list = require_type(token_ids, list, "token_ids must be a list")
     for token_id in checked_ids:
-        # `bool` is a subclass of `int` in Python, so `true` and `false` of JSON would pass.
+        # `bool` is a subclass of `int`, so isinstance(..., int) alone would accept JSON's `true`.
         is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_integer or not 0 <= token_id <= MAX_TOKEN_ID:
             raise InvalidExample(

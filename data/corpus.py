@@ -1,4 +1,4 @@
-"""Source files of the Python standard library as text documents.
+"""Read the source files of the Python standard library as text documents.
 
 Every machine with Python has these files, so a first training run needs no download. The embedded
 target was pre-trained on these files and on prose such as Python's language reference.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-HELD_OUT_SHARE_OF_STDLIB_FILES = 1 / 20  # fraction of the library's files that are not trained on
+HELD_OUT_SHARE_OF_STDLIB_FILES = 1 / 20  # fraction of the files that are held out for evaluation
 
 # Directories whose files are not used: installed packages, generated tables (character maps, help
 # texts), and tests. Many Linux distributions do not install the tests.
@@ -29,7 +29,7 @@ _SKIPPED_STDLIB_DIRECTORIES = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text of a corpus, and its name: the path of the file inside the corpus."""
+    """A text of a corpus. Its name is the path of the file inside the corpus."""
 
     name: str
     text: str
@@ -38,8 +38,10 @@ class Document:
 def is_held_out_file(name: str) -> bool:
     """Return whether a file of the standard library is held out for evaluation.
 
-    name: path of the file inside the library. The hash of the path decides, so that the same files
-        are held out on every machine and in every Python version.
+    The decision depends only on the hash of the path. The same files are therefore held out on
+    every machine and in every Python version.
+
+    name: path of the file inside the library
     """
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE_OF_STDLIB_FILES * 2**64

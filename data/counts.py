@@ -1,4 +1,4 @@
-"""Count how many examples of a data set are trained on, and how many are not for which reason.
+"""Count how many examples of a data set are trained on, and how many are not, by reason.
 
 Training and the commands `data` and `plan` print these counts.
 """
@@ -6,17 +6,17 @@ Training and the commands `data` and `plan` print these counts.
 from collections import Counter
 from dataclasses import dataclass, field
 
-# Maximum number of printed reasons for excluded examples, and for invalid examples. One more line
-# has the sum of all other reasons.
+# Maximum number of lines with reasons that are printed for excluded examples, and again for invalid
+# examples. One more line has the number of examples with all other reasons.
 MAX_LISTED_EXCLUSION_REASONS = 20
-MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # reasons that an error message lists
+MAX_EXCLUSION_REASONS_IN_SUMMARY = 5  # maximum number of reasons that an error message lists
 
 
 class ExampleError(ValueError):
     """An example cannot be trained on.
 
-    The attribute `reason` leaves out the details of this example, so that equal reasons can be
-    counted.
+    The attribute `reason` is the error message without details of the single example, such as
+    quoted values. Examples with the same `reason` are counted together.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -25,7 +25,7 @@ class ExampleError(ValueError):
 
 
 class InvalidExample(ExampleError):
-    """An example is malformed: it is not JSON, has a wrong type, or a token id out of range."""
+    """An example is malformed, such as a line that is no JSON, or a value of a wrong type."""
 
 
 class ExcludedExample(ExampleError):
@@ -35,22 +35,23 @@ class ExcludedExample(ExampleError):
 def get_error_reason(error: ValueError) -> str:
     """Return the reason under which an example with this error is counted.
 
-    This is the error's attribute `reason` (ExampleError and UnicodeError have it), or else the
-    whole error message.
+    The reason is the error's attribute `reason`, which ExampleError and UnicodeError have. For
+    other errors it is the whole error message.
     """
     return getattr(error, "reason", str(error))
 
 
 @dataclass
 class ExampleCounts:
-    """How many examples of a data set are used, and how many are not for which reason.
+    """How many examples of a data set are trained on, and how many are not, by reason.
 
     used: number of examples that are trained on
     held_out: number of examples that are held out for evaluation
-    not_taken: number of usable examples that are left over, because data.max_examples is smaller or
-        the weights of a mixture need fewer
-    excluded, invalid: key: reason; value: number of excluded or invalid examples
-    first_invalid: location and error message of the first invalid example; empty if there is none
+    not_taken: number of usable examples that are not trained on, because of data.max_examples or
+        because the weights of a mixture need fewer examples of their data set
+    excluded: keys are reasons, values are numbers of well-formed examples that are not trained on
+    invalid: keys are reasons, values are numbers of malformed examples
+    first_invalid: location and error message of the first malformed example; "" if there is none
     """
 
     used: int = 0
@@ -62,25 +63,25 @@ class ExampleCounts:
 
     @property
     def total(self) -> int:
-        """Number of all examples that were read."""
+        """Number of examples that were read, used or not."""
         rejected = sum(self.excluded.values()) + sum(self.invalid.values())
         return self.used + self.held_out + self.not_taken + rejected
 
     def count_excluded(self, reason: str, count: int = 1) -> None:
-        """Count `count` more examples that are excluded for `reason`."""
+        """Add `count` to the number of examples that are excluded for `reason`."""
         self.excluded[reason] = self.excluded.get(reason, 0) + count
 
     def count_invalid(self, reason: str, description: str, count: int = 1) -> None:
-        """Count `count` more malformed examples.
+        """Add `count` to the number of examples that are malformed for `reason`.
 
-        description: location and error message of the first one of these examples
+        description: location and error message of the first of these examples
         """
         self.invalid[reason] = self.invalid.get(reason, 0) + count
         if not self.first_invalid:
             self.first_invalid = description
 
     def add_counts(self, other: "ExampleCounts") -> None:
-        """Add the counts of another data set to these."""
+        """Add the counts of another data set to the counts in this object."""
         self.used += other.used
         self.held_out += other.held_out
         self.not_taken += other.not_taken
@@ -101,7 +102,7 @@ class ExampleCounts:
             )
 
     def summarise(self) -> str:
-        """Return a clause for an error message: the most frequent reasons, with their counts."""
+        """Return a text for an error message: the most frequent reasons, with their counts."""
         reasons = Counter(self.excluded) + Counter(self.invalid)
         clauses = [
             f"{count:,} ({reason})"
@@ -112,7 +113,7 @@ class ExampleCounts:
         return f"{self.total:,} examples were read; not used, by reason: " + ", ".join(clauses)
 
     def format_lines(self) -> list[str]:
-        """Return lines to print: one line with all counts, then a line for each reason."""
+        """Return the counts as lines to print: one line with the totals, then a line per reason."""
         excluded_count = sum(self.excluded.values())
         invalid_count = sum(self.invalid.values())
         left_over = f"{self.not_taken:,} left over, " if self.not_taken else ""
@@ -128,7 +129,10 @@ class ExampleCounts:
 
 
 def _format_reasons(label: str, reasons: dict[str, int]) -> list[str]:
-    """Return a line for each reason with its number of examples, the most frequent first."""
+    """Return lines to print, one per reason with its number of examples, the most frequent first.
+
+    label: first word of each line, such as "excluded"
+    """
     ordered = Counter(reasons).most_common()
     lines = [
         f"{label:<11}{count:,}: {reason}"

@@ -1,10 +1,10 @@
 """Tokenise examples, split long ones into segments, and pack the segments into training sequences.
 
-A segment is at most T consecutive token ids of an example, with a loss mask. T is the length of a
-packed sequence (data.length). A packed sequence has four columns of shape (T,):
+A packed sequence has T tokens, where T is the option data.length. A segment is a piece of an
+example, with at most T token ids and a loss mask. A packed sequence has four columns of shape (T,):
 
 - `ids`: token ids
-- `loss`: whether the token carries loss
+- `loss`: whether the token carries loss, that is, whether it is trained on
 - `positions`: position of the token in its segment, from 0
 - `documents`: number of the token's segment in the packed sequence, from 0; -1 for padding
 """
@@ -38,34 +38,36 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-PACKING_GROUP_SEGMENTS = 8192  # segments that are packed together
-MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples are tokenised in one process
-# Minimum number of tokens of a segment that carry loss. A training block starts at an anchor
-# position and needs at least one token after the anchor.
+PACKING_GROUP_SEGMENTS = 8192  # bin packing is applied to groups of this many segments
+MIN_MULTIPROCESS_EXAMPLES = 20_000  # fewer examples than this are tokenised in one process
+# Segments with fewer loss-carrying tokens are dropped. A training block needs two: its first token,
+# which the drafter is given, and at least one token that the drafter predicts.
 MIN_LOSS_TOKENS_PER_SEGMENT = 2
 RECORDS_PER_CACHE_WRITE = (
-    256  # examples, or packed sequences, that are written to the cache together
+    256  # number of examples or packed sequences that one write to the cache contains
 )
-# Errors of a disk that is full, over quota, read-only, or does not allow files of this size.
+# Error numbers of a disk that is full, over quota or read-only, or that refuses such large files.
 DISK_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-Segment = tuple[list[int], list[bool]]  # token ids and loss mask
-ReportProgress = Callable[[int, int], None]  # called with (examples done, all examples)
+Segment = tuple[list[int], list[bool]]  # token ids, and the loss mask with one value per token
+ReportProgress = Callable[[int, int], None]  # arguments: examples done, number of all examples
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Do nothing. This is the default of arguments of the type `ReportProgress`."""
+    """Do nothing. Used as the progress callback if the caller gives none."""
 
 
 def tokenize_example(
     example: dict, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[Segment]:
-    """Tokenise an example, and return its token ids and loss mask in segments.
+    """Tokenise an example, and split its token ids and loss mask into segments.
 
     In a chat, the answers and their end tokens carry loss. In plain text, the text carries loss and
-    the prompt does not. An end-of-text token with loss is appended unless the text was cut off. A
-    segment has at most `max_length` tokens. Segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT
-    tokens that carry loss are dropped.
+    the prompt does not. An end-of-text token with loss is appended to a plain text unless the text
+    was cut off. Segments with fewer than MIN_LOSS_TOKENS_PER_SEGMENT tokens that carry loss are
+    dropped.
+
+    max_length: maximum number of tokens of a segment
 
     Raises ExcludedExample if the chat template changes an answer, or if all segments are dropped.
     Raises InvalidExample for recorded token ids outside the vocabulary.
@@ -94,10 +96,10 @@ def tokenize_example(
 def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[int]]:
     """Distribute segments over packed sequences; yield the segment indices of each packed sequence.
 
-    The method is best-fit decreasing bin packing, applied to groups of PACKING_GROUP_SEGMENTS
-    segments. Longer segments are placed first. Each segment is placed into the fullest sequence
-    that still has space for the segment. Within a group, indices and sequences are yielded in
-    input order.
+    The method is best-fit decreasing bin packing: the longest segments are placed first, each into
+    the fullest packed sequence that has enough space. Every PACKING_GROUP_SEGMENTS consecutive
+    segments are packed separately. The indices of a packed sequence are sorted. The packed
+    sequences of a group are sorted by their first index.
 
     lengths: number of tokens of each segment, at most `capacity`
     capacity: number of tokens of a packed sequence
@@ -105,7 +107,7 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
     numbered_lengths = enumerate(lengths)
     while group := list(islice(numbered_lengths, PACKING_GROUP_SEGMENTS)):
         sequences: list[list[int]] = []
-        free_space: list[tuple[int, int]] = []  # (free tokens, index into `sequences`), sorted
+        free_space: list[tuple[int, int]] = []  # sorted; (free tokens, index into `sequences`)
         for segment, length in sorted(group, key=lambda item: -item[1]):
             fullest = bisect_left(free_space, (length, -1))
             if fullest == len(free_space):
@@ -122,7 +124,7 @@ def best_fit_decreasing(lengths: Iterable[int], capacity: int) -> Iterator[list[
 def pack_segments(
     ids: Sequence[list[int]], loss: Sequence[list[bool]], length: int
 ) -> dict[str, list]:
-    """Concatenate and pad segments, and return the columns of the packed sequence.
+    """Concatenate segments to a packed sequence, pad it, and return its four columns.
 
     ids, loss: token ids and loss mask of each segment; in total at most `length` tokens
     length: number of tokens of the packed sequence
@@ -141,11 +143,11 @@ def pack_segments(
 
 
 def generate_cached_examples(config: DataConfig) -> Iterator[dict[str, str]]:
-    """Yield the rows that `load_raw_examples` caches for one data set.
+    """Yield what `load_raw_examples` stores in its cache for one data set, as rows of a table.
 
-    Each row but the last has a training example as JSON in the column "row". The last row has the
-    counts of the examples in the column "counts". JSON is used because the tools and arguments of
-    a chat have no fixed schema.
+    Every row except the last holds a training example, as JSON in the column "row". The last row
+    holds the counts of used and unused examples, as JSON in the column "counts". Examples are
+    stored as JSON because the tools and tool arguments of a chat have no fixed schema.
     """
     counts = ExampleCounts()
     for example in read_training_examples(config, counts):
@@ -167,8 +169,8 @@ class CountedDataset:
 def load_raw_examples(config: DataConfig) -> CountedDataset:
     """Return the training examples of one data set, as JSON in the column `row`.
 
-    The first call writes the examples to a memory-mapped cache of `datasets`; later calls read the
-    cache.
+    The first call writes the examples to the memory-mapped cache of the library `datasets`. Later
+    calls read this cache.
     """
     from datasets import Dataset, Features, Value
 
@@ -185,10 +187,11 @@ def load_raw_examples(config: DataConfig) -> CountedDataset:
 
 @contextmanager
 def unwrap_generation_errors() -> Generator[None]:
-    """Replace a DatasetGenerationError, raised within this context, by the error that caused it.
+    """Raise the cause of a DatasetGenerationError instead of the DatasetGenerationError itself.
 
-    An OSError because the disk of the cache cannot be written is raised unchanged. An error in the
-    data is raised as a ValueError.
+    This applies inside the `with` block. If the cause is an OSError of DISK_WRITE_ERRORS, this
+    OSError is raised unchanged. If the cause is another OSError or a ValueError, the data cannot be
+    read, and a ValueError with the message of the cause is raised.
     """
     from datasets.exceptions import DatasetGenerationError
 
@@ -206,9 +209,9 @@ def unwrap_generation_errors() -> Generator[None]:
 def load_mixed_examples(config: DataConfig) -> CountedDataset:
     """Return the training examples of all data sets of a configuration, as JSON in column `row`.
 
-    The numbers of examples from the data sets are proportional to the weights of the data sets, and
-    as large as the smallest data set (relative to its weight) allows. The choice of examples does
-    not depend on the seed of the run.
+    The number of examples from each data set is proportional to its weight. All examples of the
+    data set that is smallest relative to its weight are used. The choice of examples does not
+    depend on the seed of the run.
     """
     from datasets import concatenate_datasets
 
@@ -249,9 +252,10 @@ def tokenize_batch(
 ) -> dict[str, list]:
     """Tokenise a batch of examples, and return the segments as columns with an entry per segment.
 
-    For an example that cannot be trained on, a segment without tokens is returned. Its reason is in
-    the column `excluded` or `invalid`. For an invalid example, the column `described` has the
-    location and the error message.
+    The columns are `ids`, `loss`, `size` (number of tokens), `excluded`, `invalid` and `described`.
+    An example that cannot be trained on becomes an empty segment: `excluded` holds the reason if
+    the example is well-formed, `invalid` holds the reason if it is malformed. For a malformed
+    example, `described` holds the location and the error message. All other entries are "".
 
     batch: examples as JSON in the column `row`
     indices: indices of the examples in the data set
@@ -288,9 +292,11 @@ def tokenize_batch(
 
 
 def count_rejected_examples(tokenized: "Dataset", counts: ExampleCounts) -> ExampleCounts:
-    """Return the counts of the examples, after those that `tokenize_batch` rejected are subtracted.
+    """Return updated counts, in which the examples that tokenisation rejected are no longer used.
 
-    tokenized: data set with the columns of `tokenize_batch`
+    They are counted as excluded or invalid instead.
+
+    tokenized: data set with the columns that `tokenize_batch` returns
     counts: counts of the examples before tokenisation
     """
     counts = replace(counts, excluded=dict(counts.excluded), invalid=dict(counts.invalid))
@@ -321,11 +327,12 @@ def prepare_packed_dataset(
     digest: str,
     progress: ReportProgress = ignore_progress,
 ) -> CountedDataset:
-    """Return the packed sequences of all data sets of a configuration, memory-mapped, with counts.
+    """Return the packed sequences of all data sets of a configuration, with the example counts.
 
-    A row of the data set is a packed sequence: tensors of shape (T,), see the top of this file. The
-    packed sequences are cached. The cache key depends on everything that changes them: the data
-    options, the sizes and modification times of the files, DATA_CACHE_FORMAT_VERSION, and `digest`.
+    Each row of the returned data set is a packed sequence, whose four tensors are described at the
+    top of this file. The packed sequences are stored in a memory-mapped cache. The cache key
+    depends on the data options, the sizes and modification times of the files,
+    DATA_CACHE_FORMAT_VERSION and `digest`.
 
     digest: digest of the tokenizer and its chat template
     progress: called while examples are tokenised
@@ -386,9 +393,9 @@ def _tokenize_dataset(
     key: str,
     progress: ReportProgress,
 ) -> "Dataset":
-    """Tokenise all examples; return a data set with the columns of `tokenize_batch`.
+    """Tokenise all examples; return a data set with the columns that `tokenize_batch` returns.
 
-    The data set is cached under `key`.
+    The data set is stored in the cache of the library `datasets` under `key`.
     """
     from datasets import Features, List, Value
 
@@ -396,7 +403,7 @@ def _tokenize_dataset(
     if len(raw) > MIN_MULTIPROCESS_EXAMPLES:
         processes = os.cpu_count() or 1
     if processes > 1:
-        # Each core already has a process, so the tokenizers must not start more threads.
+        # There is already one process per core, so tokenizers must not start threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     columns = {
@@ -434,9 +441,12 @@ def load_packed_dataset(
     digest: str,
     progress: ReportProgress = ignore_progress,
 ) -> "Dataset":
-    """Return the data set of `prepare_packed_dataset` without its counts.
+    """Return the packed sequences of all data sets of a configuration.
 
-    Raises ValueError if the data set is empty.
+    digest: digest of the tokenizer and its chat template
+    progress: called while examples are tokenised
+
+    Raises ValueError if no example can be trained on, or too many examples are invalid.
     """
     prepared = prepare_packed_dataset(config, tokenizer, digest, progress)
     refuse_empty_dataset(prepared.counts)
@@ -459,11 +469,9 @@ def refuse_empty_dataset(counts: ExampleCounts) -> None:
 def tokenize_documents(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", counts: ExampleCounts
 ) -> Iterator[list[int]]:
-    """Yield the token ids of each training example, without splitting them into segments.
+    """Yield the token ids of each training example without splitting them into segments.
 
-    The n-grams of an n-gram model are counted in these token ids.
-
-    counts: the outcomes of the examples are added to these counts
+    counts: updated with the numbers of used, excluded and invalid examples
 
     Raises ValueError if more than the fraction data.max_invalid_fraction of the examples is
     invalid.
@@ -486,10 +494,12 @@ def tokenize_documents(
 
 
 def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
-    """Return the data set index of the packed sequence that a run reads as number `draw`, from 0.
+    """Return the index in the data set of the packed sequence that a training run reads next.
 
-    Each epoch has its own permutation of the data set. The index depends only on the arguments, so
-    a resumed run needs no saved state of a data loader.
+    Each epoch reads the data set in another random order. The index depends only on the arguments,
+    so a resumed run needs no saved state of a data loader.
+
+    draw: number of packed sequences that the run has read before, in all epochs
     """
     epoch, offset = divmod(draw, dataset_size)
     return int(_epoch_permutation(dataset_size, seed, epoch)[offset])
@@ -497,7 +507,7 @@ def get_shuffled_index(draw: int, dataset_size: int, seed: int) -> int:
 
 @lru_cache(maxsize=2)
 def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tensor":
-    """Return the data set indices in the order of an epoch, a tensor (dataset_size,)."""
+    """Return the indices of all packed sequences, (dataset_size,), in the order of an epoch."""
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -505,9 +515,9 @@ def _epoch_permutation(dataset_size: int, seed: int, epoch: int) -> "torch.Tenso
 
 
 def read_batch(dataset: Any, first_draw: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
-    """Return the next `count` packed sequences of a run as columns of shape (count, T).
+    """Return the next `count` packed sequences of a run, as columns of shape (count, data.length).
 
-    first_draw: number of packed sequences that the run has read before
+    first_draw: number of packed sequences that the run has read before, in all epochs
     """
     indices = [
         get_shuffled_index(draw, len(dataset), seed)

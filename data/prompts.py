@@ -1,7 +1,7 @@
 """Select prompts for evaluation, as token ids.
 
-Held-out prompts come from the held-out examples of the user's data. Outside prompts are fixed
-prompts that were written for this package and are not in the data.
+Held-out prompts come from the examples of the user's data that training does not read. Outside
+prompts are fixed prompts of this package, which are not in the user's data.
 """
 
 import json
@@ -19,17 +19,18 @@ from data.template import prepare_messages, render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The outside prompts. Each line is a JSON object {"kind", "prompt"}.
+# File with the outside prompts (not from the user's data), one JSON object {"kind", "prompt"} per
+# line.
 OUTSIDE_PROMPTS_FILE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"
 OUTSIDE_PROMPTS_GROUP_NAME = "outside the data"
 
-# Kinds of prompts from Python code. Key: kind of prompt. Value: a pattern; a prompt of this kind
-# ends where a match of the pattern ends.
+# Keys are kinds of prompts from Python code, values are patterns. A prompt ends where a match of
+# its pattern ends.
 CODE_PROMPT_END_PATTERNS = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
 }
-# The kinds of prompts from any plain text: its first tokens, and tokens after the first ones.
+# Kinds of prompts from plain text: the first tokens of a text, or tokens from within a text.
 TEXT_START_PROMPT_KIND = "starts of texts"
 MID_TEXT_PROMPT_KIND = "further on"
 
@@ -38,9 +39,9 @@ MAX_TOKENS_OF_CHAT_PROMPT_KINDS = (
     128,
     512,
     2048,
-)  # maximum number of prompt tokens of each kind of chat
+)  # chat prompts are reported in groups of up to 128, up to 512, up to 2048 and more tokens
 
-# At most this many held-out examples are read for each requested prompt.
+# Maximum number of held-out examples that are read for each requested prompt.
 MAX_EXAMPLES_READ_PER_PROMPT = 20
 
 
@@ -49,9 +50,10 @@ class Prompt:
     """A prompt to evaluate with.
 
     ids: token ids
-    kind: kind of prompt, such as "in functions"; results are reported for each kind
-    report_group: None for a held-out prompt; otherwise the name of the group of prompts whose
-        results are reported separately
+    kind: kind of prompt, such as "in functions" (a prompt that ends inside a Python function);
+        results are reported for each kind
+    report_group: name of a group of prompts whose results are reported separately; None for a
+        held-out prompt, which is in no such group
     request_text: text that a server tokenises to `ids`; empty if no text does
     chat: whether a client must send `request_text` as a chat message instead of plain text
     """
@@ -70,13 +72,14 @@ def select_evaluation_prompts(
     prompt_tokens: int,
     outside: int = 0,
 ) -> list[Prompt]:
-    """Return `count` prompts from the held-out examples, evenly spread over the kinds of prompts.
+    """Return `count` prompts from the held-out examples, and `outside` prompts of this package.
 
-    If these prompts are too few, later windows of long texts are added, and then the first halves
-    of short texts. A small data set may still have fewer than `count` prompts.
+    The held-out prompts are spread evenly over kinds such as starts of texts and docstrings. If
+    they are too few, prompts from the middle of long texts are added, and then the first halves of
+    short texts. A small data set may still give fewer than `count` prompts.
 
     prompt_tokens: number of tokens of a prompt; for a chat, the maximum number
-    outside: number of outside prompts to add, at most `count`
+    outside: number of prompts to add that are not from the data, at most `count`
 
     Raises ValueError if the held-out examples contain no prompt, or `count` is 0.
     """
@@ -92,12 +95,11 @@ def select_evaluation_prompts(
     examples = islice(read_held_out_examples(config), MAX_EXAMPLES_READ_PER_PROMPT * count)
     for number, example in enumerate(examples):
         if example["chat"]:
-            # A chat without a question, or one that the template changes, is skipped. Training
-            # skips it too, and reports it.
+            # Skip a chat without a question, or that the template refuses, as training does.
             with suppress(ValueError):
                 ids = _select_chat_prompt(example["chat"], tokenizer, prompt_tokens, number)
                 add_prompt(ids, _name_chat_kind(len(ids)))
-        elif example["prompt"]:  # its last tokens
+        elif example["prompt"]:  # use its last `prompt_tokens` tokens
             add_prompt(tokenizer(example["prompt"])["input_ids"][-prompt_tokens:], "prompts")
         else:
             ids = tokenizer(example["text"])["input_ids"]
@@ -128,9 +130,12 @@ def select_evaluation_prompts(
 def _select_text_prompts(
     text: str, ids: list[int], tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int
 ) -> list[Prompt]:
-    """Return the prompts of a plain text that end at the positions of `_find_prompt_ends`.
+    """Return the prompts from a plain text, at most one of each kind.
+
+    Kinds are, for example, the start of the text and tokens that end inside a docstring.
 
     ids: token ids of the text
+    prompt_tokens: number of tokens of a prompt
     """
     prompts = []
     for kind, end in _find_prompt_ends(text, tokenizer, len(ids), prompt_tokens):
@@ -139,10 +144,11 @@ def _select_text_prompts(
 
 
 def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) -> list[Prompt]:
-    """Return prompts from every fourth window of `prompt_tokens` tokens of a text.
+    """Return a prompt of `prompt_tokens` tokens from every 4 * `prompt_tokens` tokens of a text.
 
     ids: token ids of the text
-    skip_start: whether to skip the first four windows, because the text already has other prompts
+    skip_start: whether to skip the first 4 * `prompt_tokens` tokens, because other prompts of the
+        text may be there
     """
     step = 4 * prompt_tokens
     first_start = step if skip_start else 0
@@ -151,16 +157,13 @@ def _select_later_windows(ids: list[int], prompt_tokens: int, skip_start: bool) 
 
 
 def _has_enough_of_each_kind(prompts_by_kind: dict[str, list[Prompt]], count: int) -> bool:
-    """Return whether there are enough prompts of each kind of plain text.
-
-    Enough means `count` prompts, evenly spread over the kinds.
-    """
+    """Return whether each kind of plain-text prompt has its equal share of `count` prompts."""
     kinds = (TEXT_START_PROMPT_KIND, *CODE_PROMPT_END_PATTERNS)
     return all(len(prompts_by_kind.get(kind, ())) * len(kinds) >= count for kind in kinds)
 
 
 def _name_chat_kind(prompt_length: int) -> str:
-    """Return the kind of a chat prompt with `prompt_length` tokens."""
+    """Return the kind of a chat prompt with `prompt_length` tokens, such as "chats to 512"."""
     for max_length in MAX_TOKENS_OF_CHAT_PROMPT_KINDS:
         if prompt_length <= max_length:
             return f"{CHAT_PROMPT_KIND_PREFIX} to {max_length:,}"
@@ -170,12 +173,10 @@ def _name_chat_kind(prompt_length: int) -> str:
 def load_outside_prompts(
     tokenizer: "PreTrainedTokenizerBase", prompt_tokens: int, chats: bool
 ) -> list[Prompt]:
-    """Return the outside prompts, those of OUTSIDE_PROMPTS_FILE.
+    """Return the prompts of OUTSIDE_PROMPTS_FILE, which are not from the user's data.
 
-    prompt_tokens: maximum number of tokens of a plain text prompt; the first tokens of a longer
-        prompt are removed
-    chats: whether to render each prompt as a chat question with the chat template; the question is
-        not shortened
+    prompt_tokens: if `chats` is False, longer prompts are cut to their last `prompt_tokens` tokens
+    chats: whether to render each prompt as a user message with the chat template
     """
     prompts = []
     with OUTSIDE_PROMPTS_FILE.open(encoding="utf-8") as lines:
@@ -192,8 +193,8 @@ def load_outside_prompts(
                 if len(ids) > prompt_tokens:
                     ids = ids[-prompt_tokens:]
                     text = cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-                    # If the first token starts inside a character, for example, no text has exactly
-                    # these token ids.
+                    # The text may be tokenised differently, for example if the cut is inside a
+                    # character. A server could then not get the same prompt.
                     if tokenizer(text)["input_ids"] != ids:
                         text = ""
             prompts.append(Prompt(ids, record["kind"], OUTSIDE_PROMPTS_GROUP_NAME, text, chats))
@@ -201,10 +202,10 @@ def load_outside_prompts(
 
 
 def describe_prompt_shortage(count: int, requested: int) -> str | None:
-    """Return a warning if there are fewer prompts than requested, otherwise None.
+    """Return a warning if fewer prompts were found than requested, otherwise None.
 
-    count: number of prompts
-    requested: number of requested prompts
+    count: number of prompts that were found
+    requested: number of prompts that were requested
     """
     if count >= requested:
         return None
@@ -215,14 +216,13 @@ def describe_prompt_shortage(count: int, requested: int) -> str | None:
 def _select_chat_prompt(
     chat: dict, tokenizer: "PreTrainedTokenizerBase", max_tokens: int, chat_number: int
 ) -> list[int]:
-    """Return the token ids of the messages before one of the answers of a chat.
+    """Return the token ids of a prompt: all messages of a chat before one of its answers.
 
-    The prompt has at most `max_tokens` tokens. It begins with the first message, so the system
-    prompt is included, and all messages are whole. If even the prompt of the first answer is too
-    long, the last `max_tokens` tokens of that prompt are returned.
+    The prompt has at most `max_tokens` tokens. If even the messages before the first answer have
+    more tokens, the last `max_tokens` of these tokens are returned.
 
-    chat_number: chooses among the answers whose prompt is short enough: 0 chooses the last answer,
-        1 the answer before it, and so on
+    chat_number: chooses among the answers with at most `max_tokens` tokens before them: 0 chooses
+        the last of these answers, 1 the second last, and so on
 
     Raises ValueError if the chat has no question, or the chat template cannot render the chat.
     """
@@ -249,11 +249,11 @@ def _select_chat_prompt(
 def _find_prompt_ends(
     text: str, tokenizer: "PreTrainedTokenizerBase", text_tokens: int, prompt_tokens: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield (kind, token index) for each position of a text at which a prompt should end.
+    """Yield (kind of prompt, token index at which the prompt ends) for prompts from a plain text.
 
-    There is at most one position for each kind of prompt. If a pattern matches several times, the
-    middle match is used. A position is skipped if fewer than `prompt_tokens` tokens precede it or
-    follow it.
+    There is at most one prompt of each kind. If the pattern of a kind matches several times, the
+    prompt ends at the middle match. A prompt is left out if fewer than `prompt_tokens` tokens
+    come before its end or after it.
 
     text_tokens: number of tokens of the text
     prompt_tokens: number of tokens of a prompt
@@ -265,7 +265,7 @@ def _find_prompt_ends(
         if not character_ends:
             continue
         middle_end = character_ends[len(character_ends) // 2]
-        # The last token is not counted, because in the whole text it may extend beyond the match.
+        # The last token is left out, because in the whole text it may include later characters.
         end = len(tokenizer(text[:middle_end])["input_ids"]) - 1
         if prompt_tokens <= end <= text_tokens - prompt_tokens:
             yield kind, end

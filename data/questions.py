@@ -1,7 +1,7 @@
-"""Let a chat model generate user questions itself, as in Magpie (2406.08464).
+"""Let a chat model generate user questions, as in Magpie (2406.08464).
 
 The prompt is the text of the chat template up to the point where a user message begins. The model
-continues it until the user message ends. The questions are then filtered.
+continues this prompt with a user message. Unusable questions are then removed.
 """
 
 import re
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SELF_QUESTION_PLACEHOLDER = "QUESTIONGOESHERE"
-# Two questions are duplicates if their first characters are equal, after conversion to lower case
-# and without punctuation. This is the number of characters that are compared.
+# Two questions are duplicates if this many first characters are equal, in lower case and without
+# punctuation.
 DUPLICATE_QUESTION_PREFIX_CHARACTERS = 64
 
 
@@ -27,7 +27,7 @@ class QuestionPrompt:
 
     messages: messages before the question, such as a system prompt
     text: text that the target continues
-    stop_strings: strings that end the question, in addition to the target's end tokens
+    stop_strings: strings that end the generated question, in addition to the target's end tokens
     """
 
     messages: list[dict]
@@ -52,7 +52,7 @@ def build_question_prompt(
         chat = {"tools": [], "template": {}}
         rendered = render_chat(tokenizer, [*messages, question], chat, add_generation_prompt=True)
     text, _, suffix = rendered.partition(SELF_QUESTION_PLACEHOLDER)
-    # A space at the end is removed, because most tokenizers join a space with the word after it.
+    # Most tokenizers join a space with the word after it, so the prompt must not end with a space.
     text = text.rstrip(" ")
 
     # If both the template and the tokenizer add the BOS token, remove the template's BOS token.
@@ -75,12 +75,12 @@ def build_question_prompt(
 
 
 def _find_question_end(tokenizer: "PreTrainedTokenizerBase", suffix: str) -> str:
-    """Return the string that ends a question.
+    """Return the string by which the end of a generated question is recognised.
 
-    If the template's text after the question starts with a special token, the string is this token.
-    Otherwise the string is the whole text.
+    suffix: the text of the chat template after a question
 
-    suffix: the template's text after the question
+    If `suffix` starts with a special token, this token is returned. Otherwise `suffix` is returned,
+    without white space at its end.
     """
     first_id = tokenizer(suffix.lstrip(), add_special_tokens=False)["input_ids"][:1]
     if first_id and not tokenizer.decode(first_id, skip_special_tokens=True):
@@ -91,14 +91,15 @@ def _find_question_end(tokenizer: "PreTrainedTokenizerBase", suffix: str) -> str
 def filter_questions(
     rows: Iterable[dict], tokenizer: "PreTrainedTokenizerBase", min_tokens: int
 ) -> tuple[dict[int, str], Counter]:
-    """Select the usable questions.
-
-    Returns the usable questions by row index, and the number of unusable questions by reason.
+    """Select the usable ones of the generated questions.
 
     rows: dictionaries {"index", "response", "finish"}, in order. "response" is the question.
-        "finish" is "length" if generation stopped at the maximum length, and "loop" if it stopped
-        because the question repeats itself.
+        "finish" is "length" if generation stopped at the maximum length, and "loop" if generation
+        stopped because the question repeats itself
     min_tokens: minimum number of tokens of a question
+
+    Returns two dictionaries: "index" -> usable question, and reason -> number of questions that
+    were removed for this reason.
     """
     questions = {}
     dropped = Counter()

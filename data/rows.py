@@ -1,8 +1,8 @@
 """Read training examples from files, from data sets of the Hugging Face hub, and from mixtures.
 
 An example is a dictionary {"prompt", "text", "cut", "chat", "where"}. "where" is the file and line
-of the example; data/chat.py explains the other keys. Of several equal examples, only one is used.
-data/counts.py counts how many examples are used, held out, excluded and invalid.
+of the example; data/chat.py explains the other keys. Duplicates of an example are not used.
+data/counts.py counts how many examples are used, and how many are not.
 """
 
 import gzip
@@ -20,19 +20,20 @@ from data.chat import normalise_example, require_type
 from data.corpus import read_stdlib_documents
 from data.counts import ExampleCounts, ExcludedExample, InvalidExample, get_error_reason
 
-# Answers that the embedded target generated for prompts from its training text.
+# Training examples for source=embedded: answers that the embedded target (the small model in this
+# repository) generated for prompts from its own training text.
 EMBEDDED_ANSWERS_FILE = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 
 DATA_SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
 EXAMPLE_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
-# Part of the cache key of every cached data set. Increase it when a change of the code in data/
-# changes the examples, the tokens or the packing, so that data sets are cached again.
-# tests/data/test_packing.py fails after such a change.
+# Part of the cache key of every data set. Increase it after a change of the code that changes the
+# examples, their tokens or the packing; old caches are then not used.
+# tests/data/test_packing.py fails if this was forgotten.
 DATA_CACHE_FORMAT_VERSION = 6
 
-MAX_JSONL_LINE_CHARACTERS = 64 << 20  # maximum length of a line of a .jsonl file
-MAX_EXAMPLE_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is one example
+MAX_JSONL_LINE_CHARACTERS = 64 << 20  # longer lines of a .jsonl file are invalid examples
+MAX_EXAMPLE_FILE_BYTES = 64 << 20  # maximum size of a .txt file, which is read as one example
 
 # Of the first EXAMPLES_WITH_DENSE_HOLD_OUT examples of a user's data set, every 10th is held out
 # for evaluation. Of the examples after these, every 50th is held out.
@@ -40,7 +41,7 @@ EXAMPLES_WITH_DENSE_HOLD_OUT = 500
 DENSE_HOLD_OUT_INTERVAL_EXAMPLES = 10
 SPARSE_HOLD_OUT_INTERVAL_EXAMPLES = 50
 
-# Key: option of DataConfig. Value: the smallest value that is allowed.
+# Keys are options of DataConfig, values are the smallest allowed values.
 MIN_DATA_OPTION_VALUES = {"max_examples": 1, "max_invalid_fraction": 0, "length": 16}
 
 
@@ -97,7 +98,7 @@ class DataConfig:
         """Raise ValueError for options that are out of range or contradict each other."""
         if self.source not in DATA_SOURCES:
             raise ValueError(
-                f"data.source={self.source} does not exist; use one of {', '.join(DATA_SOURCES)}"
+                f"data.source={self.source} is unknown; use one of {', '.join(DATA_SOURCES)}"
             )
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(
@@ -133,7 +134,7 @@ class DataConfig:
             )
 
     def _check_path(self, path: str) -> None:
-        """Raise ValueError if data.path does not exist, or if data.source does not use a path."""
+        """Raise ValueError if `path` does not exist, or if data.source cannot have a path."""
         missing = f"data.path={path}: no such file or folder"
         if self.source in ("self", "mixture"):
             raise ValueError(
@@ -155,9 +156,9 @@ class DataConfig:
 def resolve_source(source: str, path: str | None) -> str:
     """Return the data source to use, given the options data.source and data.path.
 
-    If the path exists, it is the user's own file or folder and the source to use is "jsonl". There
-    are two exceptions: "self" and "mixture" take no path, and with "hub" a folder that contains a
-    README.md is a local copy of a data set of the hub.
+    If `path` is an existing file or folder, the data source is "jsonl" (the user's own files),
+    whatever `source` is. There are two exceptions. The sources "self" and "mixture" are kept. The
+    source "hub" is kept for a folder with a README.md, which is a copy of a data set of the hub.
     """
     if not path or source in ("self", "mixture") or not Path(path).exists():
         return source
@@ -167,9 +168,9 @@ def resolve_source(source: str, path: str | None) -> str:
 
 
 def looks_like_file(path: str) -> bool:
-    """Return whether a path can only be a file or folder, not the name of a data set on the hub.
+    """Return whether a path must be a file or folder, because it cannot be a data set on the hub.
 
-    A name on the hub has the form <owner>/<name>.
+    The name of a data set on the hub has the form <owner>/<name>.
     """
     return (
         path.endswith(EXAMPLE_FILE_SUFFIXES)
@@ -179,10 +180,10 @@ def looks_like_file(path: str) -> bool:
 
 
 def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: str = "") -> None:
-    """Raise ValueError if the data is the embedded target's answers but the target is another one.
+    """Raise ValueError if the data are answers of the embedded target, but another target is used.
 
     target_path: the option target.path
-    alternatives: more data sources that the command can use, for the error message
+    alternatives: text for the error message that names more data sources, such as ", or data=self"
     """
     if config.source == "embedded" and target_path != "embedded":
         raise ValueError(
@@ -192,9 +193,9 @@ def refuse_embedded_answers(config: DataConfig, target_path: str, alternatives: 
 
 
 def expand_mixture(config: DataConfig) -> list[tuple[DataConfig, float]]:
-    """Return the (configuration, weight) of each data set of a mixture.
+    """Split the configuration of a mixture into a (configuration, weight) pair for each data set.
 
-    A configuration that is no mixture is returned as the only one, with weight 1.
+    A configuration that is no mixture is returned unchanged, with weight 1.
     """
     if config.source != "mixture":
         return [(config, 1.0)]
@@ -226,9 +227,9 @@ def list_data_files(path: str) -> list[Path]:
 
 
 def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
-    """Yield (location, record) for each record of a data set.
+    """Yield (location, record) for each record of a data set in files or on the hub.
 
-    For a line that is not JSON, the record is an InvalidExample exception.
+    For a line that is not JSON, an InvalidExample exception is yielded as the record.
     """
     assert config.path is not None
     if config.source != "hub":
@@ -239,11 +240,11 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 
     try:
         rows: Any = load_dataset(config.path, split=config.split)
-    except (OSError, ValueError) as error:  # OSError includes ConnectionError
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"data.path={config.path} with data.split={config.split} could not be read from the "
-            f"hub ({reason})"
+            f"hub ({reason}); check the name and the split, or use a local copy"
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}, row {number}", row
@@ -252,8 +253,7 @@ def _read_records(config: DataConfig) -> Iterator[tuple[str, object]]:
 def _read_json_lines(file: Path) -> Iterator[object]:
     """Yield one record per line. For a line that is not JSON, yield an InvalidExample exception.
 
-    A line of more than MAX_JSONL_LINE_CHARACTERS characters is read in pieces, which are no valid
-    JSON.
+    A line of more than MAX_JSONL_LINE_CHARACTERS characters is split into several invalid records.
     """
     open_file = gzip.open if file.suffix == ".gz" else open
     with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
@@ -279,7 +279,7 @@ def _read_json_list(file: Path) -> Iterator[object]:
 
 
 def _read_text_file(file: Path) -> Iterator[object]:
-    """Yield the text of a file as one record. Raises ValueError if the file is too large."""
+    """Yield the whole file as one record {"text"}. Raises ValueError if the file is too large."""
     if file.stat().st_size > MAX_EXAMPLE_FILE_BYTES:
         max_megabytes = MAX_EXAMPLE_FILE_BYTES >> 20
         raise ValueError(
@@ -288,9 +288,8 @@ def _read_text_file(file: Path) -> Iterator[object]:
     yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
 
 
-# Key: file suffix. Value: the noun for a record in error messages, and the function that reads the
-# records. Files with other suffixes are read as JSON lines. The readers of text files skip a byte
-# order mark.
+# Keys are file suffixes. Values are the noun for a record in error messages, and the function that
+# reads the records. Files with other suffixes are read as JSON lines.
 RecordReader = Callable[[Path], Iterator[object]]
 RECORD_READERS: dict[str, tuple[str, RecordReader]] = {
     ".parquet": ("row", _read_parquet),
@@ -302,8 +301,8 @@ RECORD_READERS: dict[str, tuple[str, RecordReader]] = {
 def read_file_records(file: Path) -> Iterator[tuple[str, object]]:
     """Yield (location, record) for each record of a file.
 
-    For a line that is not JSON, the record is an InvalidExample exception. Raises ValueError with
-    the name of the file if the file is damaged.
+    For a line that is not JSON, an InvalidExample exception is yielded as the record. Raises
+    ValueError if the file is damaged.
     """
     unit, read = RECORD_READERS.get(file.suffix, ("line", _read_json_lines))
     number = 0
@@ -315,7 +314,7 @@ def read_file_records(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def refuse_self_source(config: DataConfig) -> None:
-    """Raise ValueError for data=self, because these questions have to be generated first."""
+    """Raise ValueError for data=self, whose examples must first be generated with `regenerate`."""
     if config.source == "self":
         raise ValueError(
             "data=self stands for questions that the target still has to generate: first run "
@@ -327,12 +326,10 @@ def refuse_self_source(config: DataConfig) -> None:
 def read_examples(
     config: DataConfig, with_answer: bool = True, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the examples of the user's own data; of several equal examples yield only the first.
+    """Yield the examples of one data set in files or on the hub, without duplicates.
 
-    Only digests of the earlier examples are kept in memory.
-
-    with_answer: if True, a chat ends with its last answer; if False, with its last question
-    counts: the outcome of each example is added while the examples are read
+    with_answer: if True, each chat ends with its last answer; if False, with its last question
+    counts: updated with the numbers of used, excluded and invalid examples while examples are read
 
     Raises ValueError if there are no examples, or if more than the fraction
     data.max_invalid_fraction of the examples is invalid. The message states the file and line of
@@ -347,8 +344,8 @@ def read_examples(
             if isinstance(record, ValueError):
                 raise record
             example = normalise_example(record, with_answer)
-            # A text with half of a surrogate pair is invalid: encode() raises UnicodeEncodeError,
-            # which is a ValueError.
+            # For a text with half of a surrogate pair, encode() raises UnicodeEncodeError. This is
+            # a ValueError, so the example is counted as invalid.
             content = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
             digest = hashlib.blake2b(content, digest_size=8).digest()
             if digest in seen_digests:
@@ -369,10 +366,7 @@ def read_examples(
 
 
 def is_held_out_index(index: int) -> bool:
-    """Return whether the example at an index, from 0, is held out for evaluation.
-
-    This depends only on the index, so the total number of examples need not be known.
-    """
+    """Return whether the example at an index, from 0, is held out for evaluation."""
     interval = (
         DENSE_HOLD_OUT_INTERVAL_EXAMPLES
         if index < EXAMPLES_WITH_DENSE_HOLD_OUT
@@ -384,7 +378,7 @@ def is_held_out_index(index: int) -> bool:
 def read_held_out_examples(config: DataConfig) -> Iterator[dict[str, Any]]:
     """Yield the examples that are held out for evaluation, which training never reads.
 
-    The examples of a mixture are yielded round-robin from its data sets.
+    For a mixture, one example of each data set is yielded in turn.
     """
     if config.source in ("embedded", "stdlib"):
         yield from _read_stdlib_examples("held_out")
@@ -417,7 +411,7 @@ def read_training_examples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the training examples of one data set, at most data.max_examples of them.
 
-    counts: the outcome of each example is added while the examples are read
+    counts: updated with the numbers of used and unused examples while the examples are read
     """
     if counts is None:
         counts = ExampleCounts()
@@ -431,7 +425,7 @@ def read_training_examples(
 
 
 def _skip_held_out(examples: Iterable[dict], counts: ExampleCounts) -> Iterator[dict[str, Any]]:
-    """Yield the examples that are not held out for evaluation, and count those that are."""
+    """Yield the examples that are not held out for evaluation, and count the held-out ones."""
     for index, example in enumerate(examples):
         if is_held_out_index(index):
             counts.used -= 1
@@ -454,11 +448,12 @@ def _read_stdlib_examples(
 def read_questions(
     config: DataConfig, counts: ExampleCounts | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the examples of all data sets without their last answers, as questions to answer.
+    """Yield the examples of all data sets for which the target has to generate new answers.
 
-    At most data.max_examples examples of each data set are yielded.
+    A chat ends with its last question. At most data.max_examples examples of each data set are
+    yielded.
 
-    counts: the outcome of each example is added while the examples are read
+    counts: updated with the numbers of used and unused examples while the examples are read
 
     Raises ValueError if no example can be used.
     """
@@ -477,10 +472,10 @@ def read_questions(
 
 
 def compute_source_digest(config: DataConfig) -> str:
-    """Return a digest of everything that determines the examples of one data set.
+    """Return a digest that identifies the examples of one data set, for cache keys.
 
-    This is DATA_CACHE_FORMAT_VERSION, the options, and the sizes and modification times of the
-    files. For source files of Python's standard library it is also the version of Python.
+    The digest is computed from DATA_CACHE_FORMAT_VERSION, the options, and the sizes and
+    modification times of the files. With source 'stdlib', the version of Python is included.
     """
     files = []
     if config.source == "jsonl":

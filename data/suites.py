@@ -1,10 +1,10 @@
-"""Read public question sets, and build chats from their columns.
+"""Read public benchmark questions, and build chats from the rows of their data sets.
 
-DDTREE_QUESTION_SETS contains the ten question sets of Table 1 of the DDTree paper. According to its
-appendix B, the paper uses the sample counts of DFlash's benchmark. The sources, splits, prompts and
-samples here are exactly those of the public scripts of DFlash's benchmark, because results with
-other prompts could not be compared. SPEED_BENCH_QUESTION_SETS contains the domains and throughput
-splits of SPEED-Bench (2604.09557).
+DDTREE_QUESTION_SETS contains the ten question sets of Table 1 of the DDTree paper. The data sets,
+splits, prompts and selected questions are those of the public scripts of DFlash's benchmark, whose
+question counts the paper uses (appendix B). Results can therefore be compared with the paper.
+
+SPEED_BENCH_QUESTION_SETS contains the domains and throughput splits of SPEED-Bench (2604.09557).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +15,12 @@ from typing import Any
 
 from data.rows import EXAMPLE_FILE_SUFFIXES, read_file_records
 
-# A chat is a list of turns. A turn is the list of messages {"role", "content"} that the target
-# answers.
+# A chat as a list of turns. A turn is a list of messages {"role", "content"} that is sent to the
+# target before the target answers.
 ChatTurns = list[list[dict[str, str]]]
 
-# The prompts are copied word for word from the public scripts. `str.format` turns {{}} into {}.
+# The prompts are copied word for word from the scripts of DFlash's benchmark. `str.format` turns
+# {{}} into {}.
 MATH_REASONING_INSTRUCTION = (
     "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
@@ -40,7 +41,7 @@ LIVECODEBENCH_PROMPT = (
 
 
 def format_livecodebench_question(row: dict) -> str:
-    """Return the question of a LiveCodeBench row, with the row's starter code if it has any."""
+    """Return the prompt for a row of LiveCodeBench, with the row's starter code if it has any."""
     starter_code = row.get("starter_code")
     if starter_code:
         format_text = "Use the following code structure:"
@@ -54,7 +55,7 @@ def format_livecodebench_question(row: dict) -> str:
 
 
 def format_alpaca_question(row: dict) -> str:
-    """Return the instruction of an Alpaca row, with the row's input if it has any."""
+    """Return the prompt for a row of Alpaca: its instruction, and its input if it has any."""
     if row.get("input"):
         return f"{row['instruction']}\n\nInput:\n{row['input']}"
     return row["instruction"]
@@ -62,20 +63,20 @@ def format_alpaca_question(row: dict) -> str:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A public question set: where its data set is, and how a row is converted to a question.
+    """A public question set: where its data set is, and how a row becomes a question.
 
-    name: name of the question set in suite.sets, and of its local file
+    name: name of the question set in the option suite.sets
     title: name of the question set in the result table
-    count: number of questions in the published measurement
+    count: number of questions that the published results use
     hub: name of the data set on the Hugging Face hub
-    columns: columns that a question is built from
+    columns: names of the columns from which a question is built
     prompt: a format string with the names of columns, or a function of a row. The function returns
-        the text of the question, or a list of texts, one for each turn.
+        the text of the question, or a list of texts, one for each turn of the chat
     split: split of the data set on the hub
-    configuration: configuration of the data set on the hub
-    files: files of the hub repository, if they have to be read as single files
-    category: if set, only rows of this category belong to the question set, and the local file has
-        the name of the configuration
+    configuration: configuration (subset) of the data set on the hub; None for the default
+    files: names of the files to read, if `datasets` cannot load the hub repository as a data set
+    category: only rows with this value in the column "category" belong to the question set. None
+        means all rows
     """
 
     name: str
@@ -90,7 +91,7 @@ class QuestionSet:
     category: str | None = None
 
     def format_turns(self, row: dict) -> list[str]:
-        """Return the texts of the user for a row, one text for each turn.
+        """Return the user messages that are built from a row, one text for each turn of the chat.
 
         Raises KeyError for a missing column.
         """
@@ -101,16 +102,19 @@ class QuestionSet:
 
     @property
     def local_file_name(self) -> str:
-        """The name of the local file, without suffix."""
+        """The name, without suffix, of the file with this question set in suite.folder.
+
+        Question sets with a category share a file, which has the name of their configuration.
+        """
         if self.category is None:
             return self.name
         assert self.configuration is not None
         return self.configuration
 
     def contains(self, row: object) -> bool:
-        """Return whether a row of the local file, or of the hub configuration, belongs to this set.
+        """Return whether a row belongs to this question set, by its category.
 
-        True is also returned for a row that is no dictionary, so that `build_chat` can report it.
+        True is also returned for a row that is no dictionary, so that `build_chat` reports the row.
         """
         if self.category is None or not isinstance(row, dict):
             return True
@@ -153,7 +157,7 @@ DDTREE_QUESTION_SETS = (
         "livecodebench/code_generation_lite",
         ("question_content", "starter_code"),
         format_livecodebench_question,
-        split="train",  # `datasets` puts plain files into this split
+        split="train",  # name of the split when `datasets` loads single files
         files=LIVECODEBENCH_FILES,
     ),
     QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), MATH_PROMPT),
@@ -200,7 +204,7 @@ SPEED_BENCH_DOMAINS = (
     "summarization",
     "writing",
 )
-SPEED_BENCH_PROMPT_LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # in tokens
+SPEED_BENCH_PROMPT_LENGTHS = ("1k", "2k", "8k", "16k", "32k")  # prompt lengths in tokens
 SPEED_BENCH_DOMAIN_QUESTIONS = 80
 SPEED_BENCH_THROUGHPUT_QUESTIONS = 1536
 
@@ -220,7 +224,7 @@ def _build_domain_question_set(domain: str) -> QuestionSet:
 
 
 def _build_throughput_question_set(prompt_length: str) -> QuestionSet:
-    """Return the question set of one throughput split of SPEED-Bench, such as "1k"."""
+    """Return a throughput question set of SPEED-Bench with prompts of a length such as "1k"."""
     name = f"throughput_{prompt_length}"
     return QuestionSet(
         name,
@@ -238,11 +242,11 @@ SPEED_BENCH_QUESTION_SETS = (
     *map(_build_throughput_question_set, SPEED_BENCH_PROMPT_LENGTHS),
 )
 
-# For questions whose source forbids copies, the data set on the hub has a text with this prefix.
+# Some questions must not be copied. SPEED-Bench on the hub has a text with this prefix instead.
 WITHHELD_TEXT_PREFIX = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
-# Key: name of a suite. Value: its public question sets. The suite `files` has no public question
-# sets, but those in the folder of the user.
+# Keys are names of suites, values are their public question sets. The suite `files` has none: it
+# uses the user's own question sets in suite.folder.
 QUESTION_SUITES: dict[str, tuple[QuestionSet, ...]] = {
     "ddtree": DDTREE_QUESTION_SETS,
     "speed_bench": SPEED_BENCH_QUESTION_SETS,
@@ -277,7 +281,7 @@ class SuiteConfig:
     thinking: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for invalid options. The questions are not read."""
+        """Raise ValueError for invalid options. The questions are not read yet."""
         if self.name is None:
             if self.folder is not None or self.sets:
                 suites = " or suite=".join(QUESTION_SUITES)
@@ -285,7 +289,7 @@ class SuiteConfig:
             return
         if self.name not in QUESTION_SUITES:
             raise ValueError(
-                f"suite.name={self.name} does not exist; use one of {', '.join(QUESTION_SUITES)}"
+                f"suite.name={self.name} is unknown; use one of {', '.join(QUESTION_SUITES)}"
             )
         if self.max_questions is not None and self.max_questions < 1:
             raise ValueError(
@@ -306,9 +310,10 @@ class SuiteConfig:
         self.select_set_names()
 
     def select_set_names(self) -> list[str]:
-        """Return the names of the question sets to decode.
+        """Return the names of the question sets that are evaluated.
 
-        Raises ValueError if no question set is available, or if one in suite.sets is not available.
+        Raises ValueError if no question set is available, or if a name in suite.sets is not that of
+        an available question set.
         """
         assert self.name is not None
         public_sets = QUESTION_SUITES[self.name]
@@ -350,7 +355,11 @@ def _is_valid_temperature(temperature: float) -> bool:
 
 @dataclass(frozen=True)
 class LoadedQuestionSet:
-    """A question set whose questions have been read."""
+    """A question set with the chats that were built from its questions, to be decoded.
+
+    name: name of the question set in the option suite.sets
+    title: name of the question set in the result table
+    """
 
     name: str
     title: str
@@ -358,10 +367,9 @@ class LoadedQuestionSet:
 
 
 def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
-    """Read the question sets of a suite. `SuiteConfig.check` must have accepted the configuration.
+    """Read the question sets of a suite from local files or from the hub.
 
-    Raises ValueError for a row that cannot be read. The message states the question set, the file
-    and the line.
+    Raises ValueError if a row is malformed, or if a question set has no questions.
     """
     assert config.name is not None
     local_files = {} if config.folder is None else find_set_files(config.folder)
@@ -389,24 +397,25 @@ def load_suite(config: SuiteConfig) -> list[LoadedQuestionSet]:
         ]
         if not chats:
             raise ValueError(
-                f"suite.folder={config.folder} contains no questions of the question set {name}"
+                f"suite.folder={config.folder} contains no questions of the question set {name}; "
+                "leave it out of suite.sets"
             )
         suite.append(LoadedQuestionSet(name, title, sample_chats(chats, limit)))
     return suite
 
 
 def _read_all_records(files: Iterable[Path]) -> Iterator[tuple[str, object]]:
-    """Yield (location, record) for each record of several files."""
+    """Yield (location, record) for each record of several files, one file after another."""
     for file in files:
         yield from read_file_records(file)
 
 
 def find_set_files(folder: str) -> dict[str, list[Path]]:
-    """Find the files of the question sets in a folder; return them by the name of the question set.
+    """Find the files of question sets in a folder. Return {name of the question set: its files}.
 
-    The files of a question set are <folder>/<set>.jsonl (or another suffix of
-    EXAMPLE_FILE_SUFFIXES) and all files in <folder>/<set>/. `folder` may also be the path of a
-    single file.
+    A question set consists of the file <folder>/<name>.jsonl (or another suffix of
+    EXAMPLE_FILE_SUFFIXES) and of all files in the folder <folder>/<name>/. `folder` may also be the
+    path of a single file.
     """
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
@@ -434,7 +443,7 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
             rows: Any = load_dataset("json", data_files=urls, split=question_set.split)
         else:
             rows = load_dataset(hub, question_set.configuration, split=question_set.split)
-    except (OSError, ValueError) as error:  # OSError includes ConnectionError
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"{question_set.title} ({hub}) could not be read from the hub ({reason}); use local "
@@ -445,16 +454,16 @@ def load_hub_records(question_set: QuestionSet) -> Iterator[tuple[str, dict]]:
 
 
 def build_chat(question_set: QuestionSet | None, location: str, record: object) -> ChatTurns:
-    """Build a chat from the questions of a record.
+    """Build a chat from a record, with one turn for each of the record's questions.
 
-    question_set: the public question set of the record; None for the user's own files, whose
-        records are {"turns": [texts]}
+    question_set: the public question set of the record; None for a record {"turns": [texts]} of
+        the user's own files
     location: file and line of the record, for error messages
 
     Raises ValueError with the location if the record contains no questions.
     """
     row = record if isinstance(record, dict) else {}
-    # The download script of SPEED-Bench writes messages instead of turns.
+    # A row written by SPEED-Bench's download script has the column `messages` instead of `turns`.
     if question_set is not None and isinstance(row.get("messages"), list):
         row = row | {"turns": _get_user_texts(row["messages"])}
     if question_set is not None and "turns" not in row:
@@ -492,14 +501,15 @@ def _get_user_texts(messages: list) -> list[object]:
 
 
 def build_user_turns(texts: Iterable[str]) -> ChatTurns:
-    """Return a chat in which each text is a turn of one user message."""
+    """Return a chat in which each text is a turn with a single user message."""
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 def sample_chats(chats: list[ChatTurns], limit: int | None) -> list[ChatTurns]:
-    """Return at most `limit` chats, the same ones as in the published measurements.
+    """Choose at most `limit` chats, the same ones as DFlash's benchmark does.
 
-    The chosen chats equal those of `shuffle(seed=0).select(range(limit))` of a `datasets.Dataset`.
+    The choice and the order equal those of `dataset.shuffle(seed=0).select(range(limit))` in the
+    library `datasets`.
     """
     if limit is None or len(chats) <= limit:
         return chats

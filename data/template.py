@@ -1,9 +1,10 @@
 """Render chats with the tokenizer's chat template and mark which tokens the target generated.
 
-Only tokens that the target generated carry loss. To locate these tokens, a chat is rendered twice:
-once as it is, and once with placeholders instead of the answers. Some templates (Qwen3) remove the
-reasoning from all answers but the last. For each answer whose reasoning is removed, a separate
-training text is built: the prompt of this answer, and then the answer with its reasoning.
+Only tokens that the target generated carry loss (are trained on). To locate these tokens, a chat is
+rendered twice: once as it is, and once with placeholders instead of the answers. Some templates,
+such as Qwen3's, remove the reasoning from all answers but the last. For each answer whose reasoning
+is removed, a separate training text is built: the messages before this answer, and then the answer
+with its reasoning.
 """
 
 import json
@@ -22,18 +23,19 @@ from infer.utils.chat_template import convert_tool_arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The groups match the opening tag, the reasoning, the closing tag and the content of an answer.
+# Matches an answer with reasoning. The four groups are the opening tag, the reasoning, the closing
+# tag and the content.
 INLINE_REASONING_PATTERN = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
 
-# Keys of a message from which chat templates read reasoning. Of these keys, the first one that a
-# template mentions is used.
+# Message keys that different chat templates use for reasoning. The first key that occurs in a
+# template is used for this template.
 MESSAGE_REASONING_KEYS = (CANONICAL_MESSAGE_REASONING_KEY, "reasoning", "thinking")
 
-# Keys of a message that are used for training only and are not passed to chat templates.
+# Message keys that only training uses; they are removed before a chat template is applied.
 MESSAGE_KEYS_HIDDEN_FROM_TEMPLATES = ("finish", "weight", "token_ids")
 
-# Key: section of an answer. Value: placeholder of the section, to which the message index and "Z"
-# are appended.
+# Keys are sections of an answer, values are their placeholders. The index of the message and "Z"
+# are appended to a placeholder.
 ANSWER_SECTION_PLACEHOLDERS = {
     "reasoning": "THOUGHTGOESHERE",
     "content": "ANSWERGOESHERE",
@@ -51,9 +53,9 @@ TOOL_CALLS_CHANGED_EXCLUSION_REASON = (
 
 @dataclass(frozen=True)
 class LossSpan:
-    """A range of characters [start, end) of a text that the target generated.
+    """The characters [start, end) of a training text, which the target generated as one answer.
 
-    answer: the message that contains these characters
+    answer: the message that contains the answer
     """
 
     start: int
@@ -66,18 +68,18 @@ class LossSpan:
         return self.answer.get("finish") in FINISH_REASONS_OF_COMPLETE_ANSWERS
 
 
-# A training text, and its spans that carry loss.
+# A training text, and its character ranges that carry loss.
 TextWithSpans = tuple[str, list[LossSpan]]
 
 
 @dataclass(frozen=True)
 class TemplateMarkers:
-    """Text that a chat template puts around an answer.
+    """The texts that a chat template puts around an answer, and where it reads reasoning.
 
     generation_prompt: the text that the template adds before an answer is generated
     answer_suffix: the text that the template adds after an answer
-    reasoning_field: the key of a message from which the template reads reasoning; None if the
-        template reads no such key, so that reasoning must be part of the content
+    reasoning_field: the message key from which the template reads reasoning; None if the template
+        reads no such key. Reasoning must then be part of the content
     """
 
     generation_prompt: str
@@ -87,12 +89,12 @@ class TemplateMarkers:
 
 @dataclass
 class AnswerLocation:
-    """Where an answer is in a rendered chat.
+    """The position of an answer in a rendered chat.
 
     prefix: the text between the previous answer and this answer
-    start: position of the first character after the prefix
-    sections: key: section of the answer, one of "reasoning", "content" and "tool_call"; value:
-        range of characters [start, end) of this section
+    start: index of the first character after the prefix
+    sections: keys are the sections "reasoning", "content" and "tool_call" that the answer has,
+        values are their ranges of characters [start, end)
     """
 
     prefix: str
@@ -108,10 +110,10 @@ def render_chat(
 ) -> str:
     """Render messages with the tokenizer's chat template, and return the text.
 
-    chat: a chat whose tools and template variables are used; its messages are not used
+    chat: a chat from which only the tools and the template variables are taken
+    add_generation_prompt: whether the text ends where the model has to start an answer
 
-    Raises ExcludedExample with the error message of the template if the template refuses the
-    messages.
+    Raises ExcludedExample if the template refuses the messages.
     """
     options = {
         "tools": chat["tools"] or None,
@@ -121,8 +123,8 @@ def render_chat(
         messages = convert_tool_arguments(tokenizer, messages, **options)
         return cast("str", tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, TypeError) as error:
-        # A template raises TemplateError if it refuses the order of the roles, and TypeError if it
-        # adds a value that is no string to a string.
+        # Templates raise TemplateError, for example if the roles do not alternate. Jinja raises
+        # TypeError, for example if a template adds None to a string.
         raise ExcludedExample(f"the chat template raises an error: {error}") from error
 
 
@@ -137,9 +139,9 @@ def get_template_source(tokenizer: "PreTrainedTokenizerBase") -> str:
 def detect_template_markers(
     tokenizer: "PreTrainedTokenizerBase", template_kwargs: dict
 ) -> TemplateMarkers:
-    """Return the texts that the tokenizer's chat template puts around an answer.
+    """Find out which texts the tokenizer's chat template puts around an answer.
 
-    template_kwargs: variables of the chat template
+    template_kwargs: variables of the chat template, such as {"enable_thinking": False}
     """
     variables = json.dumps(template_kwargs, sort_keys=True)
     return _detect_template_markers(tokenizer, get_template_source(tokenizer), variables)
@@ -149,9 +151,9 @@ def detect_template_markers(
 def _detect_template_markers(
     tokenizer: "PreTrainedTokenizerBase", template: str, variables_json: str
 ) -> TemplateMarkers:
-    """Implement `detect_template_markers` with hashable arguments, so that results are cached.
+    """Implement `detect_template_markers`. Results are cached, so all arguments are hashable.
 
-    template: source code of the chat templates
+    template: source code of the tokenizer's chat templates
     variables_json: variables of the chat template, as JSON
     """
     chat = {"tools": [], "template": json.loads(variables_json)}
@@ -178,9 +180,9 @@ def _detect_template_markers(
 def prepare_messages(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[dict]:
     """Return the messages of a chat with the keys that the tokenizer's chat template reads.
 
-    Reasoning is moved to the key from which the template reads reasoning, or into the content.
-    Keys that are used for training only are removed. Raises ExcludedExample if the chat has tools
-    or reasoning and the template cannot show them.
+    Reasoning is moved to the key from which the template reads reasoning. If there is no such key,
+    it is moved into the content. Keys that only training uses are removed. Raises ExcludedExample
+    if the chat has tools or reasoning and the template cannot show them.
     """
     template = get_template_source(tokenizer)
     markers = detect_template_markers(tokenizer, chat["template"])
@@ -213,9 +215,9 @@ def _join_reasoning(reasoning: str, content: str) -> str:
 
 
 def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> list[TextWithSpans]:
-    """Render a chat as one or more training texts, and find the spans that carry loss.
+    """Render a chat as one or more training texts, and find the character ranges that carry loss.
 
-    Each answer with a weight other than 0 carries loss in exactly one training text.
+    Each answer carries loss in exactly one training text. Answers with the weight 0 carry no loss.
 
     Raises ExcludedExample if the chat template changes or omits an answer, the tools or the result
     of a tool. The rendered text would then differ from the text that the target saw and generated.
@@ -258,8 +260,8 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
         else:
             spans.append(span)
 
-    # Only the last answer can be cut off. The target did not generate the end token that the
-    # template puts after such an answer, so the text ends with the answer.
+    # If the last answer was cut off, the target generated no end token after it. The training text
+    # then ends with this answer, without the end token that the template adds.
     if spans and not spans[-1].is_complete:
         rendered = rendered[: spans[-1].end]
     if spans:
@@ -268,11 +270,11 @@ def build_training_texts(tokenizer: "PreTrainedTokenizerBase", chat: dict) -> li
 
 
 def split_answer(answer: dict) -> dict[str, str]:
-    """Return the texts of the sections of an answer, by name of the section.
+    """Split an answer into sections. Return a dictionary from the section's name to its text.
 
-    "reasoning" is always present and may be empty. "content" and "tool_call" are present if the
-    answer has content or tool calls. The text of "tool_call" is the name of the first function
-    that the answer calls.
+    The sections are "reasoning" (may be ""), "content" and "tool_call". "content" is missing if the
+    answer has only tool calls, and "tool_call" is missing if it has none. The text of "tool_call"
+    is the name of the first function that the answer calls.
     """
     sections = {"reasoning": ""}
     for name in MESSAGE_REASONING_KEYS:
@@ -293,9 +295,9 @@ def split_answer(answer: dict) -> dict[str, str]:
 
 
 def _insert_placeholders(answer: dict, index: int) -> dict:
-    """Return a copy of an answer in which each section is replaced by its placeholder.
+    """Return a copy of an answer with placeholders for its reasoning, content and function name.
 
-    index: index of the answer among the messages; it becomes part of each placeholder
+    index: index of the answer among the messages, which becomes part of each placeholder
     """
     placeholders = {
         section: f"{word}{index}Z" for section, word in ANSWER_SECTION_PLACEHOLDERS.items()
@@ -305,8 +307,8 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
         if answer.get(name):
             result[name] = placeholders["reasoning"]
 
-    # Reasoning within the content is replaced within the content, because some templates treat it
-    # differently from reasoning under a key of its own.
+    # Reasoning in <think> tags within the content stays within the content, because some templates
+    # show it differently from reasoning with a separate key.
     inline = INLINE_REASONING_PATTERN.fullmatch(answer["content"])
     if inline:
         reasoning = inline[1] + placeholders["reasoning"] + inline[3]
@@ -324,23 +326,23 @@ def _insert_placeholders(answer: dict, index: int) -> dict:
 def locate_answers(
     rendered: str, with_placeholders: str, messages: list[dict]
 ) -> dict[int, AnswerLocation]:
-    """Locate the answers of a chat in its rendered text. Return the locations by message index.
+    """Find the answers of a chat in its rendered text. Return {message index: location}.
 
     rendered: the rendered chat
     with_placeholders: the same chat, rendered with placeholders instead of the answers
 
     Raises ExcludedExample if the two texts differ outside the answers, or if an answer is missing.
     """
-    # The end mark ensures that the text after the last placeholder matches the whole remaining
-    # text, not only the beginning of the remaining text.
+    # "\0" marks the end of both texts. Without the mark, the text after the last placeholder could
+    # match only the beginning of the text after the last answer.
     rendered += "\0"
     prefix, *fragments = ANSWER_SECTION_PLACEHOLDER_PATTERN.split(with_placeholders + "\0")
     section_names = {word: section for section, word in ANSWER_SECTION_PLACEHOLDERS.items()}
     locations: dict[int, AnswerLocation] = {}
     position = len(prefix) if rendered.startswith(prefix) else len(rendered)
 
-    # For each placeholder, `fragments` has three entries: the word of the placeholder, its message
-    # index and the text up to the next placeholder.
+    # `fragments` has three entries for each placeholder: its word, its message index, and the text
+    # between this placeholder and the next one.
     for word, number, suffix in zip(fragments[::3], fragments[1::3], fragments[2::3], strict=True):
         index = int(number)
         section = section_names[word]
@@ -360,10 +362,12 @@ def locate_answers(
 
 
 def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str | None:
-    """Find the form in which `text` is in a rendered chat at `position`, followed by `suffix`.
+    """Return `text` as it was rendered at a position of a chat, or None if it is not there.
 
-    A template may strip white space from the start or the end of a text. Returns the text as it was
-    rendered, or None if the rendered chat has something else at `position`.
+    A chat template may have removed white space from the start or the end of the text.
+
+    position: index of the character in `rendered` at which the text must start
+    suffix: text that must follow in `rendered`
     """
     for form in (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n")):
         if rendered.startswith(form + suffix, position):
@@ -374,9 +378,9 @@ def _match_stripped(rendered: str, position: int, text: str, suffix: str) -> str
 def _check_sections(location: AnswerLocation | None, message: dict, index: int) -> None:
     """Raise ExcludedExample if the content or tool calls of an answer are not in the rendered chat.
 
-    If an answer has tool calls and no content, an empty "content" section is added to `location`.
+    If the answer has only tool calls, an empty section "content" is added to `location`.
 
-    location: where the answer is; None if no section of the answer was found
+    location: position of the answer; None if no section of the answer was found
     """
     sections = {} if location is None else location.sections
     if message.get("tool_calls"):
@@ -413,11 +417,11 @@ def _find_loss_span(
     answer: dict,
     has_reasoning: bool,
 ) -> LossSpan:
-    """Return the span of a rendered answer that the target generated.
+    """Return the range of characters of a rendered answer that the target generated.
 
-    The span starts after the generation prompt and ends after the content or the last tool call.
-    If the template puts empty reasoning tags before an answer without reasoning, the span starts
-    after these tags.
+    The range starts after the generation prompt. If the template puts empty reasoning tags before
+    an answer without reasoning, the range starts after these tags. The range ends with the content
+    or the last tool call.
     """
     start = location.start
     prompt_without_reasoning = markers.generation_prompt.partition("<think>")[0]
@@ -445,7 +449,7 @@ def _find_loss_span(
         _, name_end = sections["tool_call"]
         end = rendered.find(suffix, name_end) if suffix else len(rendered)
         if end < 0:
-            raise ExcludedExample("the chat template has no text that ends tool calls")
+            raise ExcludedExample("the chat template does not end tool calls like other answers")
     return LossSpan(start, end, answer)
 
 
@@ -457,12 +461,13 @@ def _build_single_answer_text(
     markers: TemplateMarkers,
     tool_calls_text: str,
 ) -> TextWithSpans:
-    """Build a training text of one answer with its reasoning, after the prompt of this answer.
+    """Build a training text that ends with one answer and its reasoning.
 
-    It is needed for an answer whose reasoning the template removes because other messages follow.
+    The messages after the answer are left out, because with them the template would remove the
+    reasoning of the answer.
 
     index: index of the answer among the messages
-    tool_calls_text: the rendered tool calls of the answer
+    tool_calls_text: the tool calls of the answer, as the template renders them
     """
     prompt = render_chat(tokenizer, messages[:index], chat, add_generation_prompt=True)
     message = messages[index]
@@ -501,8 +506,10 @@ def tokenize_with_loss_mask(
 ) -> tuple[list[int], list[bool]]:
     """Tokenise a text. Return its token ids, and for each token id whether it carries loss.
 
-    If the token ids of an answer were recorded and decode to the text of the answer, the recorded
-    token ids are used.
+    If the example contains token ids for an answer, and these decode to the text of the answer,
+    they are used. Tokenising the text could give other token ids than the target generated.
+
+    spans: the character ranges that carry loss
     """
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     text_ids = encoded["input_ids"]
@@ -512,7 +519,7 @@ def tokenize_with_loss_mask(
 
     output_ids = []
     loss_mask = []
-    position = 0  # index of the first token that is not copied yet
+    position = 0  # index of the first token of the text that is not in `output_ids` yet
     for span in spans:
         first = bisect_left(token_starts, span.start, position)
         last = bisect_right(token_ends, span.end, first)
@@ -536,10 +543,12 @@ def tokenize_with_loss_mask(
 def get_recorded_token_ids(
     tokenizer: "PreTrainedTokenizerBase", span: LossSpan, text: str, special_ids: set[int]
 ) -> list[int] | None:
-    """Return the recorded token ids of an answer, without end tokens.
+    """Return the token ids that the example has for an answer, without end tokens.
 
-    Returns None if no token ids were recorded, or if they do not decode to the text of the answer.
+    Returns None if the example has none, or if they do not decode to the text of the answer.
     Raises InvalidExample for a token id outside the vocabulary.
+
+    span: the answer and its range of characters in `text`
     """
     token_ids = list(span.answer.get("token_ids", ()))
     if token_ids and max(token_ids) >= len(tokenizer):

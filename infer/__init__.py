@@ -12,7 +12,7 @@ from typing import Any
 
 from infer.utils.optional import explain_missing_module, is_installed
 
-# Key: a module. Value: the public names that the module defines.
+# Keys are modules, values are the public names that each module defines.
 _PUBLIC_NAMES = {
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
     "infer.config": ("DecodeOptions", "DrafterConfig", "EngineConfig"),
@@ -31,9 +31,9 @@ __all__ = [name for name, module in _MODULE_OF_NAME.items() if is_installed(modu
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that defines a public name, and return the object with that name.
+    """Import the module that defines a public name of `infer`, and return the named object.
 
-    Python calls this function when the name is used for the first time.
+    Python calls this function for an attribute of `infer` that is not defined in this file.
     """
     if name == "__version__":
         return import_module("infer.utils.installation").package_version()

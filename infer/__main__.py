@@ -1,4 +1,4 @@
-"""`python -m infer COMMAND [overrides]` is the command `blockdraft`."""
+"""Make `python -m infer COMMAND [KEY=VALUE ...]` run the same commands as `blockdraft`."""
 
 from infer.main import main
 

@@ -25,19 +25,19 @@ from infer.engine.sequence import DecodeStats, LogitsProcessor, Sequence, TokenL
 from infer.targets.target import Target
 from infer.utils.chat_template import convert_tool_arguments
 
-MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31  # for targets whose config.json has no limit
-REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete UTF-8 sequence
+MAX_POSITIONS_OF_UNLIMITED_TARGET = 2**31  # used if the target's config.json gives no maximum
+REPLACEMENT_CHARACTER = "\ufffd"  # tokenizers decode an incomplete UTF-8 sequence to this character
 
 
 class NonCausalTarget(Protocol):
-    """A target that is not a causal language model, see `infer.targets.masked_models`.
+    """A target that is not a causal language model, such as a masked diffusion model.
 
-    The classes of its options and of its engine are in an optional package, and are given by name
-    as "module:class".
+    Its option class and its engine class are in an optional package. Both are therefore given as
+    strings "module:class".
     """
 
-    options_class: ClassVar[str]  # class of the options of `generate` for this model
-    engine_class: ClassVar[str]  # class that is called with (model, options, capacity, clock)
+    options_class: ClassVar[str]  # class of the argument `options` of `generate`
+    engine_class: ClassVar[str]  # called with (target, options, capacity, clock)
     name: str
     tokenizer: Any
 
@@ -55,7 +55,7 @@ class NonCausalTarget(Protocol):
 
 
 AnyTarget = Target | NonCausalTarget
-# A text, token ids, or the messages of a chat.
+# A prompt is a text, a list of token ids, or a list of chat messages {"role", "content"}.
 Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
 
 
@@ -63,14 +63,14 @@ Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]
 class Generation:
     """The output for one prompt.
 
-    text: the output as text. It ends before a stop string and has no special tokens. It is None if
+    text: the output as text, without special tokens and cut before the first stop string. None if
         the target has no tokenizer
     ids: ids of the generated tokens, with the end token if the model generated one
     prompt_ids: token ids of the prompt
     finish_reason: "stop" after an end token or stop string, "length" at the limit of tokens, or
         "loop" for an output that repeats itself (TextOptions.loop_period)
-    commits: number of tokens that were added to `ids` by the prefill and by each decoding round, in
-        this order; empty for a masked diffusion model
+    commits: numbers of tokens that the prefill and then each decoding round added to `ids`; empty
+        for a masked diffusion model
     logprobs: one entry for every token of `ids`; empty if log-probabilities were not requested
     stats: number of rounds, time and other statistics of this output
     """
@@ -95,23 +95,22 @@ def generate(
 ) -> Generation | list[Generation]:
     """Generate the output of one prompt or of a list of prompts.
 
-    drafter: the drafter, or None for a method that needs none and for a masked diffusion model
+    drafter: the drafter. None for baseline decoding and for a masked diffusion model
     prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids, or a list of
         chat messages ({"role": ..., "content": ...}), to which the tokenizer's chat template is
         applied
     options: a DecodeOptions object, or `MaskedOptions` for a masked diffusion model
         (`load_masked`). None means the default options
-    processors: Hugging Face logits processors. Each is called for every output token, with the
-        token ids before it
-    clock: returns the time in seconds, for the statistics
+    processors: Hugging Face logits processors. For every output token, each processor is called
+        with the token ids before this token
+    clock: function that returns the time in seconds, for the statistics
     overrides: single options by name, such as `generate(target, drafter, "import os",
         max_new_tokens=64, temperature=0.7, seed=1)`
 
     A drafter never changes the output. Greedy decoding gives the same tokens as baseline decoding.
-    Sampling gives the same output for the same seed, whatever the method, budget and drafter. In a
-    list of prompts, prompt number i is sampled with the seed `derive_seed(options.seed, i)`, which
-    is `options.seed` for the first one. A prompt that is decoded alone with its seed gives the same
-    output.
+    Sampling gives the same output for the same seed, whatever the method, node budget and drafter.
+    Prompt number i of a list is sampled with the seed `derive_seed(options.seed, i)`, which is
+    `options.seed` for i = 0. The other prompts of the list do not affect its output.
 
     Returns one `Generation`, or a list of them for a list of prompts. Raises ValueError for
     invalid options or prompts.
@@ -154,8 +153,8 @@ def stream(
 ) -> abc.Iterator[str]:
     """Generate the output of one prompt, and yield new text after every decoding round.
 
-    The joined pieces equal `generate(...).text`. Arguments and exceptions are those of `generate`.
-    Invalid arguments raise an exception in this call, before the first piece is requested.
+    The joined pieces equal `generate(...).text`. See `generate` for the arguments. Invalid
+    arguments raise ValueError in this call already, not when the first piece is requested.
     """
     options = resolve_options(target, options, overrides)
     prompt_ids = encode_prompt(target, prompt)
@@ -183,10 +182,10 @@ def open_engine(
 ) -> Engine:
     """Return an engine that decodes sequences with a target and its drafter.
 
-    options: an EngineConfig, or for a `NonCausalTarget` an object of its `options_class`
-    capacity: number of positions in the KV cache for each sequence of a batch, which its prompt and
-        its output share
-    clock: returns the time in seconds, for the statistics
+    options: an EngineConfig. For a `NonCausalTarget` it is an object of its `options_class`
+    capacity: number of KV cache positions for each sequence of a batch; a prompt and its output
+        together must fit into them
+    clock: function that returns the time in seconds, for the statistics
 
     Raises ValueError if the options or the drafter do not fit the target.
     """
@@ -209,12 +208,14 @@ def decode_prompts(
     seeds: list[int] | None = None,
     processors: abc.Sequence[LogitsProcessor] = (),
 ) -> list[Sequence]:
-    """Decode prompts, at most `options.max_num_seqs` at a time.
+    """Decode prompts in batches of at most `options.max_num_seqs` sequences.
+
+    prompts: token ids of each prompt; a prompt has at least one token
+    clock: function that returns the time in seconds, for the statistics
+    seeds: the sampling seed of each prompt; None derives the seeds from `options.seed`
+    processors: Hugging Face logits processors
 
     Returns the finished sequences in the order of the prompts.
-
-    prompts: token ids of each prompt, at least one per prompt
-    seeds: the sampling seed of each prompt; None means seeds derived from `options.seed`
     """
     options.check()
     if not prompts:
@@ -234,10 +235,10 @@ def decode_prompts(
 
 
 class IncrementalDetokenizer:
-    """Converts the tokens of a growing `Sequence` to text, piece by piece.
+    """Converts the tokens of a growing `Sequence` to text, piece by piece, for streaming.
 
-    A character is withheld while later tokens may complete or change it. The end of the text is
-    withheld while it may be the beginning of a stop string.
+    Characters that later tokens may still change are not returned yet. The end of the text is not
+    returned while it may be the beginning of a stop string.
 
     keep_special_tokens: whether the text contains special tokens. An end token at the end of the
         sequence is never part of the text
@@ -248,7 +249,7 @@ class IncrementalDetokenizer:
     ) -> None:
         if target.tokenizer is None:
             raise ValueError(
-                "this target has no tokenizer, so that text cannot be streamed: use generate, "
+                "this target has no tokenizer, so text cannot be streamed: use generate, "
                 "which returns token ids"
             )
         self.target = target
@@ -256,15 +257,15 @@ class IncrementalDetokenizer:
         self.keep_special_tokens = keep_special_tokens
         self.returned_characters = 0
         self.withheld_text = ""
-        self.decoded_tokens = 0  # tokens whose text was returned or is withheld
-        # Decoding starts a few tokens before the new ones, because some tokenizers drop a leading
-        # space.
+        self.decoded_tokens = 0  # number of tokens whose text was returned or is in `withheld_text`
+        # Index of the first token that is decoded together with new tokens. It is a few tokens
+        # before them, because some tokenizers drop a space at the start of a text.
         self.context_start = 0
 
     def next_text(self) -> str:
-        """Return the text that was added since the last call.
+        """Return the new text since the last call.
 
-        All pieces of a finished sequence, joined, equal the result of `decode_output`.
+        The joined pieces of a finished sequence equal the result of `decode_output`.
         """
         if self.sequence.finish_reason is None:
             self._decode_new_tokens()
@@ -282,7 +283,7 @@ class IncrementalDetokenizer:
     def _decode_new_tokens(self) -> None:
         """Append the text of new tokens to `withheld_text`.
 
-        Tokens whose text may still be changed by later tokens are left for the next call.
+        If later tokens may still change the text of a token, this token is left for the next call.
         """
         tokenizer = require_tokenizer(self.target)
         ids = self.sequence.ids
@@ -310,11 +311,10 @@ class IncrementalDetokenizer:
 def resolve_options(
     target: AnyTarget, options: DecodeOptions | None, overrides: dict[str, object]
 ) -> DecodeOptions:
-    """Return a copy of the options in which the overrides replace single values, and check it.
+    """Return a checked copy of the options, in which `overrides` replaces single values.
 
-    options: None means the default options, which are a DecodeOptions object, or for a
-        NonCausalTarget an object of its `options_class`
-    overrides: option names and values
+    options: None means the default options of the target's option class
+    overrides: keys are option names, values are option values
 
     Raises TypeError for an unknown option name, and ValueError for an invalid value.
     """
@@ -329,7 +329,7 @@ def resolve_options(
 
 
 def max_positions(target: AnyTarget) -> int:
-    """Return how many positions a prompt and its output may take together with a target."""
+    """Return the maximum length of a sequence (prompt and output) for a target, in positions."""
     return (
         getattr(target.config, "max_position_embeddings", None) or MAX_POSITIONS_OF_UNLIMITED_TARGET
     )
@@ -338,7 +338,7 @@ def max_positions(target: AnyTarget) -> int:
 def check_prompt_lengths(
     target: AnyTarget, options: DecodeOptions, prompts: list[list[int]]
 ) -> None:
-    """Raise ValueError if a prompt and its longest output need more positions than the target has.
+    """Raise ValueError if a prompt and max_new_tokens more tokens exceed the target's limit.
 
     prompts: token ids of each prompt
     """
@@ -390,15 +390,15 @@ def encode_prompt(
         messages = convert_tool_arguments(tokenizer, messages, **options)
         return tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
     except (TypeError, TemplateError) as error:
-        # A text may contain half of a surrogate pair, or the template may refuse a message's role.
+        # For example, the text contains half of a surrogate pair, or the template refuses a role.
         raise ValueError(f"the prompt cannot be tokenized: {error}") from error
 
 
 def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -> None:
-    """Raise ValueError for options that the chat template does not read.
+    """Raise ValueError for template variables that the chat template does not read.
 
-    A parameter of the method `apply_chat_template` is also refused, because it would change how
-    that method works.
+    A name of a parameter of `apply_chat_template` is also refused, because the value would be
+    passed to this parameter instead of the template.
     """
     if not options:
         return
@@ -412,7 +412,7 @@ def _check_template_options(tokenizer: Any, options: abc.Mapping[str, object]) -
 
 
 def require_tokenizer(target: AnyTarget) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a target that is known to have one."""
+    """Return the tokenizer of a target, which must have one."""
     assert target.tokenizer is not None
     return target.tokenizer
 
@@ -423,7 +423,7 @@ def decode_output(
     """Return the text of an output, cut before the first stop string.
 
     ids: the token ids of the output; an end token at the end is not part of the text
-    options: contain the stop strings
+    options: the options with the stop strings
     keep_special_tokens: whether other special tokens are part of the text
     """
     if ids and ids[-1] in target.eos_token_ids:

@@ -1,8 +1,8 @@
 """Options of targets, drafters, decoding and evaluation.
 
 This module does not import torch, so that an invalid option is refused before torch is loaded. The
-docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that
-no option lacks an entry.
+docstring of each class must have an entry "name: meaning" for every option; tests/test_conf.py
+checks this.
 """
 
 import re
@@ -23,11 +23,11 @@ from infer.utils.checks import (
 )
 
 # Two values of the option `ngrams` that are not file names.
-NGRAMS_OPTION_NONE = "none"  # no n-grams are used
+NGRAMS_OPTION_NONE = "none"  # use no n-grams
 NGRAMS_OPTION_CURRENT_SEQUENCE = (
-    "text"  # only the n-grams of the sequence that is being decoded are used
+    "text"  # use only the n-grams of the sequence that is being decoded, not those of a file
 )
-# Options that constrain the output to a grammar; at most one of them may be set.
+# Options that constrain the output to a schema or grammar; at most one of them may be set.
 GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar")
 MAX_LOGPROB_ALTERNATIVES = 20
 OptionsClass = TypeVar("OptionsClass")
@@ -36,8 +36,8 @@ OptionsClass = TypeVar("OptionsClass")
 def append_inherited_help(cls: type[OptionsClass]) -> type[OptionsClass]:
     """Append the docstrings of the base classes to the docstring of a class, and return the class.
 
-    This is a class decorator for dataclasses that inherit options. The help of a command is made
-    from the docstring, and so it also explains the inherited options.
+    This is a class decorator for dataclasses that inherit options. The command-line help is made
+    from the docstring of a class, and must also explain the inherited options.
     """
     docstrings = [cleandoc(documented.__doc__ or "") for documented in (cls, *cls.__bases__)]
     cls.__doc__ = "\n\n".join(docstrings)
@@ -117,7 +117,7 @@ class LoadedConfig:
     sliding_window: int | None = None
 
     def check(self) -> None:
-        """Raise ValueError for an unknown quantization."""
+        """Raise ValueError for an unknown value of `quantization`."""
         require_one_of(self, "drafter.", quantization=("auto", "none", "int8"))
 
 
@@ -149,7 +149,7 @@ class HeadConfig:
     confidence_head: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for an unknown head or impossible sizes."""
+        """Raise ValueError for an unknown head, or for sizes that are out of range."""
         check_head_options(self)
         require_at_least(self, "drafter.head.", rank=1, top_k=0, hidden_size=1)
 
@@ -158,9 +158,9 @@ class HeadConfig:
 class DrafterConfig:
     """Architecture of the drafter to train. All sizes that are not options equal the target's.
 
-    Training can start from the drafter that the option init names. For sample_from_anchor, causal,
-    sliding_window, layer_fusion, conv_kernel_size and draft_vocab_size, null then means the value
-    of that drafter; the meaning of null below applies to a new drafter.
+    With the option init, training starts from an existing drafter. null then means this drafter's
+    value for sample_from_anchor, causal, sliding_window, layer_fusion, conv_kernel_size and
+    draft_vocab_size. For a new drafter, null means what is said below.
 
     family: dflash or dart, see infer/drafters/families.py
     layers: number of decoder layers; a DART drafter has exactly 1
@@ -177,8 +177,8 @@ class DrafterConfig:
     mask_token_id: the token id that the drafter reads at drafted positions. null means the
         tokenizer's mask token; if it has none, the first unused id; if all ids are used, a special
         token that the data do not contain. Only for dflash
-    sample_from_anchor: the position of the bonus token also drafts a token, so that a block has one
-        position less. null means false. Only for dflash
+    sample_from_anchor: the position of the bonus token also drafts a token, so that block_size - 1
+        positions draft block_size - 1 tokens. null means false. Only for dflash
     causal: a drafted position attends only to earlier positions of its block, as in JetSpec. null
         means false. Only for dflash
     sliding_window: number of last positions that the drafter's layers attend to and that its KV
@@ -189,8 +189,9 @@ class DrafterConfig:
     conv_kernel_size: kernel size of the convolutions around attention and MLP in DFlash 2, whose
         published drafters use 2. null means no convolutions. Only for dflash
     draft_vocab_size: the drafter proposes only this many tokens, the most frequent ones of the
-        training data (EAGLE-3, FR-Spec). 0 or null means all tokens. With init, another number than
-        that drafter's selects the tokens again, which is impossible if it has a conditional head
+        training data (EAGLE-3, FR-Spec). 0 or null means all tokens. If it differs from the value
+        of the drafter that init names, the tokens are selected again; that drafter must then have
+        no conditional head
     init: the drafter that training starts from, which is a hub id or a folder in any layout that
         load_drafter reads. null means a new drafter
     head: the conditional head, see HeadConfig. With init, head.name=none keeps the head of that
@@ -214,11 +215,11 @@ class DrafterConfig:
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
-        """Raise ValueError for an unknown family or impossible sizes."""
+        """Raise ValueError for an unknown drafter family, or for sizes that are out of range."""
         check_family_and_layers(self.family, self.layers)
         check_family_options(self)
         self.head.check()
-        # A block contains the bonus token and at least one drafted position.
+        # block_size is at least 2: the position of the bonus token and one drafted position.
         require_at_least(
             self, "drafter.", layers=1, block_size=2, conv_kernel_size=0, draft_vocab_size=0
         )
@@ -321,13 +322,13 @@ class EngineConfig:
         the drafter's weights with ddtree if there is one, else no n-grams
     width: number of children of every tree node. Only for static
     max_num_seqs: maximum number of sequences that are decoded in one batch; others wait in a queue
-    max_num_batched_tokens: maximum number of positions that the target computes in one step. They
-        are the draft trees of all sequences and chunks of new prompts. One tree is always computed,
-        even if it is larger. A position after a long context counts as more than one. Larger values
+    max_num_batched_tokens: maximum number of positions that the target computes in one step, in the
+        draft trees of all sequences and in chunks of new prompts. One tree is always computed, even
+        if it is larger. A position after a long context counts as more than one. Larger values
         start new sequences sooner and slow down running ones. null means no limit
     prefix_cache_mib: MiB of memory for the KV cache of finished sequences. The prefill of a prompt
         with the same prefix then starts after that prefix. 0 means no prefix cache. Hybrid targets
-        do not support it
+        (with recurrent layers) do not support it
     compile: false turns CUDA graphs off. It has no effect on other devices than CUDA
     """
 
@@ -337,8 +338,8 @@ class EngineConfig:
     width: int = 2
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = (
-        # With 144, the tokens of a running stream come at most 5 times as slowly while new prompts
-        # are prefilled, see docs/serving.md.
+        # With 144 positions per step, running sequences generate tokens at most 5 times more slowly
+        # while new prompts are prefilled, see docs/serving.md.
         144
     )
     prefix_cache_mib: int = 0
@@ -346,10 +347,10 @@ class EngineConfig:
 
     @property
     def tree(self) -> TreeMethod:
-        """The entry of `TREE_METHODS` that is used.
+        """The tree method that decoding uses, as an entry of `TREE_METHODS`.
 
-        It is the entry of `method`. If n-grams are used and that entry names a method for n-grams
-        (`ngram_variant`), it is the entry of that method.
+        This is the tree method with the name `method`. If n-grams are used and this method has an
+        `ngram_variant`, the variant is used instead.
         """
         method = TREE_METHODS[self.method]
         if method.ngram_variant and self.uses_ngram_file:
@@ -358,16 +359,16 @@ class EngineConfig:
 
     @property
     def uses_ngram_file(self) -> bool:
-        """Whether n-grams are used, which is so unless `ngrams` is null or "none"."""
+        """Whether decoding uses n-grams, of a file or of the sequence itself."""
         return self.ngrams not in (None, NGRAMS_OPTION_NONE)
 
     def with_drafter_ngrams(self, ngram_file: Path | None) -> Self:
-        """Return a copy of the options in which `ngrams` is `ngram_file`.
+        """Return a copy of the options that uses the n-gram file of a drafter, if it applies.
 
-        ngram_file: the n-gram file that is stored beside a drafter's weights; None if there is none
+        ngram_file: the n-gram file beside the drafter's weights; None if there is none
 
-        Returns the options unchanged if `ngram_file` is None, if `ngrams` is set already, or if the
-        tree method cannot use n-grams.
+        The options are returned unchanged if `ngram_file` is None, if `ngrams` is set already, or
+        if the tree method has no variant with n-grams.
         """
         has_variant = TREE_METHODS[self.method].ngram_variant is not None
         if ngram_file is None or self.ngrams is not None or not has_variant:
@@ -377,15 +378,14 @@ class EngineConfig:
     def describe_method(self, drafter: Any) -> str:
         """Return the name of the tree method that is used with a drafter.
 
-        The name is, for example, "ddtree+ngrams" for method=ddtree and a drafter with an n-gram
-        file.
+        For method=ddtree and a drafter with an n-gram file, for example, it is "ddtree+ngrams".
         """
         ngram_file = None if drafter is None else drafter.ngram_path
         return self.with_drafter_ngrams(ngram_file).tree.name
 
     @property
     def uses_drafter(self) -> bool:
-        """Whether the method needs a drafter."""
+        """Whether the tree method needs a drafter; `plain` does not."""
         return self.tree.needs_drafter
 
     def output_positions(self, tokens: int) -> int:
@@ -393,7 +393,7 @@ class EngineConfig:
         return tokens
 
     def check(self) -> None:
-        """Raise ValueError for unknown methods and for options that do not fit the method."""
+        """Raise ValueError for an unknown tree method, or options that it does not support."""
         require_method(self.method)
         require_one_of(self, method=TREE_METHODS)
         require_at_least(
@@ -449,9 +449,9 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded to measure a drafter. In training, the last checkpoint is measured as these
-    options say. Each earlier checkpoint decodes a quarter of the prompts, once and greedily, in at
-    most a quarter of the time, without external prompts.
+    """Which prompts are decoded, and how, to measure a drafter. In training, these options apply to
+    the last checkpoint. At earlier checkpoints only a quarter of the prompts is decoded, once and
+    greedily, in at most a quarter of the time and without external prompts.
 
     prompts: number of held-out prompts, of several kinds. 0 means no evaluation in training
     external_prompts: number of prompts that are not from the training data set. Their results are
@@ -463,13 +463,14 @@ class EvaluationConfig:
     temperature: temperature of the first measurement of every prompt; 0 means greedy decoding
     sampling_temperature: decode every second prompt again at this temperature. null means that
         prompts are decoded once
-    max_minutes: time limit of the evaluation in minutes. All kinds of prompts and all question sets
-        of a suite share it. A prompt that was started is finished with every method. The report
-        says how many prompts were decoded. null means no limit, which is the default with suite=
-    ngrams: n-gram file (made by ./launch.sh ngram). Trees that use it, and drafting from n-grams
-        without a drafter, are then measured with the middle node budget. text means the n-grams of
-        the sequence itself. none means no n-grams. null means the file beside the drafter's
-        weights, or text if there is no such file
+    max_minutes: time limit in minutes for the whole evaluation, with all kinds of prompts or all
+        question sets of a suite. A prompt that was started is finished with every method. The
+        report says how many prompts were decoded. null means no limit, which is the default with
+        suite=
+    ngrams: n-gram file (made by ./launch.sh ngram). Draft trees scored by its n-grams, and drafting
+        from its n-grams without a drafter, are then measured too, with the middle one of the
+        budgets. text means the n-grams of the sequence itself. none means no n-grams. null means
+        the file beside the drafter's weights, or text if there is no such file
     """
 
     prompts: int = 32
@@ -483,7 +484,7 @@ class EvaluationConfig:
     ngrams: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for values out of range."""
+        """Raise ValueError for options that are out of range."""
         require_at_least(
             self,
             "evaluation.",

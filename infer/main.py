@@ -1,8 +1,8 @@
-"""The entry point of every command: `blockdraft COMMAND [KEY=VALUE ...]`.
+"""The entry point of all commands: `blockdraft COMMAND [KEY=VALUE ...]`.
 
-launch.sh prepares the Python environment and calls this module. Every command has an entry in the
-table `_ALL_COMMANDS`, and a file with the command's option dataclass and its function `run`. The
-file is imported only when the command is called.
+launch.sh prepares the Python environment and calls this module. Each command has an entry in the
+table `_ALL_COMMANDS`. The entry names a file with the command's option dataclass and its function
+`run`. The file is imported only when the command is called.
 """
 
 import sys
@@ -17,13 +17,13 @@ from infer.utils.optional import explain_missing_module, is_installed
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its help text, its option dataclass and the function that runs it.
+    """A command of the command line.
 
-    The default options of a command are in the file of conf/ that has the command's name.
+    The default options of a command are in conf/<command>.yaml.
 
     help: one line that says what the command does
-    options: the option dataclass, as "module:name"
-    run: the function that is called with the options, as "module:name"
+    options: "module:name" of the option dataclass
+    run: "module:name" of the function that runs the command; its argument is the options
     """
 
     help: str
@@ -40,9 +40,11 @@ class Command:
 
 
 def cli_command(name: str, help: str) -> Command:
-    """Return the command of the file infer/cli/<name>.py.
+    """Return the command that the file infer/cli/<name>.py implements.
 
-    The file defines the option dataclass <Name>Command and the function `run`.
+    The file must define the option dataclass <Name>Command and the function `run`.
+
+    help: one line that says what the command does
     """
     module = f"infer.cli.{name}"
     return Command(help, f"{module}:{name.capitalize()}Command", f"{module}:run")
@@ -86,7 +88,7 @@ _ALL_COMMANDS = {
         "train.masked.diffusion:train_diffusion_model",
     ),
 }
-# The commands that can be run: those of optional packages that are not installed are missing.
+# The commands that can be run. Commands of optional packages that are not installed are left out.
 COMMANDS = {
     name: command for name, command in _ALL_COMMANDS.items() if is_installed(command.options)
 }
@@ -122,7 +124,8 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         exit_for_missing_module(error)
     if name == "train":
-        # Training may run in several processes, which must exit differently from other commands.
+        # Training may run in several processes. train.main ends them without Python's exit
+        # handlers, which can abort a finished process.
         resolve_name("train.main:main")(overrides)
         return
     run_command(name, options_class, command.start, overrides)

@@ -1,4 +1,5 @@
-"""The commands except training: each file defines an option dataclass and a function `run`. This
-package may import `data` and every package of infer except the optional packages. infer.main
-imports a command's file when the command is called. Read generate.py, the simplest command, first;
-models.py loads targets and drafters."""
+"""The commands except training. Each file defines a command's option dataclass and its function
+`run`, and infer.main imports the file when the command is called. Start with generate.py, the
+simplest command. models.py loads targets and drafters.
+
+This package may import `data` and all packages of infer except the optional ones."""

@@ -1,8 +1,8 @@
 """The command `chat`: a conversation in the terminal with a target or with a running server of this
 project.
 
-Colours show which tokens were drafted. Accepted draft tokens are green. Rejected draft tokens are
-red and struck through. The bonus token of each round is yellow.
+Accepted draft tokens are printed green. Rejected draft tokens are printed red and struck through.
+The bonus token of each round is printed yellow.
 """
 
 import json
@@ -27,15 +27,15 @@ ACCEPTED_STYLE = "green"
 REJECTED_STYLE = "red strike"
 BONUS_STYLE = "bold yellow"
 MAX_QUOTED_SERVER_RESPONSE_CHARACTERS = (
-    400  # an error message quotes this much of a server's response
+    400  # maximum number of characters of a server's response that an error message quotes
 )
 CHAT_CONNECT_TIMEOUT_SECONDS = 10
 
 
 @dataclass
 class ChatCommand(ServeCommand):
-    """Chat with a target and its drafter. Without the option url, this command serves target and
-    drafter while the chat lasts; with it, the command uses a running server.
+    """Chat with a target and its drafter. If the option url is set, the command uses a running
+    server. Otherwise it starts a server, which ends with the chat.
 
     target: see TargetConfig in infer/config.py
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
@@ -71,9 +71,9 @@ class ChatCommand(ServeCommand):
 
 @contextmanager
 def serve_in_background(config: ChatCommand) -> Generator[str]:
-    """Serve the target in another thread during the `with` block, and yield the server's address.
+    """Run a server in another thread during the `with` block, and yield its address.
 
-    Raises RunAborted if the server cannot listen at the address of the options.
+    Raises RunAborted if the server cannot listen at the address that the options give.
     """
     from infer.serving.server import make_server
 
@@ -86,7 +86,7 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
         try:
             started_or_failed.wait()
             if running_server.done():
-                running_server.result()  # raises the error that ended the server
+                running_server.result()  # raises the exception that ended the server
             yield config.server.url
         finally:
             server.should_exit = True
@@ -95,9 +95,9 @@ def serve_in_background(config: ChatCommand) -> Generator[str]:
 def stream_chunks(
     client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand
 ) -> Iterator[dict]:
-    """Ask the server for an answer to the messages, and yield the chunks of the streamed response.
+    """Send chat messages to the server, and yield the chunks of its streamed answer.
 
-    Raises ValueError with the server's message if the server refuses the request.
+    Raises ValueError with the server's error message if the server refuses the request.
     """
     body = {
         "messages": messages,
@@ -123,14 +123,15 @@ def stream_chunks(
 
 
 def colour_round(text: str, round_info: dict | None, has_colours: bool) -> Text:
-    """Return the text of one decoding round, with a colour for each kind of token.
+    """Return the text of one decoding round with colours.
 
-    The kinds are accepted draft tokens, rejected draft tokens and the bonus token.
+    Accepted draft tokens, rejected draft tokens and the bonus token have different colours.
 
-    round_info: the value of the key "round" in the server's chunk; None means that the text is the
-        bonus token of the prefill
-    has_colours: if false, rejected draft tokens are left out, because only their colour would show
-        that they are not part of the answer
+    text: the text that the round added to the answer
+    round_info: the value of the key "round" in the server's chunk; None for the first token, which
+        the prefill generates
+    has_colours: whether the terminal shows colours. If not, rejected draft tokens are left out,
+        because without colours they look like a part of the answer
     """
     if round_info is None:
         return Text(text, BONUS_STYLE)
@@ -145,9 +146,9 @@ def colour_round(text: str, round_info: dict | None, has_colours: bool) -> Text:
 def print_answer(
     client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console
 ) -> dict[str, str]:
-    """Print one answer while it is generated, and return it as a message.
+    """Print one answer while the server generates it. Return the answer as a chat message.
 
-    The reasoning of the answer is printed dim. An empty line separates it from the content.
+    The reasoning of the answer is printed dim, with an empty line after it.
     """
     reasoning = ""
     content = ""
@@ -163,8 +164,8 @@ def print_answer(
         if new_reasoning:
             coloured_text = colour_round(new_reasoning, round_info, has_colours)
             if new_content:
-                # The reasoning ended in this round. The bonus token and the rejected draft tokens
-                # therefore belong to the content.
+                # This round contains the end of the reasoning and the start of the content. The
+                # bonus token and the rejected draft tokens are at the end, in the content.
                 coloured_text = Text(new_reasoning, ACCEPTED_STYLE)
             coloured_text.stylize("dim")
             console.print(coloured_text, end="", soft_wrap=True)
@@ -204,11 +205,11 @@ def run(config: ChatCommand, console: Console | None = None) -> None:
 
 
 def run_conversation(config: ChatCommand, url: str, console: Console) -> None:
-    """Send the user's questions to the server at `url`, and print the answers."""
+    """Read questions from the terminal, send them to the server at `url`, and print the answers."""
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(API_KEY_ENVIRONMENT_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # There is no time limit for reading, because an answer may take long.
+    # There is no time limit for reading the response, because long answers take long to generate.
     timeout = httpx.Timeout(CHAT_CONNECT_TIMEOUT_SECONDS, read=None)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout) as client:
         print_introduction(client, url, console)
@@ -218,7 +219,7 @@ def run_conversation(config: ChatCommand, url: str, console: Console) -> None:
                 try:
                     messages.append(print_answer(client, messages, config, console))
                 except (KeyboardInterrupt, ValueError, httpx.HTTPError) as error:
-                    # Ctrl-C closes the connection, and the server stops generating.
+                    # After Ctrl-C the connection is closed already, so the server stops generating.
                     messages.pop()
                     console.print(Text(f"\n{str(error) or 'stopped'}", "red"))
 
@@ -248,9 +249,9 @@ def print_introduction(client: httpx.Client, url: str, console: Console) -> None
 
 
 def read_questions(first_question: str, console: Console) -> Iterator[str]:
-    """Yield the user's questions until the user enters an empty line.
+    """Yield the questions that the user enters in the terminal, until an empty line.
 
-    first_question: printed and yielded before the user is asked; an empty string means none
+    first_question: question that is printed and yielded first; "" means none
     """
     if first_question:
         console.print(Text.assemble(("> ", "bold"), first_question))

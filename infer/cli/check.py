@@ -1,4 +1,4 @@
-"""The command `check`: says which engines can load the drafter in a folder."""
+"""The command `check`: says which engines, such as vLLM or SGLang, can load a drafter."""
 
 from dataclasses import dataclass
 

@@ -11,10 +11,10 @@ from infer.utils.progress import Progress
 
 
 def find_run_name(checkpoint: str) -> str:
-    """Return the name that a checkpoint has in the comparison.
+    """Return the name of a drafter in the comparison.
 
-    A checkpoint of a training run has the name of the run's folder. Any other drafter has the name
-    of the drafter's folder.
+    For a checkpoint of a training run, this is the name of the run's folder. For any other drafter,
+    it is the name of the drafter's folder.
     """
     folders = Path(checkpoint).parts
     if "checkpoints" in folders[1:]:
@@ -26,8 +26,8 @@ def find_run_name(checkpoint: str) -> str:
 class CompareCommand(CommandWithData):
     """Evaluate several drafters with every tree method on the same prompts.
 
-    checkpoints: a list of drafter folders and training checkpoints. The entry lookup means a
-        drafter that proposes the continuation of an earlier n-gram of the sequence
+    checkpoints: a list of drafter folders and training checkpoints. The entry lookup means prompt
+        lookup, which drafts the continuation of an earlier n-gram of the sequence
     out: folder for the table, the figure and the results as JSON
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
@@ -41,7 +41,7 @@ class CompareCommand(CommandWithData):
     out: str = "runs/comparison"
 
     def check(self) -> None:
-        """Raise ValueError for an empty list of checkpoints, or two checkpoints of the same run."""
+        """Raise ValueError if `checkpoints` is empty or has two checkpoints with the same name."""
         check_nested_options(self)
         if not self.checkpoints:
             raise ValueError("checkpoints is empty: give checkpoints=[runs/a/checkpoints/best,...]")
@@ -53,7 +53,7 @@ class CompareCommand(CommandWithData):
 
 
 def run(config: CompareCommand) -> None:
-    """Evaluate the drafters. Write a table, a figure and the results, and print the table."""
+    """Evaluate the drafters. Write a table, a figure and a file of results, and print the table."""
     from data.prompts import select_evaluation_prompts
     from infer.evaluation.charts import build_budget_charts, render_charts
     from infer.evaluation.evaluate import evaluate

@@ -12,7 +12,7 @@ from data.rows import DataConfig, refuse_embedded_answers
 from infer.cli.models import CommandWithTarget
 from infer.utils.checks import require_at_least
 
-EXAMPLES_IN_LENGTH_STATISTICS = 2000  # the lengths of this many first examples are reported
+EXAMPLES_IN_LENGTH_STATISTICS = 2000  # number of first examples whose lengths are reported
 
 
 @dataclass
@@ -30,7 +30,7 @@ class DataCommand(CommandWithTarget):
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raise ValueError for invalid options or missing data."""
+        """Raise ValueError for invalid options, or data that do not fit the target."""
         super().check()
         require_at_least(self, show=0)
         refuse_embedded_answers(self.data, self.target.path)
@@ -62,7 +62,7 @@ def run(config: DataCommand) -> None:
         example = json.loads(stored["row"])
         # Invalid examples are skipped here, because `prepared.counts` already reports them.
         with suppress(ExampleError):
-            # The length sys.maxsize keeps long examples whole, where training would split them.
+            # With the length sys.maxsize, long examples stay whole. Training would split them.
             sequences = tokenize_example(example, tokenizer, sys.maxsize)
             sample.append(SampledExample(example, sequences))
     print(*prepared.counts.format_lines(), sep="\n")
@@ -77,16 +77,19 @@ def run(config: DataCommand) -> None:
 
 @dataclass
 class SampledExample:
-    """An example of the data set, with its tokenized sequences as pairs (token ids, loss mask)."""
+    """An example of the data set, and the training sequences that are made from it.
+
+    sequences: (token ids, loss mask) of each training sequence
+    """
 
     example: dict
     sequences: list[tuple[list[int], list[bool]]]
 
 
 def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iterator[str]:
-    """Yield lines of text that describe the kinds and the lengths of sampled examples.
+    """Yield lines to print: how many chats and texts the sampled examples are, and their lengths.
 
-    template_kwargs: the chat template variables of the target's options
+    template_kwargs: the variables of the chat template in target.chat_template_kwargs
     """
     chats = [sampled.example["chat"] for sampled in sample if sampled.example["chat"]]
     texts = [sampled.example for sampled in sample if not sampled.example["chat"]]
@@ -125,9 +128,9 @@ def describe_sample(sample: list[SampledExample], template_kwargs: dict) -> Iter
 
 
 def mark_learnt_text(tokenizer: Any, ids: list[int], loss_mask: list[bool]) -> str:
-    """Return the text of a sequence in which the learnt parts are enclosed in ⟦ and ⟧.
+    """Return the text of a training sequence, with ⟦ and ⟧ around the tokens that carry loss.
 
-    loss_mask: for each token id, whether the token is learnt
+    loss_mask: for each token id, whether it carries loss
     """
     text = ""
     for is_learnt, group in groupby(zip(ids, loss_mask, strict=True), key=lambda pair: pair[1]):

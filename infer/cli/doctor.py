@@ -1,5 +1,4 @@
-"""The command `doctor`: says why a drafter's drafts are rarely accepted, in our engine or in
-another one."""
+"""The command `doctor`: says why an engine (ours or vLLM) rarely accepts a drafter's tokens."""
 
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ DOCTOR_PROMPT_TOKENS = 64
 
 
 def run(config: DoctorCommand) -> None:
-    """Print a report on the drafter. Exit with code 1 if it names a cause of low acceptance."""
+    """Print a diagnosis. Exit with code 1 if it names a cause of low acceptance."""
     from data.prompts import load_outside_prompts
     from infer.doctor.engines import measure_engine, open_client
     from infer.doctor.examine import diagnose_drafter, format_diagnosis
@@ -56,7 +55,7 @@ def run(config: DoctorCommand) -> None:
         chats = texts
         if target.tokenizer.chat_template is not None:
             chats = load_outside_prompts(target.tokenizer, DOCTOR_PROMPT_TOKENS, True)
-        # Texts and chats alternate.
+        # Take every second prompt as plain text, and the others as chats.
         prompts = [(chats if i % 2 else texts)[i] for i in range(len(texts))]
         with report_activity(f"measuring the drafter's acceptance on {len(prompts)} prompts"):
             reference = measure_reference(target, drafter, prompts)

@@ -20,7 +20,7 @@ from infer.utils.progress import Progress
 
 @dataclass
 class CommandWithData(CommandWithDrafter):
-    """Options of a command that decodes held-out text.
+    """Options of a command that decodes prompts from held-out examples of a data set.
 
     data: see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
@@ -37,7 +37,7 @@ class EvalCommand(CommandWithData):
     question sets. If the target is a masked diffusion model, measure that model's speedup.
 
     checkpoint: a drafter folder, a training checkpoint, or the name of a target whose drafter this
-        repository contains (embedded, smollm2). lookup means a drafter that proposes the
+        repository contains (embedded, smollm2). lookup means prompt lookup, which drafts the
         continuation of an earlier n-gram of the sequence. The default is the drafter in the
         target's folder
     out: folder for the report and the results as JSON
@@ -59,7 +59,10 @@ class EvalCommand(CommandWithData):
 
 
 def run(config: EvalCommand) -> None:
-    """Measure the drafter, write the results and a report, and print a table."""
+    """Evaluate the drafter or the masked diffusion model. Write the results, and print a table.
+
+    A report is also written for a drafter.
+    """
     if config.suite.name is not None:
         run_suite(config)
         return
@@ -124,8 +127,8 @@ def run_suite(config: EvalCommand) -> None:
             f"target.path={config.target.path} is a masked diffusion model: evaluate it on "
             "prompts with data=jsonl"
         )
-    # The digest is not used. This call raises an error for a missing checkpoint before anything is
-    # downloaded or loaded.
+    # The returned digest is not used. The call raises an error if the checkpoint is missing, before
+    # question sets are downloaded and models are loaded.
     drafter_digest(config.checkpoint)
     suite = load_suite(config.suite)
     target, drafter = load_target_and_drafter(config.target, config.checkpoint, config.drafter)

@@ -52,7 +52,7 @@ class ExportCommand(CommandWithTarget):
 
 
 def run(config: ExportCommand) -> None:
-    """Write the exported drafter and a model card, and print which engines can load the drafter."""
+    """Write the drafter and a model card to `out`, and print which engines can load the drafter."""
     from infer import load_drafter, load_target
     from infer.evaluation.acceptance import ACCEPTANCE_REFERENCE_FILE_NAME
     from infer.evaluation.card import write_card
@@ -74,8 +74,8 @@ def run(config: ExportCommand) -> None:
             print(warning)
     has_embedding_or_head = drafter.embed_tokens is not None or drafter.lm_head is not None
     if EXPORT_FORMATS[config.format].stores_embedding_and_head or has_embedding_or_head:
-        # The empty tuple loads no decoder layers, because only the target's embedding and output
-        # head are exported.
+        # Only the target's embedding and output head are needed. The last argument lists the
+        # decoder layers to load, and is empty.
         target = load_target(
             target_config.path, target_config.dtype, "cpu", target_config.trust_remote_code, ()
         )
@@ -93,8 +93,8 @@ def run(config: ExportCommand) -> None:
         print(f"llama.cpp   reads {next(out.glob('*.gguf'))}")
     if not (out / ACCEPTANCE_REFERENCE_FILE_NAME).is_file():
         print(
-            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the "
-            "checkpoint was not evaluated with "
-            "greedy chains on external prompts (evaluation.external_prompts above 0). "
-            "./launch.sh doctor measures the acceptance on such prompts itself."
+            f"{ACCEPTANCE_REFERENCE_FILE_NAME} is not written, because the evaluation of the "
+            "checkpoint decoded no external prompts greedily with chain drafts (set "
+            "evaluation.external_prompts above 0). Without this file, ./launch.sh doctor measures "
+            "the acceptance itself."
         )

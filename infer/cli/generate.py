@@ -1,4 +1,4 @@
-"""The command `generate`: lets the target answer or continue one prompt."""
+"""The command `generate`: lets the target answer a question or continue a text."""
 
 import sys
 from contextlib import redirect_stdout
@@ -49,7 +49,7 @@ class GenerateCommand(CommandWithDrafter):
 
 
 def has_chat_template(target: Any) -> bool:
-    """Return whether a target has a chat template that adds text to a message."""
+    """Return whether a target has a chat template that does more than output the message itself."""
     from infer.api import encode_prompt
 
     if getattr(target.tokenizer, "chat_template", None) is None:
@@ -62,8 +62,8 @@ def run(config: GenerateCommand) -> None:
     """Generate the output, print it to stdout, and print its statistics to stderr."""
     options = resolve_decode_options(config.target, config.decoding, config.masked)
     checkpoint = config.checkpoint if config.decoding.uses_drafter else None
-    # Only the output goes to stdout, so what libraries print goes to stderr. Saving an int8 cache,
-    # for example, imports DeepSpeed, which prints a warning.
+    # Libraries may print warnings while models are loaded. These are redirected to stderr, because
+    # stdout must contain only the output.
     with redirect_stdout(sys.stderr):
         from infer import Generation, generate
 

@@ -16,13 +16,13 @@ from infer.targets.masked_models import (
 from infer.utils.checks import check_nested_options
 
 if TYPE_CHECKING:
-    # The type checker sees this class instead of the real one, which is in an optional package
-    # that no other module may import.
+    # A placeholder for the type checker. The real class is in an optional package, which must not
+    # be imported here.
     MaskedConfig = NoOptions
 else:
     MaskedConfig = masked_diffusion_options_class()
 
-# Values of the drafter options that have no effect without a drafter.
+# Values of the options drafter.* that are allowed without a drafter, because they change nothing.
 OPTION_VALUES_NEEDING_NO_DRAFTER = (None, "none", "auto")
 
 
@@ -33,7 +33,7 @@ class CommandWithTarget:
     target: see TargetConfig in infer/config.py
     """
 
-    # Option groups that default to those of the training run that wrote the checkpoint.
+    # Option groups whose defaults come from the training run that wrote the checkpoint, if any.
     OPTION_SECTIONS_TAKEN_FROM_RUN: ClassVar[tuple[str, ...]] = ("target",)
     target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
@@ -55,9 +55,9 @@ class CommandWithDrafter(CommandWithTarget):
 def resolve_decode_options(
     target_config: TargetConfig, decoding: DecodeOptions, masked: MaskedConfig
 ) -> Any:
-    """Return the options with which `infer.generate` decodes the target.
+    """Return the argument `options` of `infer.generate` for a target.
 
-    For a causal target they are `decoding`. For a masked diffusion model they are a `MaskedOptions`
+    For a causal target this is `decoding`. For a masked diffusion model it is a `MaskedOptions`
     object with the values of `decoding` and `masked`. Raises ValueError for options in `decoding`
     that a masked diffusion model does not support.
     """
@@ -74,8 +74,9 @@ def load_target_and_drafter(
     checkpoint: the drafter's folder or name; None means that no drafter is loaded
     options: how the drafter is loaded; None means the default options
 
-    Returns (target, drafter). The drafter is None if `checkpoint` is None, and for a masked
-    diffusion model. Raises ValueError as `load_target_and_drafters` does.
+    Returns (target, drafter). The drafter is None if `checkpoint` is None or if the target is a
+    masked diffusion model. Raises ValueError for a drafter that does not fit the target, for int8
+    with a dtype or device that does not support it, and for drafter options without a drafter.
     """
     if is_masked_diffusion(target_config.path):
         load_masked = resolve_name(MASKED_DIFFUSION_TARGET_KIND.load)
@@ -96,16 +97,16 @@ def load_target_and_drafters(
 ) -> tuple[Any, list[Any]]:
     """Load a causal target, and drafters with the dtype of the target.
 
-    The drafters are loaded first, so that errors in them are reported sooner. The chat template
-    variables come from `target_config.chat_template_kwargs`. If that is empty, they come from the
-    first drafter that was trained with such variables.
+    The drafters are loaded first, so that their errors are reported before the target is loaded.
+    The chat template variables come from `target_config.chat_template_kwargs`. If this option is
+    empty, they come from the first drafter that was trained with such variables.
 
     checkpoints: the drafters' folders or names
     options: how the drafters are loaded; None means the default options
 
     Returns (target, drafters). Raises ValueError for a drafter that does not fit the target, for
-    int8 with a dtype or device that does not support it, for drafter options although no drafter is
-    loaded, and for a masked diffusion model.
+    int8 with a dtype or device that does not support it, for drafter options without a drafter, and
+    for a masked diffusion model as the target.
     """
     from infer.targets.loading import load_configured_target
 
@@ -130,7 +131,8 @@ def _load_drafters(
 ) -> list[Any]:
     """Load drafters with the dtype and on the device that the target will have.
 
-    Raises ValueError for options that are set although no checkpoint is a trained drafter.
+    Raises ValueError if options are set but `checkpoints` has no trained drafter ("lookup" is
+    none).
     """
     from infer.formats.checkpoint import load_drafter
     from infer.targets.loading import load_config, resolve_device, resolve_dtype

@@ -1,4 +1,4 @@
-"""The command `ngram`: counts the n-grams of a data set.
+"""The command `ngram`: counts the n-grams of a data set and writes an n-gram file.
 
 Some tree methods use the counts to score the paths of a draft tree.
 """

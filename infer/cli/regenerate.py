@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from infer.serving.regeneration_task import PromptExample
 
 TEXT_PREFIX_TOKENS_AS_PROMPT = (
-    96  # in a text without a prompt, this many first tokens are the prompt
+    96  # number of first tokens that are the prompt, for a plain text without a prompt
 )
-MAX_FAILED_EXAMPLES = 100  # the run ends with an error if more examples fail
+MAX_FAILED_EXAMPLES = 100  # if more examples than this fail, the run ends with an error
 
 
 @dataclass
 class QuestionsConfig:
-    """How the target writes the questions that it then answers, with data=self. The number of
+    """How the target generates questions with data=self, before it answers them. The number of
     questions is data.max_examples, and the seed of sampling is decoding.seed.
 
     system: system prompts of the chats, used in rotation. An empty list means the system prompt
@@ -47,7 +47,7 @@ class QuestionsConfig:
 
     @property
     def text(self) -> TextOptions:
-        """The options with which a question is generated."""
+        """The sampling options for generating a question."""
         return TextOptions(
             max_new_tokens=self.length_range[-1],
             loop_period=MAX_LOOP_PERIOD_TOKENS,
@@ -68,11 +68,11 @@ class QuestionsConfig:
 
 @dataclass
 class RegenerateCommand(CommandWithTarget):
-    """Let the target write new answers for the prompts of a data set, as training data for a
+    """Let the target generate new answers for the prompts of a data set, as training data for a
     drafter.
 
     out: the JSON lines file that is written, with one line per example in the order of the data
-        set. If an earlier run with the same options was stopped, this run continues it
+        set. If an earlier run with the same options was stopped, its file is continued
     checkpoint: a drafter that makes generation faster, for decoding.method=chain or ddtree
     server: address of an OpenAI-compatible server that is used instead of our engine, such as
         http://host:8000/v1. null means our engine
@@ -82,7 +82,7 @@ class RegenerateCommand(CommandWithTarget):
         chats end at this length. null means as many as the longest example needs
     target: see TargetConfig in infer/config.py
     data: the data set with the prompts, see DataConfig in data/rows.py
-    questions: how the target writes questions with data=self, see QuestionsConfig in this file
+    questions: how the target generates questions with data=self, see QuestionsConfig in this file
     decoding: see DecodeOptions in infer/config.py
     masked: only if the target is a masked diffusion model, see MaskedConfig in
         infer/masked/config.py
@@ -101,7 +101,7 @@ class RegenerateCommand(CommandWithTarget):
 
     @property
     def shard_position(self) -> tuple[int, int]:
-        """The number of this shard and the number of shards; the first shard has the number 1.
+        """The option `shard` as (number of this shard, from 1; number of shards).
 
         Raises ValueError for a malformed `shard`.
         """
@@ -121,7 +121,7 @@ class RegenerateCommand(CommandWithTarget):
                 "decoding=plain to decode without a drafter"
             )
         require_at_least(self, max_concurrent_requests=1, max_length=2)
-        self.shard_position  # noqa: B018  raises ValueError
+        self.shard_position  # noqa: B018  raises ValueError if `shard` is malformed
 
 
 def run(config: RegenerateCommand) -> None:
@@ -136,18 +136,19 @@ def run(config: RegenerateCommand) -> None:
 
 
 class Regeneration:
-    """A run of the command `regenerate`: its options, the tokenizer, and the loaded target.
+    """A run of the command `regenerate`, with the loaded target and drafter.
 
-    identity: a description of the target by digests, which is stored with the answers
-    openings: the beginnings of the chats whose questions the target writes, one for each system
-        prompt; empty unless data=self
+    identity: digests of the target's files, which are stored with the answers; with a server, only
+        the digest of the tokenizer
+    openings: prompts that end where a user's question begins, one for each system prompt; empty
+        unless data=self
     """
 
     def __init__(self, config: RegenerateCommand) -> None:
-        """Load the tokenizer. Load the target and the drafter, too, unless a server is used.
+        """Load the tokenizer. If no server is used, also load the target and the drafter.
 
-        Raises ValueError for invalid data, a chat template that does not fit data=self, or a target
-        or drafter that cannot be loaded.
+        Raises ValueError if the data are invalid, if the chat template cannot be used with
+        data=self, or if the target or the drafter cannot be loaded.
         """
         from data.questions import build_question_prompt
         from infer.targets.identity import target_identity
@@ -172,8 +173,8 @@ class Regeneration:
             )
             self.identity: dict = {"tokenizer": tokenizer_digest(self.tokenizer)}
         if self.generates_questions:
-            # This raises ValueError for an unsuitable chat template, so it runs before the weights
-            # are loaded.
+            # This is done before the weights are loaded, because it raises ValueError if the chat
+            # template is unsuitable.
             for system_prompt in config.questions.system or [None]:
                 self.openings.append(build_question_prompt(self.tokenizer, system_prompt))
         if config.server is not None:
@@ -181,9 +182,9 @@ class Regeneration:
 
         decoding = config.decoding
         if not decoding.uses_drafter:
-            # The limit of positions per step keeps the time between two tokens short. Nobody waits
-            # for the next token here, so baseline decoding needs no limit. With a drafter, the
-            # limit stays, because it also bounds the draft trees of a large batch.
+            # max_num_batched_tokens keeps the time between two tokens of a sequence short. Here
+            # only the total time matters, so baseline decoding needs no limit. With a drafter the
+            # limit is kept, because it also bounds the sizes of the draft trees.
             decoding = replace(decoding, max_num_batched_tokens=None)
         self.options = resolve_decode_options(target_config, decoding, config.masked)
         checkpoint = config.checkpoint if config.decoding.uses_drafter else None
@@ -192,10 +193,11 @@ class Regeneration:
         self.identity = target_identity(target_config.path, tokenizer_digest(self.tokenizer))
 
     def write_answers(self, out: Path) -> dict[str, int]:
-        """Generate the answers and write them to `out`.
+        """Generate the answers and write them to the file `out`.
 
-        With data=self, the target first writes the questions, to the file `out`.questions. Returns
-        {"answers": number of answered examples, "failed": number of failed examples}.
+        With data=self, the target first generates the questions, which are written to the file
+        <out>.questions. Returns {"answers": number of answered examples, "failed": number of failed
+        examples}.
         """
         if not self.generates_questions:
             return self.answer_examples(
@@ -216,10 +218,10 @@ class Regeneration:
     def answer_examples(
         self, load_examples: "Callable[[], Iterator[PromptExample]]", options: Any, out: Path
     ) -> dict[str, int]:
-        """Generate the target's answers to examples, and write them to `out`.
+        """Generate the target's answers to examples, and write them to the file `out`.
 
-        load_examples: returns an iterator over the examples, which are the same at every call
-        options: how the answers are generated
+        load_examples: function that returns a new iterator over the same examples at every call
+        options: the sampling and decoding options
 
         Returns {"answers": number of answered examples, "failed": number of failed examples}.
         """
@@ -250,9 +252,10 @@ class Regeneration:
         )
 
     def answer_settings(self, options: Any, examples_digest: str) -> dict:
-        """Return everything that determines the answers.
+        """Return the options and digests that determine the answers.
 
-        It is stored in the settings file, so that a later run continues only its own answers.
+        They are stored in a file beside the answers. A later run continues these answers only if
+        its own settings are equal.
         """
         from infer.serving.regenerate import select_output_options
 
@@ -271,17 +274,17 @@ class Regeneration:
         if config.target.quantization != "none":
             settings["quantization"] = config.target.quantization
         if self.generates_questions:
-            # data.max_examples and the number of examples are left out. A run with a larger
-            # data.max_examples may continue the file, because the first questions are the same.
+            # data.max_examples and the number of examples are left out, so that a run with a larger
+            # data.max_examples continues the file. The first questions of both runs are the same.
             settings["content"]["data"] = asdict(config.questions)
             settings["data"] = {"source": "self"}
             settings["rows"] = None
         return settings
 
     def prompt_end(self, example: "PromptExample") -> str:
-        """Return the text with which the chat template begins an answer.
+        """Return the generation prompt: the text that the chat template adds before an answer.
 
-        This is the end of every prompt of a chat. For an example that is a text, it is "".
+        For an example that is a plain text, "" is returned.
         """
         from data.template import detect_template_markers
 
@@ -293,10 +296,9 @@ class Regeneration:
 
 
 def print_question_counts(data: DataConfig) -> None:
-    """Print to stderr how many questions a data set has.
+    """Print to stderr how many questions a data set has, and how many examples are unusable.
 
-    It is called before a model is loaded. Raises ValueError if the data set has no questions or too
-    many invalid examples.
+    Raises ValueError if the data set has no questions, or too many invalid examples.
     """
     from data.counts import ExampleCounts
     from data.rows import read_questions
@@ -308,16 +310,14 @@ def print_question_counts(data: DataConfig) -> None:
 
 
 def make_opening_examples(config: RegenerateCommand, openings: list) -> "Iterator[PromptExample]":
-    """Yield the examples of this shard whose prompt ends where a user's question begins.
+    """Yield the prompts of this shard from which the target generates questions.
 
-    The target continues each of them with a question.
-
-    openings: the beginnings of the chats, used in rotation
+    openings: prompts that end where a user's question begins, used in rotation
     """
     from infer.serving.regeneration_task import PromptExample
 
     shard_number, shard_count = config.shard_position
-    question_count = cast(int, config.data.max_examples)  # required with data=self
+    question_count = cast(int, config.data.max_examples)  # not None: data=self requires it
     for index in range(shard_number - 1, question_count, shard_count):
         yield PromptExample(index, openings[index % len(openings)].text)
 
@@ -327,12 +327,13 @@ def load_question_examples(
 ) -> "list[PromptExample]":
     """Return the generated questions as chats that the target has to answer.
 
-    Unsuitable questions, such as duplicates, are left out.
+    Unusable questions, such as duplicates, are left out.
 
-    openings: the beginnings of the chats, used in rotation
-    question_file: the questions that the target generated from `make_opening_examples`
+    openings: prompts from which the questions were generated, used in rotation; each has the
+        messages before the question
+    question_file: JSON lines file with the generated questions
 
-    Raises ValueError if no question is suitable.
+    Raises ValueError if no question is usable.
     """
     from data.questions import filter_questions
     from infer.serving.regeneration_task import PromptExample
@@ -349,7 +350,7 @@ def load_question_examples(
     )
     if not selected:
         raise ValueError(
-            f"data=self: none of the generated questions is suitable; see {question_file}, and "
+            f"data=self: none of the generated questions is usable; see {question_file}, and "
             "change questions.temperature, questions.top_p or questions.length_range"
         )
     template_options = config.target.chat_template_kwargs
@@ -362,10 +363,10 @@ def load_question_examples(
 
 
 def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[PromptExample]":
-    """Yield the examples of the data set that belong to this shard.
+    """Yield the examples of the data set that this shard has to answer.
 
-    The chat template variables are those of the example. target.chat_template_kwargs replaces the
-    values of variables that both set.
+    The chat template variables of an example are kept. If target.chat_template_kwargs sets the same
+    variable, its value is used instead.
     """
     from data.rows import read_questions
     from infer.serving.regeneration_task import PromptExample
@@ -389,9 +390,9 @@ def load_data_examples(config: RegenerateCommand, tokenizer: Any) -> "Iterator[P
 def compute_required_capacity(
     examples: "Iterator[PromptExample]", target: Any, max_new_tokens: int
 ) -> int:
-    """Return how many positions of the KV cache the longest example needs with all its answers.
+    """Return how many KV cache positions the longest example needs, with all its answers.
 
-    The number is at most the target's limit of positions.
+    The returned number is at most the maximum sequence length of the target.
 
     max_new_tokens: maximum number of tokens of one answer
     """
@@ -400,7 +401,7 @@ def compute_required_capacity(
     capacity = 0
     for example in examples:
         answer_count = 1 + sum(message["role"] == "assistant" for message in example.messages)
-        # An invalid prompt is reported later, as a failed example.
+        # A prompt that raises ValueError is skipped here. It is reported later as a failed example.
         with suppress(ValueError):
             prompt_ids = encode_prompt(
                 target, example.prompt, example.template_options, example.tools

@@ -39,10 +39,10 @@ class ServeCommand(CommandWithDrafter):
 
 
 def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
-    """Load the target and the drafter, and open an engine for them.
+    """Load the target and the drafter, and create an engine that decodes with them.
 
-    Returns (engine, description), where the description is a line for the user with the model, the
-    address and the limits.
+    Returns (engine, description). The description is a line to print, with the model, the address,
+    the tree method and the limits.
     """
     from infer import open_engine
     from infer.api import max_positions
@@ -54,8 +54,8 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
     decoding: Any = config.masked if is_masked_diffusion(config.target.path) else config.decoding
     checkpoint = config.checkpoint if config.decoding.uses_drafter else None
     target, drafter = load_target_and_drafter(config.target, checkpoint, config.drafter)
-    # A masked diffusion model generates whole blocks, so an output may need more positions than it
-    # has tokens.
+    # A masked diffusion model generates whole blocks of tokens, so an output may need more KV cache
+    # positions than it has tokens.
     extra_positions = decoding.output_positions(1) - 1
     capacity = min(server.max_length, max_positions(target) - extra_positions)
     engine = open_engine(target, drafter, decoding, capacity)
@@ -68,12 +68,12 @@ def open_served_engine(config: ServeCommand) -> "tuple[Engine, str]":
 
 
 def run(config: ServeCommand) -> None:
-    """Serve until interrupted, and print the address when the server accepts connections."""
+    """Run the server until it is interrupted. Print its address when it accepts connections."""
     from infer.serving.server import serve
 
-    # Target and drafter are loaded in a separate thread, and the OpenMP threads that loading
-    # starts end together with it. If they kept running beside the OpenMP threads of the engine,
-    # both groups of threads would go to sleep between any two loops (see LOG.md).
+    # Loading starts OpenMP threads. They end only with the thread that started them, so target and
+    # drafter are loaded in a separate thread. If these OpenMP threads kept running beside those of
+    # the engine, both groups would sleep between parallel loops and slow decoding (see LOG.md).
     with ThreadPoolExecutor(1) as loader:
         engine, description = loader.submit(open_served_engine, config).result()
     HEARTBEAT.set_activity(None)

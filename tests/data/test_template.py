@@ -324,7 +324,7 @@ def test_what_a_template_does_not_show_is_refused(
 @pytest.mark.parametrize(
     "invalid_message, error",
     [
-        (answer("x", function_call={"name": "f"}), "old form"),
+        (answer("x", function_call={"name": "f"}), "function_call, which is not supported"),
         (
             answer(None, tool_calls=[{"function": {"arguments": "{}"}}]),
             "a tool call must have a name",
