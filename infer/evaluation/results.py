@@ -99,7 +99,7 @@ class AcceptanceCounts:
 
     @property
     def mean_accepted(self) -> float:
-        """Mean number of accepted draft tokens per round. The acceptance length τ is larger by one."""
+        """Mean number of accepted draft tokens per round. The acceptance length τ is one more."""
         return sum(self.accepted) / max(1, self.rounds)
 
     @property

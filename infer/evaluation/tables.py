@@ -96,7 +96,7 @@ def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def format_method_table(evaluation: Evaluation) -> str:
-    """Return a Markdown table of the methods, and below it the explanation of marks that it uses."""
+    """Return a Markdown table of the methods, followed by the explanation of its marks."""
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
     return "\n\n".join([table, *explain_marks(evaluation.methods)])
