@@ -44,10 +44,7 @@ class EvaluationPrompt(Protocol):
 
     @property
     def report_group(self) -> str | None:
-        """The name of the prompt set in which reports show the prompt separately.
-
-        It is None for held-out prompts, which reports show first.
-        """
+        """The group of prompts that reports show separately; None for a held-out prompt."""
         ...
 
     @property

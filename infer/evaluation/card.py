@@ -101,7 +101,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         engines=" ".join(list_compatible_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
-        else "dflash",  # vLLM and SGLang use these two method names
+        else "dflash",  # vLLM and SGLang call the methods dspark and dflash
         license=license,
     )
     atomic_write(out / "README.md", card)
@@ -116,7 +116,7 @@ def read_exported_config(out: Path) -> ParsedConfig:
     reading = read_layout(open_drafter_folder(out))
     if reading.problems or not reading.options:
         problems = "; ".join(reading.problems) or "config.json cannot be read"
-        raise ValueError(f"{out} contains no drafter that can be read: {problems}")
+        raise ValueError(f"{out} contains no readable drafter ({problems}): export it again")
     return reading
 
 
@@ -180,7 +180,7 @@ def build_front_matter(
     return ModelCardData(
         base_model=base,
         datasets=datasets or None,
-        # AutoModel of transformers can load a drafter only if its files have this layout.
+        # AutoModel of transformers can load a drafter only in the format of transformers.
         library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",

@@ -157,7 +157,7 @@ def render_charts(charts: Sequence[Chart]) -> str:
 
 
 def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
-    """Return two charts over the node budget, which is the number of drafted tree nodes per round.
+    """Return two charts whose x axis is the node budget (number of drafted tree nodes per round).
 
     The first chart shows τ (tokens per round), the second the speedup.
 

@@ -14,8 +14,8 @@ from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_t
 from infer.targets.target import Target
 
 LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # tokens per forward pass when logits are computed again
-# This many last tokens have a forward pass each. Comparing the logits with those of larger forward
-# passes shows the rounding error.
+# To estimate rounding errors, logits are computed a second time with a separate forward pass for
+# each of this many last tokens.
 LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = 8
 
 

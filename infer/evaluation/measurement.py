@@ -40,7 +40,7 @@ from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, Tre
 # Options that are copied from EvaluationConfig to DecodeOptions
 SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
 WARMUP_TOKENS_BEFORE_MEASUREMENT = (
-    16  # number of tokens that each variant generates before the measurement
+    16  # tokens that each variant generates before the measurement starts
 )
 # A function that is called with (number of finished prompts, number of all prompts).
 ProgressCallback = abc.Callable[[int, int], None]
@@ -154,8 +154,8 @@ class PromptSet:
 def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVariant]:
     """Return the decoding variants that an evaluation measures, our baseline decoding first.
 
-    They are our baseline decoding, baseline decoding by transformers, the methods of `TREE_METHODS`
-    that are evaluated, and n-grams without the drafter.
+    The others are baseline decoding by transformers, the methods of `TREE_METHODS` that are
+    evaluated, and drafting from n-grams without the drafter.
 
     Methods that use n-grams are measured with the median node budget only. They read the n-gram
     file `config.ngrams`. If this option is null, DDTree reads the n-gram file beside the drafter's
@@ -371,8 +371,8 @@ def generate_with_transformers(target: Target, prompt: list[int], options: TextO
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
-        # `generate` would replace None by the end tokens of the model. If generation must not end
-        # at an end token, an id is given that cannot occur.
+        # `generate` would replace None by the end tokens of the model. To ignore end tokens, give
+        # vocab_size, an id that never occurs.
         eos_token_id=end_ids or [target.vocab_size],
         pad_token_id=0,
         repetition_penalty=1.0,

@@ -192,8 +192,8 @@ def pair_shared_prompts(
 def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
     """Return a sentence that says that the checkpoints of a run cannot be compared, and why.
 
-    Returns None if they can be compared: an earlier checkpoint and the last one have at least
-        MIN_PROMPTS_TO_COMPARE_CHECKPOINTS prompts in common.
+    Returns None if the last checkpoint and an earlier one have at least
+    MIN_PROMPTS_TO_COMPARE_CHECKPOINTS prompts in common, because they can then be compared.
     """
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = [len(pair_shared_prompts(evaluation, last)) for evaluation in earlier]

@@ -125,9 +125,10 @@ def format_suite(suite: SuiteResult) -> str:
 
 
 def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
-    """Return a Markdown table of the chain and of DDTree with its fastest node budget.
+    """Return a Markdown table of chains and of DDTree with its fastest node budget.
 
-    It has a row for each question set and a row of means.
+    A chain is a draft without branches. A node budget is the number of drafted nodes per round. The
+    table has a row for each question set and a row of means.
 
     published: the paper's result for each set, or None. If all are None, the table has no columns
         for the paper
@@ -175,7 +176,7 @@ def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResu
 
 
 def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodResult:
-    """Return the result with the highest speedup among all node budgets of one method.
+    """Return the result of one method with the node budget that has the highest speedup.
 
     name: the name of the method
     """

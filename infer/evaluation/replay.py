@@ -58,13 +58,13 @@ class ReplayVariant(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Drafted blocks, each of which begins after another token of an answer.
+    """Drafted blocks, each of which begins after a different token of an answer.
 
     bonus: the token before each block, of shape (num_blocks,)
     block: the drafted blocks, with scores of shape (num_blocks, draft_length, vocab_size), for the
         tokens in the drafter's vocabulary
-    next_tokens: the answer's tokens after each bonus token, of shape (num_blocks, draft_length +
-        1); -1 after the end of the answer
+    next_tokens: the answer's tokens after each bonus token; -1 after the end of the answer. The
+        shape is (num_blocks, draft_length + 1)
     conditional_draft: scores given the token before; None if the drafter has no conditional head
     """
 
@@ -191,7 +191,7 @@ def iterate_block_batches(
     next_tokens = padded.unfold(0, draft_length + 1, 1)[1:]
     positions = torch.arange(len(prompt), len(ids) - 1, device=ids.device)
     for anchors in positions.split(batch_size):
-        # (num_blocks, queries per block, hidden_size)
+        # (num_blocks, num_queries, hidden_size)
         states = compute_packed_block_states(
             drafter, target, packed, anchors[None], context[None], drafter
         )[0]
@@ -250,9 +250,9 @@ def count_first_choices(
 
     lengths: number of draft tokens that a round accepts, for each block of `batch`
 
-    Returns int64 counts of shape (4, num_blocks, draft_length) for the key "marginals". If the
-    drafter has a conditional head, the key "head" has the counts for its scores, given the answer's
-    tokens before. The entries of the first dimension are:
+    Returns counts for the key "marginals". A drafter with a conditional head, which scores a token
+    given the token before it, has other first choices. The key "head" has the counts for them.
+    Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these entries:
     0 and 1: attempts, and correct first choices, after accepted tokens that are all first choices
     2 and 3: attempts, and correct first choices, after an accepted token that is not one
     """
@@ -297,9 +297,9 @@ def replay_tree_variants(
 ) -> list[ReplayedSequence]:
     """Replay the outputs of baseline decoding with the chain and with DDTree at every node budget.
 
-    Each of them is replayed with the rankings of `ReplayVariant`. First choices are counted in the
-    rounds of the largest tree. Returns an empty list for sampled outputs, and for prompt lookup,
-    which drafts no blocks.
+    Each of them is replayed with the rankings of `ReplayVariant`. First choices (most likely tokens
+    of the drafter) are counted in the rounds of the largest tree. Returns an empty list for sampled
+    outputs, and for prompt lookup, which drafts no blocks.
     """
     if config.temperature > 0 or drafter.family is PROMPT_LOOKUP_FAMILY:
         return []
@@ -316,7 +316,11 @@ def replay_tree_variants(
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
-    """Return τ and the accuracy of first choices over all replayed sequences, with intervals."""
+    """Return τ (tokens per round) of each variant and the accuracy of the drafter's first choices.
+
+    Both are computed over all sequences, with confidence intervals. A first choice is the drafter's
+    most likely token.
+    """
     variants = sequences[0].commits
     counted = [sequence.first_choices for sequence in sequences if sequence.first_choices]
     first_choices = []

@@ -16,8 +16,7 @@ from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, Tre
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-# Properties of baseline decoding with `generate` of transformers, as TREE_METHODS has them for our
-# methods
+# Describes baseline decoding with `generate` of transformers, as TREE_METHODS describes our methods
 TRANSFORMERS_BASELINE = TreeMethod(
     "generate",
     "transformers",
@@ -179,7 +178,7 @@ class MethodResult:
     tokens: int
     seconds: float  # wall-clock time, including the prefill
     tokens_per_second: float
-    speedup: float  # over the fastest baseline decoder, see infer/evaluation/metrics.py
+    speedup: float  # speedup over the fastest baseline, see infer/evaluation/metrics.py
     histogram: list[int]  # entry i is the number of rounds that committed i + 1 tokens
     # Whether every output equals the output of baseline decoding. None if they cannot be compared,
     # because they were sampled with other random numbers
@@ -231,8 +230,9 @@ class MethodResult:
 def find_tree_method(name: str) -> TreeMethod:
     """Return the properties of the decoding method with the given name.
 
-    The name is a key of TREE_METHODS, or the name of n-grams without drafter or of decoding by
-    transformers, which only evaluations use. An unknown name gets default properties.
+    The name is a key of TREE_METHODS, or the name of a method that only evaluations have. These are
+    drafting from n-grams without a drafter, and decoding by transformers. For an unknown name,
+    default properties are returned.
     """
     rows = TREE_METHODS | {
         row.name: row for row in (NGRAMS_WITHOUT_DRAFTER_METHOD, TRANSFORMERS_BASELINE)
@@ -246,15 +246,15 @@ def find_tree_method(name: str) -> TreeMethod:
 class FirstChoiceAccuracy:
     """How often the drafter's first choice, its most likely token, is the target's token.
 
-    Each round of a draft tree gives one attempt at each depth that it reaches: at the accepted
-        draft tokens and at the token after them.
+    Each round of a draft tree gives one attempt for each accepted draft token and one for the token
+    after them.
 
-    source: scores that choose the token: "head" for those of the drafter's conditional head (given
-        the token before), "marginals" for the scores without it
-    prefix: the accepted tokens before the attempt: "first choices" if all of them were first
-        choices, "a sibling" if one was a less likely token
+    source: the scores that choose the token. "head" means those of the drafter's conditional head,
+        which sees the token before; "marginals" means those without the conditional head
+    prefix: the accepted tokens before the attempt. "first choices" means that all of them were
+        first choices; "a sibling" means that one was a less likely token
     attempts: number of attempts at each depth of the tree, from depth 1
-    correct: number of attempts at each depth that the first choice got right
+    correct: number of attempts at each depth in which the first choice was right
     intervals: confidence interval of the accuracy at each depth
     interval: confidence interval of the accuracy over all depths
     """
@@ -268,7 +268,7 @@ class FirstChoiceAccuracy:
 
     @property
     def accuracy(self) -> float:
-        """The share of attempts at all depths that the first choice got right."""
+        """The share of attempts, over all depths, in which the first choice was right."""
         return sum(self.correct) / max(1, sum(self.attempts))
 
 
@@ -317,14 +317,14 @@ class Evaluation:
     step: int | None = None  # training step of the evaluated checkpoint
     checkpoint: str | None = None
     drafter: str | None = None
-    baseline: str | None = None  # name of the fastest baseline decoder; None means plain
+    baseline: str | None = None  # name of the fastest baseline; None means "plain", our own
     # Evaluations of the same methods on other prompts, or with sampling
     other_evaluations: "list[Evaluation] | None" = field(default=None, metadata={"key": "beside"})
     example: ExampleRound | None = None
-    # Name of the prompts, or of the option that differs. None for the held-out prompts, which the
-    # main evaluation uses
+    # Name of the prompt set, such as "temperature 1"; None for the held-out prompts of the main
+    # evaluation
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    reference: AcceptanceReference | None = None  # for comparisons with other engines
+    reference: AcceptanceReference | None = None  # lets `doctor` check other engines
     # None if nothing was replayed: for sampled outputs, and for prompt lookup
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})
     # A sentence about the prompts that evaluation.max_minutes left out; None if there are none
@@ -426,7 +426,8 @@ def read_result(path: Path, result_class: type[Result]) -> Result:
         return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
         raise ValueError(
-            f"{path} does not contain a result of the type {result_class.__name__}: {error}"
+            f"{path} does not contain a result of the type {result_class.__name__} ({error}): "
+            "measure again, or use another file"
         ) from error
 
 

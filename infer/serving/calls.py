@@ -34,7 +34,7 @@ REASONING_AND_TOOL_CALL_MARKS = {
 }
 # Options of llguidance that allow only the white space which models usually generate in JSON
 JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keys of a JSON schema under which it defines schemas that it refers to by "$ref"
+# Keys of a JSON schema that contain the definitions to which "$ref" refers
 JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
 ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
 PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (

@@ -24,7 +24,7 @@ from infer.serving.regeneration_task import (
 )
 
 MAX_REQUEST_ATTEMPTS = 3  # after this many failed requests for one example, the example fails
-RETRY_DELAY_SECONDS = 1.0  # after the first failed request; four times as long after the second
+RETRY_DELAY_SECONDS = 1.0  # delay after the first failed request; after the second, four times it
 MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
@@ -91,8 +91,8 @@ def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> Targe
     """Return the output that a server's response contains.
 
     is_chat: true for a response of /chat/completions, false for one of /completions
-    prompt_end: the text at the end of the prompt. If it ends with "<think>", "<think>" is added in
-        front of the output
+    prompt_end: the text at the end of the prompt. If it ends with "<think>" and the response has no
+        separate reasoning, "<think>" is added in front of the output
 
     Raises LookupError, TypeError or AttributeError for a malformed response.
     """
@@ -147,9 +147,9 @@ class OpenAIClient:
             self.reports_token_ids = model.get("owned_by") in MODEL_OWNERS_RETURNING_TOKEN_IDS
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"server={url}: no server with a model answers at this address ({error}). The "
-                "address usually ends in /v1. To use several servers, start one run for each of "
-                "them with another shard="
+                f"server={url}: no server with a model answers at this address ({error}): start "
+                "the server, or correct the address, which usually ends in /v1. To use several "
+                "servers, start one run for each of them with another shard="
             ) from error
 
     def answer_examples(

@@ -86,7 +86,7 @@ class ServerConfig:
         is_ascii_word = key.isascii() and len(key.split()) == 1
         if key and (len(key) < MIN_API_KEY_CHARACTERS or not is_ascii_word):
             raise ValueError(
-                f"the environment variable {API_KEY_ENVIRONMENT_VARIABLE} is not a valid key: a "
-                f"key is one word of at least {MIN_API_KEY_CHARACTERS} ASCII characters"
+                f"the environment variable {API_KEY_ENVIRONMENT_VARIABLE} is not a valid key: set "
+                f"it to one word of at least {MIN_API_KEY_CHARACTERS} ASCII characters"
             )
         return key.encode() or None

@@ -16,10 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HTTP_HEADERS_BYTES = 16 * 1024  # for all header names and values of a request together
+MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of a request's header names and values together
 MAX_CONNECTIONS = 1024  # if more connections are open, requests get status 503
-# A chunked request contains framing bytes after its headers, which are not part of the body: chunk
-# sizes, chunk extensions and trailers. Their number may exceed that of body bytes by this much.
+# Framing bytes of a chunked request are chunk sizes, chunk extensions and trailers, but neither
+# headers nor body. A request may have this many more framing bytes than body bytes.
 MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
 HTTP_BYTES_BETWEEN_LIMIT_CHECKS = (
     16 * 1024

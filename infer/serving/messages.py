@@ -60,8 +60,8 @@ class StrictModel(BaseModel):
 class LenientModel(StrictModel):
     """Base class for parts of a chat message, in which unknown fields are ignored, as in vLLM.
 
-    Clients send earlier answers back as parts of the next request. Answers of other servers may
-    contain additional fields, such as annotations.
+    Clients send earlier answers back in their next request. Answers of other servers may contain
+    additional fields, such as annotations.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -103,9 +103,7 @@ class ToolCall(LenientModel):
     function: FunctionCall
 
     def to_template_call(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect: the arguments are a Python
-        object.
-        """
+        """Return the call in the form of chat templates, with the arguments as a Python object."""
         arguments = parse_call_arguments(self.function.model_dump())
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -114,12 +112,12 @@ class ToolCall(LenientModel):
 class Message(LenientModel):
     """A message of a chat.
 
-    It accepts an answer in the form in which this server or another one has returned it.
+    An answer of this server or of another one can be sent back unchanged as a message.
     """
 
     role: str
     content: str | Annotated[list[ContentPart], FAIL_FAST_LIST_FIELD] = ""
-    refusal: str | None = None  # OpenAI's answers have it instead of content if the model refuses
+    refusal: str | None = None  # in answers of OpenAI's models: why the model did not answer
     reasoning_content: str | None = None  # the reasoning in answers of this server
     reasoning: str | None = None  # the reasoning in answers of vLLM
     thinking: str | None = None  # the reasoning in answers of Ollama
@@ -148,7 +146,7 @@ class Message(LenientModel):
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, from the first of its three fields that is set."""
+        """The reasoning, from the first of the three fields for reasoning that is set."""
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:
@@ -220,7 +218,7 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def check_schema_and_type(self) -> "ResponseFormat":
-        """Raise ValueError if only one of type="json_schema" and a schema is given."""
+        """Raise ValueError unless there is a schema exactly for the type "json_schema"."""
         if (self.type == "json_schema") != ("schema" in self.json_schema):
             raise ValueError(
                 'response_format: type "json_schema" requires json_schema.schema, and other types '

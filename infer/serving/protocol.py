@@ -92,7 +92,7 @@ class CompletionRequest(StrictModel):
     is_chat: ClassVar[bool] = False
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10)  # the default of OpenAI's API, which is sampling
+    temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default is 1, which means sampling
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -177,7 +177,7 @@ class CompletionRequest(StrictModel):
         raise NotImplementedError
 
     def grammar_options(self) -> dict[str, str]:
-        """Return {name: value} of the option of `TextOptions` that constrains the output.
+        """Return the option of `TextOptions` that constrains the output, as {name: value}.
 
         Returns an empty dictionary if the request has no constraint. Raises ValueError if it has
         more than one.

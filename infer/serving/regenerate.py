@@ -29,8 +29,8 @@ from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
-# A run may continue the file of an earlier run with other values of these settings, because they
-# do not change answers. Earlier versions wrote data.bad_rows.
+# Settings that do not change answers. They may differ when a run continues the file of an earlier
+# run. Earlier versions wrote data.bad_rows.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
 # Number of examples that may be in progress or wait to be yielded, for each batch row of the
 # engine. Records are yielded in the order of the examples. With a larger number, the batch stays
@@ -214,7 +214,7 @@ def regenerate_answers(
 
 
 def check_and_save_settings(out: Path, settings: dict) -> None:
-    """Write the settings to `out`.settings.json, after a comparison with those of an earlier run.
+    """Write the settings to `out`.settings.json, after comparing them with those of an earlier run.
 
     Raises ValueError if `out` was started with other settings, or was not written by this command.
     """

@@ -1,8 +1,8 @@
 """Examples of a data set that need new answers, and the state of generating them.
 
-For an example that is a text, the target generates one output. For an example that is a chat, the
-target generates every assistant message again. The prompt of each contains the earlier messages,
-with the assistant messages that were generated before.
+For an example that is a text, the target generates one output. For an example that is a chat, it
+generates every assistant message again. The prompt of an assistant message contains all messages
+before it, with newly generated assistant messages in place of the old ones.
 """
 
 import json
@@ -189,7 +189,7 @@ class RegenerationTask:
 
 
 def to_prompt_message(message: dict) -> dict:
-    """Return a message in the form in which it is part of a prompt.
+    """Return a message in the form that prompts contain.
 
     The reasoning of an assistant message is put in front of its content, between "<think>" and
     "</think>".
@@ -208,8 +208,7 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
     If the message has no entry "tool_calls", the calls are parsed from its content. If a call in
-    the content is malformed, a single entry with an empty name is returned, which equals no valid
-    call.
+    the content is malformed, [("", content)] is returned, which equals no list of valid calls.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:

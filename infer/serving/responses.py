@@ -22,7 +22,7 @@ OPENAI_ERROR_TYPE_BY_STATUS = {
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """The tokens that were added to a sequence since the delta before.
+    """The tokens that were added to a sequence since its previous delta.
 
     text: text of the added tokens
     ids: ids of the added tokens
@@ -176,7 +176,7 @@ class ResponseBuilder:
         }
 
     def build_envelope(self, object_type: str, choices: list[dict]) -> dict:
-        """Return a response or a chunk with the given choices: add id, time and model name.
+        """Return a response or a chunk with the given choices and with id, time and model name.
 
         object_type: value of the field "object"
         """

@@ -140,7 +140,7 @@ class CompletionService:
         """Check that the server can take a request, and return the prompts of the request.
 
         Raises HTTPException if the engine has failed, if the request names another model, or if the
-        server has too many sequences with those of the request.
+        request would exceed the maximum number of sequences.
         """
         if self.worker.failure is not None:
             raise HTTPException(503, self.worker.failure)
@@ -148,7 +148,7 @@ class CompletionService:
             raise HTTPException(
                 404,
                 f"this server has no model {request.model!r}: use {self.model_name!r}, or leave "
-                "out model",
+                "out the field model",
             )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
@@ -303,8 +303,7 @@ class CompletionService:
         builder: ResponseBuilder,
         request: CompletionRequest,
     ) -> AsyncIterator[str]:
-        """Yield a server-sent event for each chunk of the response, as soon as its tokens are
-        decoded.
+        """Yield the chunks of the response as server-sent events, as soon as tokens are decoded.
 
         Chunks of different answers are interleaved. Each chunk contains the index of its answer.
         """

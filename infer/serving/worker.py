@@ -214,7 +214,7 @@ class EngineThread(threading.Thread):
         self.engine.reset()
 
     def _send_new_tokens(self, sequence: Sequence) -> None:
-        """Send the tokens that a sequence has gained since the last call, and update the metrics."""
+        """Send the tokens that a sequence has gained since the last call, and update metrics."""
         request, detokenizer = self.open_requests[sequence]
         new_ids = sequence.ids[request.sent_tokens :]
         drafted_per_round = sequence.drafted[request.sent_rounds :]
