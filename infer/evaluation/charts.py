@@ -12,7 +12,7 @@ from infer.evaluation.results import Evaluation, ExampleNode, ExampleRound, Meth
 from infer.evaluation.templates import render_template
 from infer.trees.methods import TREE_METHODS
 
-# Sizes of charts, of lines in their legends, and of distances between drawn tokens, in CSS pixels
+# Sizes of charts, lines of legends and drawn trees, in CSS pixels
 CHART_HEIGHT_PX = 240
 LEGEND_LINE_HEIGHT_PX = 16
 TREE_COLUMN_WIDTH_PX = 74
@@ -23,19 +23,19 @@ PLOT_TOP_PX = 12
 PLOT_BOTTOM_PX = 200
 
 AXIS_TICK_COUNT = 4
-MAX_LOSS_POINTS = 120  # in a longer loss curve, neighbouring points are averaged
+MAX_LOSS_POINTS = 120  # a loss chart with more points averages neighbouring ones
 MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # longer tokens are cut in the drawing of a tree
 # SVG dash patterns of lines, for readers who cannot tell the colours apart
 DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")
 LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
 ]
-# Key: label of the y axis. Value: function that returns (value, confidence interval) of a method.
+# Keys are labels of the y axis. Values are functions MethodResult -> (value, confidence interval).
 BUDGET_CURVES = {
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
 }
-# Key: kind of a token in a drawn tree. Value: the mark in front of the token.
+# Keys are kinds of tokens in a drawn tree. Values are marks that are drawn in front of the token.
 TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
 
 

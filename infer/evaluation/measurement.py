@@ -42,7 +42,7 @@ SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
 WARMUP_TOKENS_BEFORE_MEASUREMENT = (
     16  # tokens that each variant generates before the measurement starts
 )
-# A function that is called with (number of finished prompts, number of all prompts).
+# Type of functions that report progress: (finished prompts, all prompts) -> None
 ProgressCallback = abc.Callable[[int, int], None]
 Decision = TypeVar("Decision")
 

@@ -280,8 +280,8 @@ def count_first_choices(
 def compute_commits(accepted: Sequence[int]) -> list[int]:
     """Return how many tokens the prefill and each round commit, in this order.
 
-    accepted: for each token of an answer except the last one, how many draft tokens a round accepts
-        that begins after this token
+    accepted: entry i is the number of draft tokens that are accepted by a round after answer token
+        i. The last token of the answer has no entry
     """
     commits = [1]
     position = 0

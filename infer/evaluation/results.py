@@ -274,7 +274,7 @@ class FirstChoiceAccuracy:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The acceptance length of one `ReplayVariant` (infer/evaluation/replay.py)."""
+    """The acceptance length of one replayed variant, see `ReplayVariant` in replay.py."""
 
     method: str
     nodes: int

@@ -218,7 +218,10 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def check_schema_and_type(self) -> "ResponseFormat":
-        """Raise ValueError unless there is a schema exactly for the type "json_schema"."""
+        """Raise ValueError if the type and the schema do not fit together.
+
+        The type "json_schema" needs a schema. The other types must not have one.
+        """
         if (self.type == "json_schema") != ("schema" in self.json_schema):
             raise ValueError(
                 'response_format: type "json_schema" requires json_schema.schema, and other types '

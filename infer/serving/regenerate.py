@@ -43,7 +43,7 @@ REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
 
 @dataclass
 class EngineTask:
-    """A task, and the engine's sequence that is decoding its next output.
+    """A regeneration task, and the engine's sequence that decodes its next output.
 
     sequence: None if the task is finished
     """
@@ -156,7 +156,7 @@ def regenerate_answers(
     max_failures: int,
     total: int | None = None,
 ) -> dict[str, int]:
-    """Answer the examples, and write their records to `out`, one JSON line for each example.
+    """Answer the examples, and write a JSON line with the record of each to `out`, in order.
 
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
@@ -165,8 +165,8 @@ def regenerate_answers(
     max_failures: maximum number of examples that may fail
     total: number of examples; None means `len(examples)`
 
-    Returns the numbers of "answers" and of "failed" examples. Raises ValueError if `out` was
-    started with other settings or if too many examples fail, and RunAborted if the disk is full.
+    Returns the numbers of "answers" and of "failed" examples. Raises ValueError for other settings
+    than those of `out` or too many failures, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -183,10 +183,7 @@ def regenerate_answers(
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report the progress after an example has finished.
-
-        Its record is written later if earlier examples are not finished.
-        """
+        """Report progress. The record may be written later, after those of earlier examples."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")
@@ -207,8 +204,7 @@ def regenerate_answers(
             if failures > max_failures:
                 raise ValueError(
                     f"{failures} examples failed, at most {max_failures} may fail. The last error "
-                    f"was {error!r}; {failed_path} contains all errors: remove their cause, then "
-                    "start again with another out="
+                    f"was {error!r}. Remove the causes, see {failed_path}; then give another out="
                 )
     return {"answers": answers, "failed": failures}
 

@@ -170,7 +170,7 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Append the example's messages up to its next assistant message to `messages`.
+        """Move the example's messages before its next assistant message to `messages`.
 
         If there are none, finish the chat.
         """

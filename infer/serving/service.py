@@ -253,7 +253,7 @@ class CompletionService:
             sequence_request.deltas.put_nowait((sequence_request.index, SERVER_STOPPED_DELTA))
 
     def release(self, sequence_requests: list[SequenceRequest]) -> None:
-        """Forget the sequences of an HTTP request that has ended, and cancel unfinished ones."""
+        """Remove the sequences of a finished HTTP request, and cancel those that still run."""
         for sequence_request in self.active_requests.intersection(sequence_requests):
             self.active_requests.discard(sequence_request)
             sequence_request.cancelled = True
