@@ -359,7 +359,7 @@ def summarise_method(
 
     measurement: the measurement of the method
     baseline: the measurement of our baseline decoding, whose outputs every method must reproduce
-    fastest_baseline: the measurement that speedups are relative to
+    fastest_baseline: the measurement of the fastest baseline decoder; speedups are relative to it
     kinds: keys are prompt numbers, values are kinds of prompts, such as "functions"
     """
     variant = measurement.variant

@@ -24,10 +24,10 @@ def classify_difference(
 ) -> str | None:
     """Compare an output with the output of baseline decoding, and classify the first difference.
 
-    The difference is a tie if the target could choose either token after its logits change by at
-    most their rounding error. The rounding error is estimated as two rounding steps of the dtype at
-    the largest logit, plus twice the change of the logits when the last tokens are computed one by
-    one.
+    The difference is a tie if rounding can explain it: the target could choose either token if each
+    logit changed by at most its rounding error. Any other difference is a defect. The rounding
+    error is estimated as two rounding steps of the dtype at the largest logit, plus twice the
+    change of the logits when the last tokens are computed one by one.
 
     ids: generated tokens of the output
     expected: generated tokens of baseline decoding

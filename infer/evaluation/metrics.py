@@ -105,9 +105,9 @@ def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int,
 def pooled_acceptance_length(counts: np.ndarray) -> np.ndarray:
     """Return the tokens per round of several outputs together; 1 if they have no rounds.
 
-    counts: number of tokens and of rounds, of shape (..., num_outputs, 2)
+    counts: number of tokens and of rounds of each output, of shape (..., num_outputs, 2)
 
-    Returns an array of the shape (...).
+    The returned array has the shape of `counts` without the last two dimensions.
     """
     tokens, rounds = np.moveaxis(counts.sum(-2), -1, 0)
     return np.where(rounds > 0, tokens / np.maximum(rounds, 1), 1.0)

@@ -61,8 +61,8 @@ class BlockBatch(NamedTuple):
     """Drafted blocks, each of which begins after a different token of an answer.
 
     bonus: the token before each block, of shape (num_blocks,)
-    block: the drafted blocks, with scores of shape (num_blocks, draft_length, vocab_size), for the
-        tokens in the drafter's vocabulary
+    block: the drafted blocks, with scores of shape (num_blocks, draft_length, vocab_size of the
+        drafter)
     next_tokens: the answer's tokens after each bonus token; -1 after the end of the answer. The
         shape is (num_blocks, draft_length + 1)
     conditional_draft: scores given the token before; None if the drafter has no conditional head

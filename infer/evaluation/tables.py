@@ -336,7 +336,7 @@ def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
 def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) -> MethodResult:
     """Return the results of a method on the prompts of one kind, such as "functions".
 
-    baseline: the results of the fastest baseline decoder, which speedups are relative to
+    baseline: the results of the fastest baseline decoder; speedups are relative to it
     """
     prompts = [result for result in method.prompts or () if result.kind == kind]
     baseline_prompts = [result for result in baseline.prompts or () if result.kind == kind]

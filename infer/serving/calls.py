@@ -278,8 +278,9 @@ class AnswerFormat:
 def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
     """Return how the answers of a model are parsed.
 
-    Returns None if the tokenizer has no chat template, or if nothing in it shows how the model
-    marks reasoning or tool calls. The answers of such a model are not separated into parts.
+    Returns None if the tokenizer has no chat template, or if neither the chat template nor a
+    response template shows how the model marks reasoning or tool calls. The answers of such a model
+    are not separated into parts.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
