@@ -1,8 +1,9 @@
-"""The acceptance reference of a drafter, with which `./launch.sh doctor` compares the acceptance of
-an engine.
+"""Builds, measures and finds the acceptance reference of a drafter.
 
-A reference contains public prompts, the target's greedy answers to these prompts, and how many
-draft tokens were accepted at each position when the answers were decoded with chains.
+The reference contains public prompts, the target's greedy answers to these prompts, and how many
+draft tokens were accepted at each position of the draft. It is measured with chains, which are
+drafts without branches. `./launch.sh doctor` decodes the same prompts with another engine and
+compares the acceptance.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +25,12 @@ from infer.evaluation.results import (
 from infer.formats.folders import find_drafter_folder
 from infer.targets.target import Target, number_format_name
 
-ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # it is in the folder of an exported drafter
+ACCEPTANCE_REFERENCE_FILE_NAME = "acceptance.json"  # file in the folder of an exported drafter
 MAX_ACCEPTANCE_REFERENCE_ANSWER_TOKENS = 64
 
 
 class EvaluationPrompt(Protocol):
-    """Interface of the evaluation prompts that `data.prompts` returns."""
+    """Interface of a prompt on which drafters are evaluated, see data/prompts.py."""
 
     @property
     def ids(self) -> list[int]:
@@ -43,21 +44,22 @@ class EvaluationPrompt(Protocol):
 
     @property
     def report_group(self) -> str | None:
-        """The name of the group whose results are reported separately; None for held-out prompts,
-        which are reported first."""
+        """The group of prompts that reports show separately; None for a held-out prompt."""
         ...
 
     @property
     def request_text(self) -> str:
-        """The text with which a client requests an answer to this prompt from a server.
+        """The text that a client sends to a server for this prompt.
 
-        It is empty if no text gives exactly these token ids.
+        It is empty if no text is tokenised to exactly `ids`.
         """
         ...
 
     @property
     def chat(self) -> bool:
-        """Whether the prompt is sent as a user message of a chat."""
+        """Whether `request_text` is sent as a user message of a chat. If false, it is sent as text
+        that the target continues.
+        """
         ...
 
 
@@ -67,11 +69,12 @@ def build_reference(
     prompts: Sequence[EvaluationPrompt],
     sequences: Sequence[DecodedSequence],
 ) -> AcceptanceReference | None:
-    """Build the acceptance reference from greedy sequences that were decoded with chains.
+    """Build the acceptance reference from greedy answers that were decoded with chains.
 
-    sequences: the finished sequence of each prompt
+    prompts: prompts without `request_text` are left out
+    sequences: for each prompt, the finished sequence that the engine has decoded
 
-    Returns None if no prompt can be sent to a server as text.
+    Returns None if no prompt has a `request_text`.
     """
     draft_length = drafter.block_size - 1
     answers = []
@@ -100,10 +103,10 @@ def build_reference(
 def count_accepted_drafts(
     commits: Iterable[int], countable_tokens: int, draft_length: int
 ) -> AcceptanceCounts:
-    """Count the accepted draft tokens of one sequence by their position in the draft.
+    """Count, over the rounds of one sequence, how often each position of the draft was accepted.
 
-    commits: number of tokens that the prefill and each decoding round committed, in this order
-    countable_tokens: only rounds that begin before so many tokens are committed are counted
+    commits: how many tokens the prefill and each decoding round added to the output, in this order
+    countable_tokens: rounds that begin after this many output tokens are not counted
     draft_length: number of drafted tokens per round
     """
     committed, *round_commits = commits
@@ -124,7 +127,7 @@ def measure_reference(
 ) -> AcceptanceReference:
     """Decode prompts greedily with chains, and build the acceptance reference from the outputs.
 
-    Raises ValueError if no prompt can be sent to a server as text.
+    Raises ValueError if no prompt has a `request_text`.
     """
     sendable = [prompt for prompt in prompts if prompt.request_text]
     options = DecodeOptions(
@@ -137,13 +140,14 @@ def measure_reference(
     reference = build_reference(target, drafter, sendable, sequences)
     if reference is None:
         raise ValueError(
-            "none of the prompts can be sent to a server as text: use prompts with a request_text"
+            "no prompt has a request_text, so none can be sent to a server: give at least one "
+            "prompt with a request_text"
         )
     return reference
 
 
 def find_reference(checkpoint: str | Path) -> AcceptanceReference | None:
-    """Return the acceptance reference of a drafter, or None if it has none.
+    """Return the stored acceptance reference of a drafter, or None if none is stored.
 
     checkpoint: the folder of an exported drafter, or a training checkpoint
     """

@@ -1,9 +1,8 @@
-"""Writes the model card of an exported drafter, which is README.md with metadata for the Hugging
-Face hub. The template of its text is card.md.j2.
+"""Writes the model card of an exported drafter: README.md with metadata for the Hugging Face hub.
 
-Every number of the card comes from the checkpoint's evaluation/evaluation.json. What the card says
-about training comes from the keys of the run's config.json that RUN_OPTIONS_SHOWN_ON_CARD lists.
-Paths, run names and other values are not published.
+The template card.md.j2 contains the text. All results come from evaluation/evaluation.json of the
+checkpoint. Training options come from config.json of the training run, and only those in
+RUN_OPTIONS_SHOWN_ON_CARD are shown. Paths, run names and other values are not published.
 """
 
 import json
@@ -57,8 +56,7 @@ CARD_DATA_FILE_SUFFIXES = (".jsonl", ".gz", ".json", ".parquet")
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
     """Write the model card README.md and its chart into the folder of an exported drafter.
 
-    checkpoint: the drafter that was exported. If it is a training checkpoint, its evaluation is
-        shown in the card
+    checkpoint: the checkpoint that was exported. If it was evaluated, the card shows the results
     out: the folder of the exported drafter
     license: the license of the drafter; None means that the card names no license
     base_model: the target's name on the hub. A local path is not shown in the card
@@ -103,7 +101,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         engines=" ".join(list_compatible_engines(out)),
         method="dspark"
         if reading.family_config.get("markov_rank")
-        else "dflash",  # these are the names of the methods in vLLM and SGLang
+        else "dflash",  # vLLM and SGLang call the methods dspark and dflash
         license=license,
     )
     atomic_write(out / "README.md", card)
@@ -118,12 +116,12 @@ def read_exported_config(out: Path) -> ParsedConfig:
     reading = read_layout(open_drafter_folder(out))
     if reading.problems or not reading.options:
         problems = "; ".join(reading.problems) or "config.json cannot be read"
-        raise ValueError(f"{out} contains no drafter that can be read: {problems}")
+        raise ValueError(f"{out} contains no readable drafter ({problems}): export it again")
     return reading
 
 
 def read_evaluation(step_folder: Path) -> Evaluation | None:
-    """Return the evaluation of a checkpoint, without the methods that use n-grams.
+    """Return the evaluation of a checkpoint, without the methods that use n-gram files.
 
     Returns None if the checkpoint was not evaluated.
     """
@@ -158,8 +156,10 @@ def remove_ngram_methods(evaluation: Evaluation) -> Evaluation:
 def build_front_matter(
     reading: ParsedConfig, run_config: dict | None, license: str | None, base: str | None
 ) -> str:
-    """Return the metadata at the top of the card, in YAML, which the hub reads.
+    """Return the front matter of the card, which is YAML metadata that the hub reads.
 
+    reading: the parsed config.json of the drafter
+    run_config: the options of the training run; None if they are unknown
     base: the target's name on the hub; None if it is unknown
     """
     from huggingface_hub import ModelCardData
@@ -180,7 +180,7 @@ def build_front_matter(
     return ModelCardData(
         base_model=base,
         datasets=datasets or None,
-        # AutoModel of transformers can load only this layout.
+        # AutoModel of transformers can load a drafter only in the format of transformers.
         library_name="transformers" if reading.layout == "transformers" else None,
         license=license and license.lower(),
         pipeline_tag="text-generation",
@@ -189,10 +189,10 @@ def build_front_matter(
 
 
 def list_recipe(run_config: dict, step_folder: Path) -> list[tuple[str, object]]:
-    """Return (name, value) of the published training options, and of the checkpoint's step number.
+    """Return (name, value) of each training option that the card shows, and of the step number.
 
-    A training run may have several limits (max_minutes, steps, epochs). Only the limit that took
-    effect is listed.
+    A run can limit minutes, steps and epochs. Only the limit that took effect is returned:
+    max_minutes, else steps, else epochs.
     """
     rows = []
     for section, keys in RUN_OPTIONS_SHOWN_ON_CARD.items():
@@ -221,9 +221,10 @@ def list_compatible_engines(out: Path) -> list[str]:
 
 
 def describe_initial_drafter(run_config: dict) -> str | None:
-    """Return the name of the drafter that training started from.
+    """Return the hub name of the drafter whose weights training started from.
 
-    Returns None if training started from a new drafter, and "another drafter" for a local path.
+    Returns "another drafter" if these weights came from a local path, and None if training started
+    from a newly initialised drafter.
     """
     init = run_config["drafter"].get("init")
     if not init:
@@ -232,7 +233,9 @@ def describe_initial_drafter(run_config: dict) -> str | None:
 
 
 def describe_data(data: dict) -> list[str]:
-    """Return a description of each data set: its name on the hub, but never a local path.
+    """Return a description of each data set, without local paths.
+
+    A data set from the hub is described by its name there.
 
     data: the section "data" of the run's config.json
     """
@@ -248,7 +251,7 @@ def describe_data(data: dict) -> list[str]:
 
 
 def parse_hub_name(text: str) -> str | None:
-    """Return `text` if it is a name on the hub (owner/name), and None if it is a local path."""
+    """Return `text` if it is a name on the hub (owner/name), else None."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) or text.endswith(CARD_DATA_FILE_SUFFIXES):
         return None
     return None if Path(text).exists() else text

@@ -12,7 +12,7 @@ from infer.evaluation.results import Evaluation, ExampleNode, ExampleRound, Meth
 from infer.evaluation.templates import render_template
 from infer.trees.methods import TREE_METHODS
 
-# Sizes of charts, of lines in their legends, and of distances between drawn tokens, in CSS pixels
+# Sizes of charts, lines of legends and drawn trees, in CSS pixels
 CHART_HEIGHT_PX = 240
 LEGEND_LINE_HEIGHT_PX = 16
 TREE_COLUMN_WIDTH_PX = 74
@@ -23,19 +23,19 @@ PLOT_TOP_PX = 12
 PLOT_BOTTOM_PX = 200
 
 AXIS_TICK_COUNT = 4
-MAX_LOSS_POINTS = 120  # in a longer loss curve, neighbouring points are averaged
-MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # a drawn tree shows at most this much of a token
-# SVG dash patterns, so that lines differ for readers who do not see their colours
+MAX_LOSS_POINTS = 120  # a loss chart with more points averages neighbouring ones
+MAX_TOKEN_CHARACTERS_IN_DRAWING = 7  # longer tokens are cut in the drawing of a tree
+# SVG dash patterns of lines, for readers who cannot tell the colours apart
 DASH_PATTERNS = ("", "7 3", "2 3", "9 3 2 3", "4 2")
 LINE_COLOURS = [
     row.colour for row in TREE_METHODS.values() if row.needs_drafter and row.in_evaluations
 ]
-# Key: label of the y axis. Value: function that returns (value, confidence interval) of a method.
+# Keys are labels of the y axis. Values are functions MethodResult -> (value, confidence interval).
 BUDGET_CURVES = {
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
 }
-# Key: kind of a token in a drawn tree. Value: the mark in front of the token.
+# Keys are kinds of tokens in a drawn tree. Values are marks that are drawn in front of the token.
 TREE_DRAWING_TOKEN_MARKS = {"root": "", "accepted": "✓ ", "rejected": "✗ ", "added": "+ "}
 
 
@@ -46,7 +46,8 @@ class ChartLine:
     label: name of the line in the legend
     points: pairs (x, y)
     colour: an SVG colour
-    intervals: for each point the confidence interval of y, or None; empty if no point has one
+    intervals: confidence interval of y at each point, None where there is none; empty if no point
+        has an interval
     dash: an SVG dash pattern
     """
 
@@ -59,7 +60,10 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Maps values on an axis to pixels. `low` is at `start_px`, and `high` is at `end_px`."""
+    """Maps a value on an axis to a pixel coordinate.
+
+    The value `low` is drawn at `start_px`, and the value `high` at `end_px`.
+    """
 
     low: float
     high: float
@@ -82,7 +86,7 @@ class AxisScale:
 class Chart:
     """A chart with one or more lines.
 
-    logarithmic: whether the x axis is logarithmic; it then has a tick at the x value of every point
+    logarithmic: whether the x axis is logarithmic. If so, every x value has its own tick
     """
 
     title: str
@@ -109,7 +113,7 @@ class Chart:
 
     @property
     def y_scale(self) -> AxisScale:
-        """The scale of the y axis, on which all confidence intervals and a margin fit."""
+        """The scale of the y axis. It covers all points and confidence intervals, plus a margin."""
         values = []
         for line in self.lines:
             values += [y for _, y in line.points]
@@ -122,12 +126,12 @@ class Chart:
 
     @property
     def x_ticks(self) -> list[float]:
-        """The values that are labelled on the x axis."""
+        """The values at which the x axis has a tick and a number."""
         return self.x_values if self.logarithmic else choose_ticks(self.x_scale)
 
     @property
     def y_ticks(self) -> list[float]:
-        """The values that are labelled on the y axis."""
+        """The values at which the y axis has a tick and a number."""
         return choose_ticks(self.y_scale)
 
 
@@ -153,10 +157,12 @@ def render_charts(charts: Sequence[Chart]) -> str:
 
 
 def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
-    """Return a chart of τ (tokens per round) and a chart of the speedup, by node budget.
+    """Return two charts whose x axis is the node budget (number of drafted tree nodes per round).
 
-    evaluations: the evaluation of each drafter, with the drafter's name as the key; the key is ""
-        if there is only one drafter
+    The first chart shows τ (tokens per round), the second the speedup.
+
+    evaluations: keys are names of drafters, values their evaluations. A single drafter may have the
+        name ""
     """
     charts = []
     for y_label in BUDGET_CURVES:
@@ -171,12 +177,13 @@ def build_budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
 def build_budget_lines(
     evaluation: Evaluation, y_label: str, drafter_name: str, drafter_index: int
 ) -> list[ChartLine]:
-    """Return a line for each decoding method of one drafter's evaluation.
+    """Return the lines of one drafter's evaluation, one for each decoding method.
 
-    A method without a node budget has a horizontal line. Baseline decoders have a line for the
-    first drafter only.
+    A method without a node budget has a horizontal line. Lines of baseline decoding, which does not
+    depend on the drafter, are returned for the first drafter only.
 
-    y_label: a key of BUDGET_CURVES
+    y_label: label of the y axis, which selects the shown metric from BUDGET_CURVES
+    drafter_name: name of the drafter in the legend
     drafter_index: position of the drafter in the chart; the first drafter has 0
     """
     methods_by_name: dict[str, list[MethodResult]] = {}
@@ -212,7 +219,8 @@ def build_budget_lines(
 def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
     """Return a chart of τ (tokens per round) by training step.
 
-    It has a line for the chain, and one for the largest tree of each tree method.
+    It has a line for the chain (a draft without branches), and one for the largest tree of each
+    tree method.
 
     evaluations: evaluations of the checkpoints of one training run
     """
@@ -233,9 +241,9 @@ def build_tau_chart(evaluations: Sequence[Evaluation]) -> Chart:
 
 
 def build_first_choice_chart(study: TreeStudy) -> Chart:
-    """Return a chart of how often the drafter's most likely token is the target's, by tree depth.
+    """Return a chart of how often the drafter's most likely token is the target's token.
 
-    It has a line for each entry of `study.first_choices`, see `FirstChoiceAccuracy`.
+    The x axis is the depth in the draft tree. Each entry of `study.first_choices` has a line.
     """
     lines = []
     for i, accuracy in enumerate(study.first_choices):
@@ -256,7 +264,8 @@ def build_first_choice_chart(study: TreeStudy) -> Chart:
 def build_loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
     """Return a chart of the training loss by training step.
 
-    losses: pairs (step, loss). If there are more than MAX_LOSS_POINTS, neighbours are averaged
+    losses: pairs (step, loss). Neighbouring pairs are averaged if there are more than
+        MAX_LOSS_POINTS
     """
     size = max(1, -(-len(losses) // MAX_LOSS_POINTS))
     points = []
@@ -272,8 +281,8 @@ class TokenBox(NamedTuple):
 
     x, y: the centre of the box, in pixels
     parent: index of the box of the parent token
-    kind: "root", "accepted", "rejected" or "added"
-    word: the token as text, after the mark of the kind
+    kind: "root", "accepted", "rejected" or "added" (by the target after the accepted tokens)
+    word: the token as text, with a mark in front that shows the kind
     label: the drafter's probability of the token given its parent, as text
     """
 
@@ -289,12 +298,12 @@ class TokenBox(NamedTuple):
 class TreeDrawing:
     """The drawing of the draft tree of one round.
 
-    It shows the accepted path, the rejected branches, and the token that the target added after the
-    accepted path.
+    It shows the accepted tokens, the rejected tokens, and the token that the target added after the
+    accepted ones.
     """
 
     boxes: list[TokenBox]
-    description: str  # alternative text for screen readers
+    description: str  # what the drawing shows, in words, for screen readers
 
     @property
     def width(self) -> int:
@@ -308,13 +317,14 @@ class TreeDrawing:
 
 
 def draw_tree(example: ExampleRound) -> TreeDrawing:
-    """Return the drawing of a round's draft tree.
+    """Return the drawing of the draft tree of one round.
 
-    All leaves have separate columns, and a parent is above the middle of its children.
+    Every leaf has its own column. A parent is above the middle of its children.
     """
     nodes = example.nodes
     last_accepted = max(i for i, node in enumerate(nodes) if node.accepted)
-    parents = [*(node.parent for node in nodes), last_accepted]  # the added token is the last box
+    # The last box is the token that the target added.
+    parents = [*(node.parent for node in nodes), last_accepted]
     columns, depths = lay_out_tree(parents)
 
     kinds = ["root", *("accepted" if node.accepted else "rejected" for node in nodes[1:]), "added"]
@@ -335,7 +345,9 @@ def draw_tree(example: ExampleRound) -> TreeDrawing:
 
 
 def lay_out_tree(parents: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Return the columns and the depths of the nodes of a tree, as two lists.
+    """Return the column and the depth of each node of a tree, as two lists.
+
+    A column is a horizontal position. Leaves have the columns 0, 1, 2, ...
 
     parents: index of the parent of each node; node 0 is the root
     """
@@ -360,10 +372,10 @@ def lay_out_tree(parents: Sequence[int]) -> tuple[list[float], list[int]]:
 
 
 def describe_tree(nodes: Sequence[ExampleNode], rejected: int, added: str) -> str:
-    """Return a description of a drawn tree, for screen readers.
+    """Return a description of a drawn tree in words, for screen readers.
 
     rejected: number of rejected nodes
-    added: the token that the target added
+    added: the token that the target added after the accepted ones
     """
     path = ", ".join(repr(node.word) for node in nodes[1:] if node.accepted) or "none"
     return (

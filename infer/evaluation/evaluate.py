@@ -1,7 +1,7 @@
-"""Evaluates a drafter: decodes held-out prompts with every method, with the same code that users
-call.
+"""Evaluates a drafter by decoding prompts with every decoding method.
 
-Every number comes from decoding. Acceptance is never estimated from the accuracy of single tokens.
+The prompts are decoded by the code that users call. Speed and acceptance are measured while
+decoding. They are never estimated from the accuracy of single tokens.
 """
 
 import math
@@ -48,7 +48,7 @@ from infer.evaluation.results import (
 from infer.evaluation.samples import collect_samples
 from infer.targets.target import Target, number_format_name
 
-SHORT_EVALUATION_STRIDE = 4  # earlier checkpoints than the last decode every fourth prompt
+SHORT_EVALUATION_STRIDE = 4  # checkpoints before the last one decode every fourth prompt
 
 
 def evaluate(
@@ -60,14 +60,14 @@ def evaluate(
 ) -> Evaluation:
     """Decode every prompt with every method, and return the results.
 
-    If outputs of a method differ from those of baseline decoding, the `ties` and `defects` of the
-    method count the prompts by the cause of the difference, see `infer.evaluation.lossless`.
+    For a method whose outputs differ from those of baseline decoding, `ties` counts the outputs
+    that differ because of rounding, and `defects` all others, see `infer.evaluation.lossless`.
     """
     prompt_sets = build_prompt_sets(prompts, config)
     measurements = measure_prompt_sets(target, drafter, prompt_sets, progress)
     evaluation = summarise_evaluation(target, drafter, prompt_sets, measurements)
 
-    # A prompt set has no sequences if the time limit evaluation.max_minutes was reached before it.
+    # A prompt set has no sequences if evaluation.max_minutes ended before its first prompt.
     measured_sets = [measurement for measurement in measurements if measurement[0].sequences]
     classified = [
         count_ties_and_defects(target, result, measurement)
@@ -79,9 +79,10 @@ def evaluate(
 def count_ties_and_defects(
     target: Target, evaluation: Evaluation, measurements: list[VariantMeasurement]
 ) -> Evaluation:
-    """Return the evaluation with the numbers of ties and defects.
+    """Count the ties and the defects of each method, and return the evaluation with these counts.
 
-    They are added to the methods whose outputs differ from the outputs of baseline decoding.
+    Both are outputs that differ from the output of baseline decoding, see `classify_difference`. A
+    method without such outputs keeps the value None.
 
     measurements: one for each method of the evaluation, in the same order
     """
@@ -106,10 +107,10 @@ def build_prompt_sets(
 ) -> list[PromptSet]:
     """Group the prompts of an evaluation into prompt sets, whose results are reported separately.
 
-    The first set has the held-out prompts. Then follows a set for each `report_group` of the
-    prompts. If decoding is greedy and `config.sampling_temperature` is set, the last set decodes
-    every second held-out prompt again with sampling. All sets except the first are measured with
-    the median node budget only.
+    The first set has the held-out prompts. Each `report_group` of the prompts is a further set. If
+    decoding is greedy and `config.sampling_temperature` is set, the last set decodes every second
+    held-out prompt again with sampling. All sets except the first use only the median of the node
+    budgets `config.budgets`.
     """
     numbers_by_name: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -136,7 +137,7 @@ def build_prompt_sets(
 def shorten_prompt_set(prompt_set: PromptSet) -> PromptSet:
     """Return the prompt set with a quarter of its prompts and a quarter of its time limit.
 
-    It is used for the checkpoints before the last one.
+    All checkpoints of a training run except the last one are evaluated with this smaller set.
     """
     minutes = prompt_set.config.max_minutes
     if minutes is not None:
@@ -155,15 +156,15 @@ def measure_prompt_sets(
     prompt_sets: abc.Sequence[PromptSet],
     progress: ProgressCallback = lambda done, total: None,
 ) -> list[list[VariantMeasurement]]:
-    """Decode the prompts of every prompt set with every method. Return, for each set, the
-    measurements of all methods, baseline decoding first.
+    """Decode the prompts of every prompt set with every method.
 
-    For the first set, samples for the report are collected, and greedy outputs are replayed with
-    drafts, see `infer.evaluation.replay`. If baseline decoding by transformers is slower than our
-    baseline decoding on the first set, it is not measured on the other sets.
+    Returns a list for each set, with the measurement of each method, baseline decoding first. The
+    baseline measurement of the first set also contains text samples for the report and replays of
+    its outputs, see `infer.evaluation.replay`.
 
-    The sets share the time limit `max_minutes` in proportion to the number of their outputs. If no
-    time is left for a set, its measurements have no sequences.
+    If `generate` of transformers is slower than our baseline decoding on the first set, it is not
+    measured on the other sets. The sets share the time limit `max_minutes` in proportion to their
+    number of outputs. If no time is left for a set, its measurements have no sequences.
     """
     total = sum(len(prompt_set.prompts) for prompt_set in prompt_sets)
     done = 0
@@ -212,9 +213,9 @@ def measure_prompt_sets(
 
 
 def find_best_tree_measurement(measurements: list[VariantMeasurement]) -> VariantMeasurement:
-    """Return the measurement with the highest acceptance length.
+    """Return the measurement of the tree method with the most tokens per round.
 
-    Only tree methods with a node budget and without n-grams are considered.
+    Methods without a node budget and methods that use n-grams are not considered.
     """
     candidates = []
     for measurement in measurements:
@@ -235,10 +236,10 @@ def summarise_evaluation(
     prompt_sets: abc.Sequence[PromptSet],
     measurements: list[list[VariantMeasurement]],
 ) -> Evaluation:
-    """Return the results of all prompt sets.
+    """Combine the measurements of all prompt sets into one evaluation.
 
-    The result is the evaluation of the first set, and its `other_evaluations` are those of the
-    other sets. Its `time_limit_note` names the sets for which no time was left.
+    The returned evaluation has the results of the first set. Its `other_evaluations` have the
+    results of the other sets, and its `time_limit_note` names the sets for which no time was left.
     """
     evaluations = []
     skipped_names = []
@@ -272,8 +273,9 @@ def build_reference_from_sets(
 ) -> AcceptanceReference | None:
     """Build the acceptance reference of a drafter from the measurements of an evaluation.
 
-    The first prompt set is used that was decoded greedily and has prompts that can be sent to a
-    server as text. Returns None if there is no such set, or if no chain was measured on it.
+    The reference is made from the first prompt set that was decoded greedily and contains a prompt
+    with a `request_text`. Returns None if there is no such set, or if no chain (a draft without
+    branches) was measured on it.
     """
     for prompt_set, set_measurements in zip(prompt_sets, measurements, strict=True):
         if prompt_set.config.temperature > 0 or not set_measurements[0].sequences:
@@ -298,9 +300,9 @@ def summarise_prompt_set(
     """Return the results of one prompt set.
 
     drafter: None for a masked diffusion model
-    measurements: one for each method, our baseline decoding first
+    measurements: one for each decoding method, our baseline decoding first
     """
-    # A masked diffusion model has all attributes that are read here.
+    # `target` may be a masked diffusion model. It has all attributes that are read below.
     model = cast(Target, target)
     baseline = measurements[0]
     fastest_baseline = find_fastest_baseline(measurements)
@@ -333,11 +335,11 @@ def summarise_prompt_set(
 
 
 def find_fastest_baseline(measurements: abc.Sequence[VariantMeasurement]) -> VariantMeasurement:
-    """Return the measurement of the faster baseline decoder, either ours or that of transformers.
+    """Return the measurement of the faster baseline: our baseline decoding, or transformers.
 
-    The median over prompts of the ratio of their tokens per second decides.
+    Transformers is faster if the median over prompts of its speedup over our baseline is above 1.
 
-    measurements: those of one prompt set, our baseline decoding first
+    measurements: the measurements of one prompt set, our baseline decoding first
     """
     our_baseline, *others = measurements
     for measurement in others:
@@ -357,8 +359,8 @@ def summarise_method(
 
     measurement: the measurement of the method
     baseline: the measurement of our baseline decoding, whose outputs every method must reproduce
-    fastest_baseline: the measurement of the baseline decoder to which speedups refer
-    kinds: for each prompt number the kind of the prompt, such as "functions"
+    fastest_baseline: the measurement of the fastest baseline decoder; speedups are relative to it
+    kinds: keys are prompt numbers, values are kinds of prompts, such as "functions"
     """
     variant = measurement.variant
     stats = measurement.stats

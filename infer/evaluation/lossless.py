@@ -2,10 +2,8 @@
 difference.
 
 In float32 there are no differences. In bfloat16, a forward pass over a tree rounds differently from
-a forward pass over one token. If the scores of two tokens differ by less than the rounding error,
-either token may be chosen. Such a difference is called a tie, and any other difference a defect.
-
-V is the vocabulary size.
+a forward pass over one token. If the logits of two tokens differ by less than the rounding error,
+either token may be chosen. Such a difference is called a tie. Any other difference is a defect.
 """
 
 import torch
@@ -15,9 +13,9 @@ from infer.engine.grammar import make_grammar_state
 from infer.engine.sampling import SamplingTensors, make_round_noise, mark_seen_tokens, sample_tokens
 from infer.targets.target import Target
 
-LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # positions per forward pass when logits are computed again
-# This many positions are computed one by one, to measure how much the number of positions in a
-# forward pass changes the logits.
+LOSSLESS_CHECK_CHUNK_POSITIONS = 64  # tokens per forward pass when logits are computed again
+# To estimate rounding errors, logits are computed a second time with a separate forward pass for
+# each of this many last tokens.
 LOSSLESS_CHECK_ONE_BY_ONE_POSITIONS = 8
 
 
@@ -26,10 +24,10 @@ def classify_difference(
 ) -> str | None:
     """Compare an output with the output of baseline decoding, and classify the first difference.
 
-    The difference is a tie if the target's logits at that position can be changed by at most their
-    rounding error so that either token is chosen. The rounding error is estimated as two rounding
-    steps of the dtype at the largest logit, plus twice the change of the logits if the last tokens
-    are computed one by one.
+    The difference is a tie if rounding can explain it: the target could choose either token if each
+    logit changed by at most its rounding error. Any other difference is a defect. The rounding
+    error is estimated as two rounding steps of the dtype at the largest logit, plus twice the
+    change of the logits when the last tokens are computed one by one.
 
     ids: generated tokens of the output
     expected: generated tokens of baseline decoding
@@ -40,7 +38,7 @@ def classify_difference(
         return None
     pairs = enumerate(zip(ids, expected, strict=False))
     index = next((i for i, (token, other) in pairs if token != other), None)
-    if index is None:  # one output is longer and begins with the other output
+    if index is None:  # one output is a prefix of the other
         return "defect"
 
     prefix = prompt + ids[:index]
@@ -62,8 +60,8 @@ def classify_difference(
 class TargetChoice:
     """Chooses a token at one position, from the target's logits or from perturbed logits.
 
-    logits: the target's logits at the position, of shape (1, 1, V)
-    position: index of the position in the sequence, which selects the sampling noise
+    logits: the target's logits at the position, of shape (1, 1, vocab_size)
+    position: index of the position in the sequence; each position has its own sampling noise
     prefix: all token ids before the chosen token
     """
 
@@ -78,20 +76,23 @@ class TargetChoice:
         self.noise = make_round_noise(self.sampling, positions, 1, vocabulary_size)
         self.seen = None
         if self.sampling.kind.uses_penalty:
-            # (1, 1, V)
+            # (1, 1, vocab_size)
             self.seen = lambda nodes: mark_seen_tokens([prefix], vocabulary_size, device)[None]
 
     def choose_token(self, shift: torch.Tensor | float = 0.0) -> int:
-        """Return the token that is chosen if `shift` is added to the logits."""
+        """Return the token that is chosen if `shift` is added to the logits.
+
+        shift: a number, or a tensor of shape (1, 1, vocab_size)
+        """
         depth = torch.zeros(1, 1, dtype=torch.long, device=self.logits.device)
         return int(sample_tokens(self.logits + shift, depth, self.sampling, self.noise, self.seen))
 
     def is_possible(self, token: int, rounding: float) -> bool:
-        """Return whether `token` can be chosen if no logit changes by more than `rounding`.
+        """Return whether `token` can be chosen if every logit changes by at most `rounding`.
 
-        Two perturbations are tried. The first raises the logit of the token and lowers all others.
-        The second is for tokens at the boundary of top-p: it lowers the logits of more likely
-        tokens and of the token that is chosen without a perturbation, and raises the others.
+        Two changes are tried. The first raises the logit of `token` and lowers all others. The
+        second helps if top-p would otherwise exclude `token`: it lowers all more likely tokens and
+        the token that is chosen without a change, and raises the rest.
         """
         token_up = torch.full_like(self.logits, -rounding)
         token_up[..., token] = rounding
@@ -105,9 +106,10 @@ class TargetChoice:
 
 @torch.no_grad()
 def compute_last_logits(target: Target, ids: list[int], single_positions: int) -> torch.Tensor:
-    """Return the target's logits after the last token id, in float32, of shape (1, 1, V).
+    """Return the target's logits after the last token, in float32, of shape (1, 1, vocab_size).
 
-    single_positions: this many last positions are computed one by one, and the others in chunks
+    single_positions: number of last tokens with a forward pass each. The tokens before them are
+        processed in chunks
     """
     chunked = max(0, len(ids) - single_positions)
     starts = [*range(0, chunked, LOSSLESS_CHECK_CHUNK_POSITIONS), *range(chunked, len(ids))]

@@ -1,7 +1,7 @@
-"""Decodes the same prompts with several decoding methods, alternating between the methods, and
-records outputs and times.
+"""Decodes the same prompts with several decoding methods, and records outputs and times.
 
-A `DecodingVariant` is a decoding method with its node budget and options.
+The methods take turns on each prompt. A `DecodingVariant` is a decoding method with its node budget
+and options.
 """
 
 import math
@@ -37,21 +37,22 @@ from infer.evaluation.samples import ReportSamples
 from infer.targets.target import Target
 from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, TreeMethod
 
-# Options that EvaluationConfig and DecodeOptions have in common
+# Options that are copied from EvaluationConfig to DecodeOptions
 SHARED_OPTION_NAMES = ("max_new_tokens", "temperature")
 WARMUP_TOKENS_BEFORE_MEASUREMENT = (
-    16  # number of tokens that each variant generates before the measurement
+    16  # tokens that each variant generates before the measurement starts
 )
-# A function that is called with (number of finished prompts, number of all prompts).
+# Type of functions that report progress: (finished prompts, all prompts) -> None
 ProgressCallback = abc.Callable[[int, int], None]
 Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
 class DecodingVariant:
-    """A decoding method with its node budget and options, which is measured.
+    """A decoding method with its node budget and options.
 
-    budget: number of drafted nodes per round; for a masked diffusion model, number of states
+    budget: number of drafted tree nodes per round. For a masked diffusion model, number of partly
+        masked versions of the sequence that one forward pass computes
     drafter: None means the drafter that is evaluated
     """
 
@@ -63,13 +64,13 @@ class DecodingVariant:
 
 @dataclass
 class VariantMeasurement:
-    """The outputs and times of one variant.
+    """The outputs and times of one decoding variant.
 
-    prompt_results: a result for each sequence of `sequences`
-    samples: samples of the tree method with the highest acceptance length. Only the measurement of
+    prompt_results: the result of each sequence in `sequences`
+    samples: text samples of the tree method with the most tokens per round. Only the measurement of
         baseline decoding has them
-    replayed: replays of the greedy outputs with drafts, see `infer.evaluation.replay`. Only the
-        measurement of baseline decoding has them
+    replayed: the rounds in which drafts would decode each greedy output, see
+        `infer.evaluation.replay`. Only the measurement of baseline decoding has them
     remeasured_prompts: number of prompts that were measured again, because another process slowed
         the first measurement
     """
@@ -92,7 +93,7 @@ class VariantMeasurement:
         return [sequence.stats for sequence in self.sequences]
 
     def extend(self, other: "VariantMeasurement") -> None:
-        """Append the measurement of the same variant on other prompts."""
+        """Append a measurement of the same variant on other prompts."""
         self.sequences += other.sequences
         self.prompt_results += other.prompt_results
         self.samples = self.samples or other.samples
@@ -118,8 +119,8 @@ class VariantMeasurement:
 def merge_measurements(shares: abc.Iterable[list[VariantMeasurement]]) -> list[VariantMeasurement]:
     """Merge measurements of the same variants on different prompts.
 
-    shares: for each group of prompts, such as the prompts of one process, a list with the
-        measurement of each variant. A variant that is not in every list is dropped
+    shares: for each group of prompts, the measurements of all variants. A group is, for example,
+        the prompts of one process. A variant that is missing in any group is dropped
     """
     by_variant = []
     for share in shares:
@@ -140,7 +141,7 @@ class PromptSet:
 
     name: None for the held-out prompts, which are reported first
     prompt_numbers: index of each prompt among all prompts of the evaluation
-    time_limit_note: says which prompts were left out because of the time limit; None if none were
+    time_limit_note: how many prompts were decoded before the time limit; None if all were
     """
 
     name: str | None
@@ -151,20 +152,20 @@ class PromptSet:
 
 
 def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVariant]:
-    """Return the variants that an evaluation measures.
+    """Return the decoding variants that an evaluation measures, our baseline decoding first.
 
-    They are our baseline decoding, baseline decoding by transformers, the tree methods of
-    `TREE_METHODS` that are evaluated, and n-grams without the drafter.
+    The others are baseline decoding by transformers, the methods of `TREE_METHODS` that are
+    evaluated, and drafting from n-grams without the drafter.
 
-    Methods that use n-grams are measured with the median node budget only. They use the n-gram file
-    that `config.ngrams` names. If that option is null, DDTree uses the file beside the drafter's
+    Methods that use n-grams are measured with the median node budget only. They read the n-gram
+    file `config.ngrams`. If this option is null, DDTree reads the n-gram file beside the drafter's
     weights.
     """
     ngrams = config.ngrams
     budget_for_ngrams = median_budget(config.budgets)
     config_values = asdict(config)
     shared_options = {name: config_values[name] for name in SHARED_OPTION_NAMES}
-    # Without a limit of positions per step, every method can use its whole node budget.
+    # max_num_batched_tokens=None lets every method use its whole node budget in each step.
     shared_options |= {
         "loop_period": MAX_LOOP_PERIOD_TOKENS,
         "max_num_seqs": 1,
@@ -207,7 +208,7 @@ def list_variants(drafter: Drafter, config: EvaluationConfig) -> list[DecodingVa
 
 
 def has_ngrams_for(row: TreeMethod, drafter: Drafter, ngrams: str | None) -> bool:
-    """Return whether n-grams are available for a tree method that needs them.
+    """Return whether the n-grams that a tree method needs are available.
 
     ngrams: the option `ngrams` of EvaluationConfig
     """
@@ -219,11 +220,11 @@ def has_ngrams_for(row: TreeMethod, drafter: Drafter, ngrams: str | None) -> boo
 
 
 def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
-    """Return a decision that is the same in all processes.
+    """Return the decision of the first process in every process.
 
-    If the target is sharded over several processes, they compute every forward pass together, so
-    they must take the same decisions. A decision that depends on a clock could differ between them,
-    so all processes take the decision of the first one. Without sharding, `decision` is returned.
+    If the target is sharded over several processes, they compute every forward pass together and
+    must decide alike. Decisions that depend on a clock could differ between them. If the target is
+    not sharded, `decision` is returned.
     """
     decisions = [decision]
     if cast(Target, model).is_sharded:
@@ -232,9 +233,11 @@ def broadcast_decision(model: AnyTarget, decision: Decision) -> Decision:
 
 
 def describe_time_limit(minutes: float | None, done: int, total: int) -> str | None:
-    """Return a sentence that says how many prompts were decoded within the time limit.
+    """Return a sentence that says how many prompts were decoded before the time limit.
 
-    done, total: number of decoded prompts, and of all prompts
+    minutes: the time limit
+    done: number of decoded prompts
+    total: number of all prompts
 
     Returns None if all prompts were decoded.
     """
@@ -259,14 +262,14 @@ def measure_variants(
 ) -> list[VariantMeasurement]:
     """Decode every prompt with every variant, one sequence at a time.
 
-    For each prompt, another variant is measured first, so that changes of the machine's speed
-    affect all variants equally. At the end, prompts that took unusually long are measured again
-    while there is time.
+    The variant that comes first changes from prompt to prompt, so that changes of the machine's
+    speed affect all variants equally. At the end, prompts that took unusually long are measured
+    again while there is time.
 
     prompts: token ids of each prompt
     prompt_numbers: index of each prompt among all prompts of the evaluation, from which the
         sampling seed is derived; None means 0, 1, 2, ...
-    deadline: a value of time.monotonic(). After this time no prompt is started, except the first
+    deadline: a value of time.monotonic(). No prompt is started after this time, except the first
 
     Returns a measurement for each variant, in the same order.
     """
@@ -352,9 +355,10 @@ def measure_prompt(
 
 
 def generate_with_transformers(target: Target, prompt: list[int], options: TextOptions) -> Sequence:
-    """Continue a prompt with `generate` of transformers, until our engine would stop, too.
+    """Generate an output with `generate` of transformers, and return it as a finished sequence.
 
-    Sampled outputs differ from those of our engine, because other random numbers are used.
+    The output ends where our engine would end it. Sampled outputs differ from those of our engine,
+    because other random numbers are used.
     """
     sampling = {}
     if options.temperature > 0:
@@ -367,8 +371,8 @@ def generate_with_transformers(target: Target, prompt: list[int], options: TextO
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
-        # `generate` would replace None by the end tokens of the model. If there are no end tokens,
-        # an id is given that cannot occur.
+        # `generate` would replace None by the end tokens of the model. To ignore end tokens, give
+        # vocab_size, an id that never occurs.
         eos_token_id=end_ids or [target.vocab_size],
         pad_token_id=0,
         repetition_penalty=1.0,
@@ -401,7 +405,7 @@ def generate_with_transformers(target: Target, prompt: list[int], options: TextO
     sequence.ids = new_ids[:length]
     sequence.commits = [1] * length
     sequence.stats.tokens = length
-    sequence.stats.rounds = length - 1  # the first token comes from the prefill, not from a round
+    sequence.stats.rounds = length - 1  # the prefill generates the first token
     sequence.stats.histogram = [length - 1]
     return sequence
 

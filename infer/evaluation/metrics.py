@@ -1,9 +1,9 @@
-"""Computes the acceptance length and the speedup of a method, with confidence intervals, from the
-results on each prompt.
+"""Computes the acceptance length and the speedup of a decoding method, with confidence intervals.
 
-A prompt's speedup is its tokens per second divided by those of the fastest baseline decoder. The
-speedup of a method is the median over the prompts. Confidence intervals contain 95 % of the values
-from bootstrap resamples of the prompts (https://doi.org/10.1201/9780429246593, chapter 13).
+The acceptance length τ is the number of tokens per round. A prompt's speedup is its tokens per
+second divided by those of the fastest baseline decoder. The speedup of a method is the median over
+the prompts. Confidence intervals contain 95 % of the values from bootstrap resamples of the prompts
+(https://doi.org/10.1201/9780429246593, chapter 13).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +17,10 @@ BOOTSTRAP_SAMPLES = 2000
 CONFIDENCE_PERCENT = 95.0
 # A prompt whose time per token is more than this many times the method's median is measured again.
 REMEASURED_PROMPT_TIME_RATIO = 5
-# With fewer prompts, no confidence interval is reported.
+# No confidence interval is reported for fewer prompts.
 MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL = 5
-# Two checkpoints are compared only on at least this many prompts that both have decoded. The
-# interval of 5 prompts contains the true value in 82 % of cases, that of 8 prompts in 88 %.
+# Two checkpoints are compared only if both have decoded at least this many of the same prompts. The
+# bootstrap interval contains the true value in 82 % of cases for 5 prompts, in 88 % for 8 prompts.
 MIN_PROMPTS_TO_COMPARE_CHECKPOINTS = 8
 
 
@@ -42,7 +42,7 @@ class MethodMetrics:
 def compute_metrics(
     prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]
 ) -> MethodMetrics:
-    """Compute the metrics of a method.
+    """Compute the acceptance length and the speedup of a method, with confidence intervals.
 
     prompts: the results of the method on each prompt
     baseline: the results of the fastest baseline decoder on the same prompts
@@ -70,13 +70,14 @@ def prompt_tokens_per_second(result: PromptResult) -> float:
 def acceptance_length(
     counts: Sequence, baseline_counts: Sequence | None = None
 ) -> tuple[float, list[float] | None]:
-    """Return the number of tokens per round of several outputs, and its confidence interval.
+    """Return the acceptance length over several outputs, and its confidence interval.
 
-    The number is the sum of all tokens divided by the sum of all rounds.
+    The acceptance length is the sum of all tokens divided by the sum of all rounds. The token that
+    the prefill generates is not counted. The interval is None for few outputs.
 
-    counts: for each output (number of tokens without the token of the prefill, number of rounds)
-    baseline_counts: the same for other outputs of the same prompts. If given, the tokens per round
-        are divided by those of these outputs
+    counts: (number of tokens, number of rounds) of each output
+    baseline_counts: the same for other outputs of the same prompts. If given, the ratio of the two
+        acceptance lengths is returned, with the confidence interval of the ratio
     """
     count_array = np.asarray(counts, float).reshape(-1, 2)
 
@@ -92,16 +93,22 @@ def acceptance_length(
 
 
 def count_tokens_and_rounds(commits: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return (number of tokens without the token of the prefill, number of rounds) of each output.
+    """Return (number of tokens, number of rounds) of each output.
 
-    commits: for each output, how many tokens the prefill and each round committed, in this order
+    The token that the prefill generates is not counted.
+
+    commits: for each output, how many tokens the prefill and each round added, in this order
     """
     return [(sum(lengths) - 1, len(lengths) - 1) for lengths in commits]
 
 
 def pooled_acceptance_length(counts: np.ndarray) -> np.ndarray:
-    """Return the tokens per round, shape (...), of n outputs together with counts (..., n, 2); 1
-    for outputs without rounds."""
+    """Return the tokens per round of several outputs together; 1 if they have no rounds.
+
+    counts: number of tokens and of rounds of each output, of shape (..., num_outputs, 2)
+
+    The returned array has the shape of `counts` without the last two dimensions.
+    """
     tokens, rounds = np.moveaxis(counts.sum(-2), -1, 0)
     return np.where(rounds > 0, tokens / np.maximum(rounds, 1), 1.0)
 
@@ -109,11 +116,15 @@ def pooled_acceptance_length(counts: np.ndarray) -> np.ndarray:
 def bootstrap_interval(
     statistic: Callable[[np.ndarray], np.ndarray], count: int
 ) -> list[float] | None:
-    """Return the bootstrap confidence interval of a statistic over `count` observations; None for
-    fewer than MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL.
+    """Return the bootstrap confidence interval of a statistic, such as a median over prompts.
 
-    `statistic` takes indices of observations (BOOTSTRAP_SAMPLES, count), drawn with replacement,
-    and returns (BOOTSTRAP_SAMPLES,). The same call always gives the same interval.
+    statistic: takes indices of observations, of shape (BOOTSTRAP_SAMPLES, count), and returns the
+        statistic of each sample, of shape (BOOTSTRAP_SAMPLES,)
+    count: number of observations
+
+    Each sample has `count` observations that are drawn with replacement. The random seed is fixed,
+    so the same call always gives the same interval. Returns None for fewer than
+    MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL observations.
     """
     if count < MIN_PROMPTS_FOR_CONFIDENCE_INTERVAL:
         return None
@@ -125,9 +136,9 @@ def bootstrap_interval(
 def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
     """Return the evaluation of the best checkpoint of a training run.
 
-    This is the last checkpoint, unless an earlier one is significantly better. Two checkpoints are
-    compared on the prompts that both have decoded, if these are at least
-    MIN_PROMPTS_TO_COMPARE_CHECKPOINTS.
+    It is the last checkpoint, unless an earlier one is significantly better. Two checkpoints are
+    compared on the prompts that both have decoded. Fewer than MIN_PROMPTS_TO_COMPARE_CHECKPOINTS
+    such prompts do not suffice, and the later checkpoint is kept.
     """
     by_step = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = by_step.pop()
@@ -138,9 +149,9 @@ def select_best_checkpoint(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
-    """Return whether the acceptance length in `evaluation` is significantly higher than in `other`.
+    """Return whether `evaluation` has a significantly higher acceptance length than `other`.
 
-    The prompts and the method with which they are compared are those of `pair_shared_prompts`.
+    `pair_shared_prompts` selects the method and the prompts that are compared.
     """
     pairs = pair_shared_prompts(evaluation, other)
     if len(pairs) < MIN_PROMPTS_TO_COMPARE_CHECKPOINTS:
@@ -154,11 +165,11 @@ def is_significantly_better(evaluation: Evaluation, other: Evaluation) -> bool:
 def pair_shared_prompts(
     evaluation: Evaluation, other: Evaluation
 ) -> list[tuple[PromptResult, PromptResult]]:
-    """Return pairs of the results of two evaluations on the prompts that both have decoded.
+    """Return pairs of results of two evaluations, one for each prompt that both have decoded.
 
-    The results are those of one method, which has the highest acceptance length in `evaluation`
-    among the methods that use the drafter. Methods that use n-grams are considered only if there is
-    no other.
+    All results are from the same decoding method. It is the method with the highest acceptance
+    length in `evaluation` among those that use the drafter and no n-grams. If every method uses
+    n-grams, they are considered, too.
     """
     without_ngrams = [
         method for method in evaluation.drafter_methods if not method.tree_method.needs_ngrams
@@ -179,10 +190,10 @@ def pair_shared_prompts(
 
 
 def describe_too_few_prompts(evaluations: Sequence[Evaluation]) -> str | None:
-    """Return a sentence that says that checkpoints cannot be compared, and why, or else None.
+    """Return a sentence that says that the checkpoints of a run cannot be compared, and why.
 
-    They cannot be compared if the evaluations share fewer than MIN_PROMPTS_TO_COMPARE_CHECKPOINTS
-    prompts.
+    Returns None if the last checkpoint and an earlier one have at least
+    MIN_PROMPTS_TO_COMPARE_CHECKPOINTS prompts in common, because they can then be compared.
     """
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = [len(pair_shared_prompts(evaluation, last)) for evaluation in earlier]

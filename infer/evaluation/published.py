@@ -1,7 +1,6 @@
-"""Formats the results of a suite in the layout of Table 1 of the DDTree paper, and compares them
-with the results in that table.
+"""Formats the results of a suite of question sets like Table 1 of the DDTree paper.
 
-published.csv contains the numbers of Table 1.
+The results are shown beside those of the paper, which published.csv contains.
 """
 
 import csv
@@ -17,9 +16,9 @@ PAPER_CITATION = (
     "1: 8 H200 GPUs, bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best "
     "budget of 16 to 1,024 nodes"
 )
-# The file has the published results of three target models with DFlash drafters.
+# Results of the DDTree paper for three target models with DFlash drafters
 DDTREE_PAPER_RESULTS_FILE = Path(__file__).with_suffix(".csv")
-# A column "paper" contains the published value for the column before it.
+# Each column "paper" contains the paper's value of the column to its left.
 SUITE_COLUMNS = (
     "set",
     "answers",
@@ -35,7 +34,7 @@ SUITE_COLUMNS = (
     "paper",
     "same",
 )
-# Formats of the numbers in all columns of SUITE_COLUMNS except the first two and the last one
+# Number formats of all columns of SUITE_COLUMNS except the first two and the last one
 SUITE_NUMBER_FORMATS = (
     "{:.1f}",
     "{:.2f}x",
@@ -51,9 +50,9 @@ SUITE_NUMBER_FORMATS = (
 
 
 class PublishedResult(NamedTuple):
-    """The published results for one target model and one question set.
+    """The results of the DDTree paper for one target model, temperature and question set.
 
-    A value is None if the paper does not report it.
+    A chain is a draft without branches. A value is None if the paper does not report it.
     """
 
     chain_speedup: float | None = None
@@ -63,9 +62,9 @@ class PublishedResult(NamedTuple):
 
 
 def find_published_result(target: str, temperature: float, set_name: str) -> PublishedResult | None:
-    """Return the published results for a target, a temperature and a question set.
+    """Return the results of the DDTree paper for a target, a temperature and a question set.
 
-    target: hub name or folder of the target, whose last part is the name of the model
+    target: hub name or folder of the target; its last part must be the model's name in the paper
 
     Returns None if the paper has no such results.
     """
@@ -86,10 +85,10 @@ def compute_column_means(rows: Sequence[Sequence[float | None]]) -> list[float |
 
 
 def format_suite(suite: SuiteResult) -> str:
-    """Return the results of a suite in Markdown.
+    """Return the results of a suite in Markdown, with two tables for each temperature.
 
-    For each temperature there are two tables. The first has the layout of Table 1 of the DDTree
-    paper, and shows the published results if there are any. The second has all methods.
+    The first table has the columns of Table 1 of the DDTree paper, and the results of the paper
+    where they exist. The second table has all methods.
     """
     paragraphs = [f"# {suite.suite}: {suite.target}"]
     has_published = False
@@ -126,12 +125,13 @@ def format_suite(suite: SuiteResult) -> str:
 
 
 def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResult | None]) -> str:
-    """Return a Markdown table of the chain and of DDTree with its fastest node budget.
+    """Return a Markdown table of chains and of DDTree with its fastest node budget.
 
-    It has a row for each question set and a row of means.
+    A chain is a draft without branches. A node budget is the number of drafted nodes per round. The
+    table has a row for each question set and a row of means.
 
-    published: the published results for each set. If there are none for any set, their columns are
-        left out
+    published: the paper's result for each set, or None. If all are None, the table has no columns
+        for the paper
     """
     rows = []
     number_rows = []
@@ -176,13 +176,16 @@ def format_best_budgets(sets: list[SetResult], published: Sequence[PublishedResu
 
 
 def find_fastest_budget(methods: Sequence[MethodResult], name: str) -> MethodResult:
-    """Return the method with the given name whose node budget gives the highest speedup."""
+    """Return the result of one method with the node budget that has the highest speedup.
+
+    name: the name of the method
+    """
     candidates = [method for method in methods if method.name == name]
     return max(candidates, key=lambda method: method.decoding_speedup or 0.0)
 
 
 def format_suite_row_numbers(numbers: Sequence[float | None]) -> list[str]:
-    """Return the numbers in one row of the table of `format_best_budgets` as text."""
+    """Return the numbers in one row of the table of `format_best_budgets` as strings."""
     return [
         MISSING_CELL if number is None else number_format.format(number)
         for number_format, number in zip(SUITE_NUMBER_FORMATS, numbers, strict=True)

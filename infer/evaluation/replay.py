@@ -1,16 +1,14 @@
-"""Computes the rounds in which a greedy output would be decoded, for any tree method and node
-budget, without decoding the output again. This is called a replay.
+"""Computes in how many rounds a tree method would decode a greedy output, without decoding it
+again.
 
-A greedy output does not depend on the drafts, so it can be replayed as follows. One forward pass of
-the target over prompt and answer gives the features that the drafter reads. The drafter drafts a
-block after every token of the answer, for many tokens at once. A round that begins after a token
-accepts the draft tokens that agree with the next tokens of the answer (`walk`). The sequence of
-rounds follows from these counts. `replay_tree_variants` and `summarise_replay` use it to compare
-trees with chains.
+This is called a replay. It is possible because a greedy output does not depend on the drafts. One
+forward pass of the target over prompt and answer gives the hidden states that the drafter reads.
+The drafter then drafts a block after every token of the answer, for many tokens at once. A round
+that begins after a token accepts the draft tokens that equal the next tokens of the answer
+(`walk`). The sequence of rounds follows from these counts.
 
-Letters in shapes: n is the number of sequences, P positions of an answer, T tokens of a sequence, L
-drafted positions of a block, F features per position, R tokens of the drafter's vocabulary, W
-positions of a block, D the hidden size.
+`replay_tree_variants` and `summarise_replay` compare trees with chains, which are drafts without
+branches.
 """
 
 from collections import defaultdict
@@ -37,10 +35,10 @@ from infer.trees.tree import Conditionals, Proposal
 
 MAX_REPLAY_SCORES_IN_MEMORY = (
     1 << 24
-)  # maximum number of scores of drafted tokens in memory at a time
+)  # maximum number of drafter scores (one per position and vocabulary token) in memory at a time
 MAX_BLOCKS_REPLAYED_AT_ONCE = 128  # maximum number of blocks in one forward pass of the drafter
 
-# Token ids of a prompt, and token ids of the target's greedy answer
+# Token ids of a prompt, and token ids of the target's greedy answer to this prompt
 PromptAndAnswer = tuple[Sequence[int], Sequence[int]]
 
 
@@ -48,9 +46,10 @@ class ReplayVariant(NamedTuple):
     """A tree method, its node budget, and the scores that rank the candidate nodes.
 
     method: name of a method in TREE_METHODS that uses a drafter and no n-grams
-    nodes: the node budget, which is block_size - 1 for a chain
-    ranking: "drafter" ranks as in decoding, "marginals" without the scores of the conditional head,
-        and "ideal" as well as possible, see `count_ideal_accepted`
+    nodes: the node budget (number of drafted nodes per round); block_size - 1 for a chain
+    ranking: "drafter" ranks as in decoding. "marginals" ignores the drafter's conditional head,
+        which predicts a token given the token before it. "ideal" ranks as well as possible, see
+        `count_ideal_accepted`
     """
 
     method: str
@@ -59,12 +58,14 @@ class ReplayVariant(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Blocks that were drafted after P tokens of an answer.
+    """Drafted blocks, each of which begins after a different token of an answer.
 
-    bonus: the token before each block, of shape (P,)
-    block: the drafted blocks, with scores of shape (P, L, R)
-    next_tokens: tokens of the answer after each bonus token, of shape (P, L + 1); -1 after its end
-    conditional_draft: None if the drafter has no conditional head
+    bonus: the token before each block, of shape (num_blocks,)
+    block: the drafted blocks, with scores of shape (num_blocks, draft_length, vocab_size of the
+        drafter)
+    next_tokens: the answer's tokens after each bonus token; -1 after the end of the answer. The
+        shape is (num_blocks, draft_length + 1)
+    conditional_draft: scores given the token before; None if the drafter has no conditional head
     """
 
     bonus: torch.Tensor
@@ -77,8 +78,8 @@ class ReplayedSequence(NamedTuple):
     """The replayed rounds of one sequence.
 
     commits: for each variant, how many tokens the prefill and each round commit, in this order
-    first_choices: for the keys "marginals" and "head", the counts of `count_first_choices`, summed
-        over the rounds of the reference variant, of shape (4, L) and dtype int64
+    first_choices: keys are "marginals" and "head". Values are the counts of `count_first_choices`,
+        summed over the rounds of one variant, int64 of shape (4, draft_length)
     """
 
     commits: dict[ReplayVariant, list[int]]
@@ -88,9 +89,11 @@ class ReplayedSequence(NamedTuple):
 def extract_features(
     target: Target, layers: Sequence[int], sequence: PromptAndAnswer
 ) -> torch.Tensor:
-    """Return the target's features at every token of a sequence, of shape (T, F).
+    """Return the target's hidden states that the drafter reads, for each token of a sequence.
 
-    layers: ids of the target layers whose hidden states are the features
+    layers: ids of the target layers whose hidden states are concatenated
+
+    Returns shape (num_tokens, num_features).
     """
     packed = pack_sequence(sequence, target.device)
     features = target.compute_packed_features(
@@ -100,9 +103,9 @@ def extract_features(
 
 
 def pack_sequence(sequence: PromptAndAnswer, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a sequence as a packed sequence that contains one document.
+    """Return a sequence in the form of a packed training sequence that contains one document.
 
-    Each tensor has the shape (1, T).
+    Returns token ids, positions and document numbers, each of shape (1, num_tokens).
     """
     prompt, answer = sequence
     ids = torch.tensor([[*prompt, *answer]], device=device)
@@ -128,10 +131,10 @@ def replay_sequences(
 
     drafter: a drafter with a network; prompt lookup is not supported
     sequences: prompts and greedy answers; an answer includes its end token if it has one
-    features: the result of `extract_features` for each sequence, with the layers
-        `drafter.layer_ids`; None means that the features are computed here
-    reference: one of the variants. In its rounds, `count_first_choices` counts the first choices of
-        the drafter. None means that they are not counted
+    features: result of `extract_features` for each sequence, with the layers `drafter.layer_ids`;
+        None means that the features are computed here
+    reference: the variant in whose rounds `count_first_choices` counts how often the drafter's most
+        likely token is right. None means that nothing is counted
     """
     replayed = []
     for i, sequence in enumerate(sequences):
@@ -155,10 +158,11 @@ def replay_sequences(
         commits = {variant: compute_commits(accepted[variant]) for variant in variants}
         sums = {}
         if reference is not None and first_choices:
-            # Indices of the answer tokens after which the rounds of the reference variant begin
+            # Indices of the answer tokens after which the rounds of variant `reference` begin
             starts = np.cumsum([0, *commits[reference][1:-1]])
             for source, position_counts in first_choices.items():
-                counts_at_starts = torch.cat(position_counts, 1)[:, starts]  # (4, rounds, L)
+                # (4, num_rounds, draft_length)
+                counts_at_starts = torch.cat(position_counts, 1)[:, starts]
                 sums[source] = counts_at_starts.sum(1).cpu().numpy()
         replayed.append(ReplayedSequence(commits, sums))
     return replayed
@@ -171,7 +175,7 @@ def iterate_block_batches(
 
     Yields the blocks in order, as many at a time as fit into memory.
 
-    context: the target's features at every token of the sequence, of shape (T, F)
+    context: the result of `extract_features` for the sequence, of shape (num_tokens, num_features)
     """
     packed = pack_sequence(sequence, target.device)
     prompt, answer = sequence
@@ -183,10 +187,11 @@ def iterate_block_batches(
     blocks_in_memory = MAX_REPLAY_SCORES_IN_MEMORY // (draft_length * target.vocab_size)
     batch_size = max(1, min(MAX_BLOCKS_REPLAYED_AT_ONCE, blocks_in_memory))
     padded = F.pad(ids, (0, draft_length + 1), value=-1)
-    next_tokens = padded.unfold(0, draft_length + 1, 1)[1:]  # (T, L + 1)
+    # (num_tokens, draft_length + 1)
+    next_tokens = padded.unfold(0, draft_length + 1, 1)[1:]
     positions = torch.arange(len(prompt), len(ids) - 1, device=ids.device)
     for anchors in positions.split(batch_size):
-        # (P, W, D)
+        # (num_blocks, num_queries, hidden_size)
         states = compute_packed_block_states(
             drafter, target, packed, anchors[None], context[None], drafter
         )[0]
@@ -200,7 +205,7 @@ def iterate_block_batches(
 def count_accepted_per_block(
     drafter: Drafter, batch: BlockBatch, variant: ReplayVariant
 ) -> torch.Tensor:
-    """Return how many draft tokens a round after each bonus token accepts, of shape (P,)."""
+    """Return how many draft tokens of each block a round would accept, of shape (num_blocks,)."""
     conditional_draft = None if variant.ranking == "marginals" else batch.conditional_draft
     proposal = Proposal(
         batch.bonus,
@@ -218,18 +223,21 @@ def count_accepted_per_block(
 
 
 def count_ideal_accepted(proposal: Proposal, next_tokens: torch.Tensor) -> torch.Tensor:
-    """Return how many draft tokens are accepted with the best possible ranking, of shape (P,).
+    """Return how many draft tokens are accepted with the best possible ranking of the nodes.
 
-    The best ranking puts the next tokens of the answer into the tree, up to the first token that is
-    not among the candidates of its position. No ranking of the same candidates accepts more.
+    The tree then contains the next tokens of the answer, up to the first one that is not among the
+    drafter's candidates for its position. No ranking of the same candidates accepts more.
 
-    next_tokens: tokens of the answer after each bonus token, of shape (P, L + 1)
+    next_tokens: the answer's tokens after each bonus token, of shape (num_blocks, draft_length + 1)
+
+    Returns shape (num_blocks,).
     """
     candidates = proposal.conditionals
     if candidates is None:
         marginals = cast(torch.Tensor, proposal.marginals)
         candidates = MarginalConditionals(marginals, proposal.budget, proposal.vocabulary)
-    is_candidate = (candidates.tokens == next_tokens[:, :-1, None]).any(-1)  # (P, L)
+    # (num_blocks, draft_length)
+    is_candidate = (candidates.tokens == next_tokens[:, :-1, None]).any(-1)
     return is_candidate.long().cumprod(1).sum(1).clamp(max=proposal.budget)
 
 
@@ -240,15 +248,15 @@ def count_first_choices(
 
     A round that accepts m draft tokens gives one attempt at each of the first m + 1 positions.
 
-    lengths: number of draft tokens that each round accepts, of shape (P,)
+    lengths: number of draft tokens that a round accepts, for each block of `batch`
 
-    Returns int64 counts of shape (4, P, L) for the key "marginals". If the drafter has a
-    conditional head, it also returns them for the key "head", given the answer's tokens before. The
-    four rows are:
-    0 and 1: attempts, and correct first choices, where all accepted tokens before are first choices
-    2 and 3: attempts, and correct first choices, where an accepted token before is not one
+    Returns counts for the key "marginals". A drafter with a conditional head, which scores a token
+    given the token before it, has other first choices. The key "head" has the counts for them.
+    Counts are int64 of shape (4, num_blocks, draft_length). The first dimension has these entries:
+    0 and 1: attempts, and correct first choices, after accepted tokens that are all first choices
+    2 and 3: attempts, and correct first choices, after an accepted token that is not one
     """
-    next_tokens = batch.next_tokens[:, :-1]  # (P, L)
+    next_tokens = batch.next_tokens[:, :-1]  # (num_blocks, draft_length)
     log_probs_by_source = {"marginals": batch.block.marginals}
     if drafter.head_spec is not None:
         previous = torch.cat([batch.bonus[:, None], next_tokens[:, :-1].clamp(min=0)], 1)
@@ -264,7 +272,7 @@ def count_first_choices(
         after_first_choices = F.pad(is_correct[:, :-1], (1, 0), value=True).cumprod(1).bool()
         attempts = torch.stack(
             [is_reached & after_first_choices, is_reached & ~after_first_choices]
-        )  # (2, P, L)
+        )  # (2, num_blocks, draft_length)
         counts[source] = torch.stack([attempts, attempts & is_correct], 1).flatten(0, 1).long()
     return counts
 
@@ -272,8 +280,8 @@ def count_first_choices(
 def compute_commits(accepted: Sequence[int]) -> list[int]:
     """Return how many tokens the prefill and each round commit, in this order.
 
-    accepted: for each token of an answer except the last one, how many draft tokens are accepted by
-        a round that begins after the token
+    accepted: entry i is the number of draft tokens that are accepted by a round after answer token
+        i. The last token of the answer has no entry
     """
     commits = [1]
     position = 0
@@ -287,11 +295,11 @@ def compute_commits(accepted: Sequence[int]) -> list[int]:
 def replay_tree_variants(
     target: Target, drafter: Drafter, baseline: Iterable[DecodedSequence], config: EvaluationConfig
 ) -> list[ReplayedSequence]:
-    """Replay the chain and the DDTree of every node budget on the outputs of baseline decoding.
+    """Replay the outputs of baseline decoding with the chain and with DDTree at every node budget.
 
-    Each is replayed with each ranking of `ReplayVariant`. First choices are counted in the rounds
-    of the largest tree. Returns an empty list for sampled outputs, and for prompt lookup, which
-    drafts no blocks.
+    Each of them is replayed with the rankings of `ReplayVariant`. First choices (most likely tokens
+    of the drafter) are counted in the rounds of the largest tree. Returns an empty list for sampled
+    outputs, and for prompt lookup, which drafts no blocks.
     """
     if config.temperature > 0 or drafter.family is PROMPT_LOOKUP_FAMILY:
         return []
@@ -308,15 +316,20 @@ def replay_tree_variants(
 
 
 def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
-    """Return the results of replayed sequences, with confidence intervals over the sequences."""
+    """Return τ (tokens per round) of each variant and the accuracy of the drafter's first choices.
+
+    Both are computed over all sequences, with confidence intervals. A first choice is the drafter's
+    most likely token.
+    """
     variants = sequences[0].commits
     counted = [sequence.first_choices for sequence in sequences if sequence.first_choices]
     first_choices = []
     for source in counted[0] if counted else ():
-        counts = np.stack([each[source] for each in counted], 2)  # (4, L, n)
+        # (4, draft_length, num_sequences)
+        counts = np.stack([each[source] for each in counted], 2)
         for i, prefix in enumerate(("first choices", "a sibling")):
-            attempts = counts[2 * i]  # (L, n)
-            correct = counts[2 * i + 1]  # (L, n)
+            attempts = counts[2 * i]
+            correct = counts[2 * i + 1]
             accuracy = FirstChoiceAccuracy(
                 source=source,
                 prefix=prefix,
@@ -341,7 +354,8 @@ def summarise_replay(sequences: Sequence[ReplayedSequence]) -> TreeStudy:
 def accuracy_interval(attempts: np.ndarray, correct: np.ndarray) -> list[float] | None:
     """Return the confidence interval of the share of correct attempts.
 
-    attempts, correct: number of attempts, and of correct ones, in each sequence, of shape (n,)
+    attempts: number of attempts in each sequence, of shape (num_sequences,)
+    correct: number of correct attempts in each sequence, of shape (num_sequences,)
     """
 
     def accuracy(indices: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Writes the report of an evaluation. It is an HTML page without external files, for readers who do
-not know speculative decoding.
+"""Writes the report of an evaluation as an HTML page without external files.
 
-The template report.html.j2 contains the text of the page. The colours follow the light or dark
-setting of the browser. Everything that has a colour is also marked in another way.
+The page is for readers who do not know speculative decoding. The template report.html.j2 contains
+its text. The colours follow the light or dark setting of the browser. Differences that colours show
+are also marked in another way.
 """
 
 import platform
@@ -36,7 +36,7 @@ from infer.utils.progress import format_duration
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a report says about the run of which an evaluation is part.
+    """What a report says about the training or evaluation run.
 
     command: the command line
     config: the options of the run, without secrets
@@ -112,7 +112,9 @@ def write_report(
 
 
 def build_title(evaluation: Evaluation) -> str:
-    """Return the title of the page, with the target and what is known of drafter, step and date."""
+    """Return the title of the page. It names the drafter, target, step and date where they are
+    known.
+    """
     drafter = f"Drafter {evaluation.drafter}" if evaluation.drafter else "A drafter"
     step = f", step {evaluation.step}" if evaluation.step else ""
     date = f", {evaluation.date}" if evaluation.date else ""
@@ -120,7 +122,7 @@ def build_title(evaluation: Evaluation) -> str:
 
 
 def list_settings(evaluation: Evaluation, run: RunDescription) -> list[tuple[str, object]]:
-    """Return (name, value) of the settings that the page shows, such as data, times and machine."""
+    """Return (name, value) of each setting that the page shows, such as data, times and machine."""
     methods = [method for each in evaluation.with_others for method in each.methods]
     prompts = f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each"
     temperature = f"{evaluation.temperature:g}"

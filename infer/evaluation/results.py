@@ -1,7 +1,7 @@
 """Dataclasses with the results of evaluations, and functions that write and read them as JSON.
 
-A field that is None is not written. Unknown keys of a JSON file are ignored. If a field has another
-name in JSON files than in the dataclass, `metadata["key"]` of the field is the name in files.
+A field that is None is not written. Unknown keys of a JSON file are ignored. The JSON key of a
+field is its `metadata["key"]` if it has one, else its name.
 """
 
 import json
@@ -16,8 +16,7 @@ from infer.trees.methods import NGRAMS_WITHOUT_DRAFTER_METHOD, TREE_METHODS, Tre
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-# The entry of a methods table for baseline decoding by transformers, which
-# infer/evaluation/measurement.py measures
+# Describes baseline decoding with `generate` of transformers, as TREE_METHODS describes our methods
 TRANSFORMERS_BASELINE = TreeMethod(
     "generate",
     "transformers",
@@ -30,11 +29,12 @@ TRANSFORMERS_BASELINE = TreeMethod(
 
 @dataclass(frozen=True)
 class TextSample:
-    """A decoded output that is cut into the pieces which each round committed.
+    """An output, cut into pieces of text that show which tokens were drafted.
 
-    accepted: how many tokens the prefill and each round committed, in this order
-    pieces: lists [text, kind]. The kind is "accepted", "rejected" (the text is not part of the
-        output), "corrected" or "bonus"
+    accepted: how many tokens the prefill and each round added to the output, in this order
+    pieces: lists [text, kind]. The kind is "accepted" for accepted draft tokens, "rejected" for
+        rejected draft tokens (not part of the output), "corrected" for the target's token after
+        rejected draft tokens, or "bonus" for the target's token if no draft token was rejected
     """
 
     prompt: str
@@ -57,7 +57,7 @@ class ExampleNode:
 class ExampleRound:
     """A decoding round that a report shows as an example.
 
-    before: the end of the text before the root token
+    before: the end of the text before the root token of the draft tree
     nodes: the draft tree; the first node is the root
     added: the token that the target added after the accepted tokens
     """
@@ -75,14 +75,14 @@ class PromptResult:
     kind: str  # kind of the prompt, such as "functions"
     tokens: int  # number of generated tokens
     rounds: int  # number of decoding rounds
-    seconds: list[float]  # a single decoding time; earlier versions measured several times
-    # If the output was stopped because it repeated itself, the number of repeated tokens, else 0
+    seconds: list[float]  # one decoding time; files of earlier versions have several
+    # Number of tokens in the repetitions that ended the output; 0 if it ended in another way
     loop_tokens: int = field(metadata={"key": "looped"})
 
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
-    """How many draft tokens were accepted at each position, in rounds that drafted chains.
+    """How many draft tokens were accepted at each position of chains (drafts without branches).
 
     rounds: number of rounds
     accepted: entry k is the number of rounds whose first k + 1 draft tokens were all accepted
@@ -93,7 +93,7 @@ class AcceptanceCounts:
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """The share of rounds whose first k + 1 draft tokens were all accepted, for each k."""
+        """For each k, the share of rounds whose first k + 1 draft tokens were all accepted."""
         return [count / max(1, self.rounds) for count in self.accepted]
 
     @property
@@ -104,14 +104,14 @@ class AcceptanceCounts:
     @property
     def standard_error(self) -> float:
         """Standard error of `mean_accepted`, if the rounds are assumed to be independent."""
-        # The sum over rounds of the squared number of accepted draft tokens
+        # Sum over rounds of m squared, for a round that accepted m draft tokens
         squares = sum((2 * k + 1) * count for k, count in enumerate(self.accepted))
         variance = squares / max(1, self.rounds) - self.mean_accepted**2
         return math.sqrt(max(0.0, variance) / max(1, self.rounds))
 
     @classmethod
     def pool(cls, counts: Sequence["AcceptanceCounts"]) -> "AcceptanceCounts":
-        """Return the sum of the counts of several outputs."""
+        """Return the counts of several outputs, added up."""
         columns = zip_longest(*(each.accepted for each in counts), fillvalue=0)
         return cls(sum(each.rounds for each in counts), [sum(column) for column in columns])
 
@@ -124,7 +124,7 @@ class ReferenceAnswer:
     chat: whether the text is sent as a user message of a chat; if false, it is sent as text that
         the target continues
     prompt_ids, answer_ids: token ids of the prompt and of the answer
-    acceptance: None if the file has only the acceptance of all answers together
+    acceptance: the counts for this answer; None if they were stored only for all answers together
     """
 
     prompt_text: str = field(metadata={"key": "said"})
@@ -138,9 +138,10 @@ class ReferenceAnswer:
 class AcceptanceReference:
     """A drafter's acceptance with chains, and the prompts with which another engine can measure it.
 
-    Only rounds that begin before the last block_size - 1 tokens of an answer are counted, because
-    the end of the answer cuts the drafts of later rounds. The reference is published with the
-    drafter, so it contains only public prompts, and no names or paths.
+    A chain is a draft without branches. Only rounds that begin before the last block_size - 1
+    tokens of an answer are counted, because the end of the answer cuts the drafts of later rounds.
+    The reference is published with the drafter. It contains only public prompts, and no names or
+    paths.
 
     dtype: the dtype of the target
     acceptance: the counts of all answers together
@@ -155,7 +156,7 @@ class AcceptanceReference:
     def acceptance_by_answer(self) -> list[AcceptanceCounts]:
         """The acceptance of each answer.
 
-        If it was not stored for each answer, a list with the acceptance of all answers together.
+        If any answer lacks its own counts, the list has a single entry for all answers together.
         """
         counts = [answer.acceptance for answer in self.answers if answer.acceptance is not None]
         return counts if len(counts) == len(self.answers) else [self.acceptance]
@@ -163,42 +164,47 @@ class AcceptanceReference:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The measurements of one decoding method over all prompts. Tables have a row for each."""
+    """The results of one decoding method over all prompts of an evaluation."""
 
     # Name of the method in TREE_METHODS; for a masked diffusion model, the drafting method and the
     # draft length
     name: str
-    budget: int  # drafted nodes per round; for a masked diffusion model, number of states
+    # Number of drafted tree nodes per round. For a masked diffusion model, number of partly masked
+    # versions of the sequence per forward pass
+    budget: int
     tau: float  # committed tokens of all rounds, divided by the number of rounds
     tau_prompt_mean: float  # mean over prompts of the committed tokens per round
     rounds: int
     tokens: int
     seconds: float  # wall-clock time, including the prefill
     tokens_per_second: float
-    speedup: float  # relative to the fastest baseline decoder, see infer/evaluation/metrics.py
+    speedup: float  # speedup over the fastest baseline, see infer/evaluation/metrics.py
     histogram: list[int]  # entry i is the number of rounds that committed i + 1 tokens
-    # Whether every output equals that of baseline decoding. None if the outputs were sampled with
-    # other random numbers, so that they cannot be compared
+    # Whether every output equals the output of baseline decoding. None if they cannot be compared,
+    # because they were sampled with other random numbers
     identical: bool | None = None
-    # Number of outputs that differ from baseline decoding by a tie, see `classify_difference`
+    # Number of outputs that differ from baseline decoding only because of rounding errors, see
+    # `classify_difference`
     ties: int | None = None
-    defects: int | None = None  # number of outputs that differ for any other reason
+    defects: int | None = None  # number of outputs that differ for other reasons than rounding
     identical_outputs: int | None = field(
         default=None, metadata={"key": "same"}
     )  # number of outputs that equal those of baseline decoding
-    # Speedup without the prefill, from the mean time per token over outputs, as in publications
+    # Ratio of the mean times per token of baseline and method, without the prefill. Publications
+    # compute the speedup in this way.
     decoding_speedup: float | None = None
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
-    # Number of prompts that were measured again because another process slowed the measurement
+    # Number of prompts that were measured again because the first time was unusually long
     remeasured_prompts: int | None = field(default=None, metadata={"key": "again"})
 
     @property
     def significance(self) -> str:
-        """What the confidence interval of the speedup shows: "faster", "slower" or "undecided".
+        """Whether the method is "faster" or "slower" than the baseline, or "undecided".
 
-        It is "" for results of earlier versions, which have no intervals.
+        It is "undecided" if the confidence interval of the speedup contains 1 or is missing. It is
+        "" for results of earlier versions, which have no intervals.
         """
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
@@ -211,21 +217,22 @@ class MethodResult:
 
     @property
     def tree_method(self) -> TreeMethod:
-        """The description of the method, see `find_tree_method`."""
+        """The properties of the method, see `find_tree_method`."""
         return find_tree_method(self.name)
 
     @property
     def label(self) -> str:
-        """The name of the method in reports, such as plain, chain or DDTree 64."""
+        """The name of the method in reports, such as plain, chain or DDTree 64 (node budget 64)."""
         row = self.tree_method
         return f"{row.label} {self.budget}" if row.scales_with_budget else row.label
 
 
 def find_tree_method(name: str) -> TreeMethod:
-    """Return the description of the method with the given name.
+    """Return the properties of the decoding method with the given name.
 
-    The method is one of TREE_METHODS, or one of the two methods that only evaluations have. For an
-    unknown name, a description with default values is returned.
+    The name is a key of TREE_METHODS, or the name of a method that only evaluations have. These are
+    drafting from n-grams without a drafter, and decoding by transformers. For an unknown name,
+    default properties are returned.
     """
     rows = TREE_METHODS | {
         row.name: row for row in (NGRAMS_WITHOUT_DRAFTER_METHOD, TRANSFORMERS_BASELINE)
@@ -237,15 +244,17 @@ def find_tree_method(name: str) -> TreeMethod:
 
 @dataclass(frozen=True)
 class FirstChoiceAccuracy:
-    """How often the drafter's first choice, its most likely token, is the target's token. The
-    positions that the rounds of a tree reach are counted.
+    """How often the drafter's first choice, its most likely token, is the target's token.
 
-    source: whose probabilities choose the token: "marginals" for those without the conditional
-        head, or "head" for those of the conditional head
-    prefix: which tokens were accepted before in the round: only "first choices", or also "a
-        sibling" of a first choice
-    attempts: number of positions at each depth of the tree, from depth 1
-    correct: number of positions at each depth at which the first choice is the target's token
+    Each round of a draft tree gives one attempt for each accepted draft token and one for the token
+    after them.
+
+    source: the scores that choose the token. "head" means those of the drafter's conditional head,
+        which sees the token before; "marginals" means those without the conditional head
+    prefix: the accepted tokens before the attempt. "first choices" means that all of them were
+        first choices; "a sibling" means that one was a less likely token
+    attempts: number of attempts at each depth of the tree, from depth 1
+    correct: number of attempts at each depth in which the first choice was right
     intervals: confidence interval of the accuracy at each depth
     interval: confidence interval of the accuracy over all depths
     """
@@ -259,27 +268,27 @@ class FirstChoiceAccuracy:
 
     @property
     def accuracy(self) -> float:
-        """The share of correct first choices over all depths."""
+        """The share of attempts, over all depths, in which the first choice was right."""
         return sum(self.correct) / max(1, sum(self.attempts))
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The acceptance length of one `ReplayVariant` (infer/evaluation/replay.py)."""
+    """The acceptance length of one replayed variant, see `ReplayVariant` in replay.py."""
 
     method: str
     nodes: int
     ranking: str = field(metadata={"key": "by"})
-    tau: float  # the acceptance length
+    tau: float  # acceptance length: tokens per round
     tau_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class TreeStudy:
-    """A comparison of trees and chains, which were replayed on the outputs of an evaluation.
+    """A comparison of trees and chains (drafts without branches), from replays of greedy outputs.
 
     nodes: node budget of the trees in whose rounds first choices were counted
-    first_choices: how often the first choices of the drafter are right
+    first_choices: how often the most likely token of the drafter is right
     results: the acceptance length of each replayed variant
     """
 
@@ -290,10 +299,10 @@ class TreeStudy:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The results of every method on the same prompts.
+    """The results of every decoding method on the same prompts.
 
     The first method is baseline decoding by our engine. For a masked diffusion model, it is
-    decoding step by step.
+    decoding with one denoising step per forward pass.
     """
 
     target: str
@@ -305,19 +314,20 @@ class Evaluation:
     block_size: int | None = None  # None for a masked diffusion model
     methods: list[MethodResult]
     samples: list[TextSample]
-    step: int | None = None  # training step of the checkpoint
+    step: int | None = None  # training step of the evaluated checkpoint
     checkpoint: str | None = None
     drafter: str | None = None
-    baseline: str | None = None  # name of the fastest baseline decoder; None means plain
+    baseline: str | None = None  # name of the fastest baseline; None means "plain", our own
     # Evaluations of the same methods on other prompts, or with sampling
     other_evaluations: "list[Evaluation] | None" = field(default=None, metadata={"key": "beside"})
     example: ExampleRound | None = None
-    # For an entry of `other_evaluations`, a name that says how its prompts or options differ
+    # Name of the prompt set, such as "temperature 1"; None for the held-out prompts of the main
+    # evaluation
     prompt_set_name: str | None = field(default=None, metadata={"key": "what"})
-    reference: AcceptanceReference | None = None  # measured on external prompts
-    # None for sampled outputs, and for drafters that cannot be replayed
+    reference: AcceptanceReference | None = None  # lets `doctor` check other engines
+    # None if nothing was replayed: for sampled outputs, and for prompt lookup
     tree_study: TreeStudy | None = field(default=None, metadata={"key": "trees"})
-    # Says what was left out because of the time limit evaluation.max_minutes
+    # A sentence about the prompts that evaluation.max_minutes left out; None if there are none
     time_limit_note: str | None = field(default=None, metadata={"key": "cut"})
     # Date of the measurement, such as 2026-11-28; None in files of earlier versions
     date: str | None = None
@@ -329,7 +339,7 @@ class Evaluation:
 
     @property
     def drafting_methods(self) -> list[MethodResult]:
-        """All methods except both baseline decoders."""
+        """All methods except our baseline decoding and that of transformers."""
         return self.engine_methods[1:]
 
     @property
@@ -348,7 +358,7 @@ class Evaluation:
 
     @property
     def fastest_baseline(self) -> MethodResult:
-        """The fastest baseline decoder, to which speedups refer."""
+        """The result of the fastest baseline decoder. Speedups are relative to it."""
         for method in self.methods:
             if method.name == self.baseline:
                 return method
@@ -373,7 +383,7 @@ class Evaluation:
 def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
     """Return the method whose speedup has the highest lower end of the confidence interval.
 
-    If a method has no interval, the speedup itself is compared.
+    For a method without an interval, the speedup itself is used.
     """
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
@@ -382,7 +392,7 @@ def select_best_method(methods: Sequence[MethodResult]) -> MethodResult:
 class SetResult:
     """The results of one question set at one temperature."""
 
-    settings: dict[str, object]  # everything that determines the results
+    settings: dict[str, object]  # all settings that determine the results, by name
     set: str
     title: str
     temperature: float
@@ -394,7 +404,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The results of all question sets of a suite, ordered by temperature."""
+    """The results of all question sets of a suite, sorted by temperature."""
 
     suite: str
     checkpoint: str
@@ -410,18 +420,19 @@ def write_result(path: Path, result: object) -> None:
 def read_result(path: Path, result_class: type[Result]) -> Result:
     """Read a JSON file that `write_result` wrote, and return the dataclass.
 
-    Raises OSError if the file cannot be read, and ValueError if it has other content.
+    Raises OSError if the file cannot be read, and ValueError if its content does not fit.
     """
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")), result_class)
     except TypeError as error:
         raise ValueError(
-            f"{path} does not contain a result of the type {result_class.__name__}: {error}"
+            f"{path} does not contain a result of the type {result_class.__name__} ({error}): "
+            "measure again, or use another file"
         ) from error
 
 
 def json_key(dataclass_field: Field) -> str:
-    """Return the key that a field has in JSON files."""
+    """Return the key of a dataclass field in JSON files."""
     return dataclass_field.metadata.get("key", dataclass_field.name)
 
 
@@ -445,7 +456,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: dict, result_class: type[Result]) -> Result:
-    """Convert a dictionary that `to_json` returned back to the dataclass `result_class`."""
+    """Build a `result_class` dataclass from a dictionary that `to_json` returned."""
     hints = get_type_hints(result_class)
     values = {}
     for each in fields(result_class):  # ty: ignore[invalid-argument-type]
@@ -456,7 +467,7 @@ def from_json(data: dict, result_class: type[Result]) -> Result:
 
 
 def decode_field_value(value: Any, annotation: Any) -> Any:
-    """Convert the JSON value of a field to the type of the field.
+    """Convert the JSON value of a dataclass field to the type of the field.
 
     annotation: the type of the field, such as list[TextSample] or ExampleRound | None
     """

@@ -1,8 +1,7 @@
-"""Collects what a report shows of the outputs: text samples that mark accepted and rejected draft
-tokens, and one decoding round as an example.
+"""Collects the text samples and the example of a decoding round that a report shows.
 
-The outputs are decoded again after all times were measured, because recording rejected draft tokens
-takes time.
+The text samples mark accepted and rejected draft tokens. For them, some prompts are decoded again
+after all times were measured, because recording rejected draft tokens takes time.
 """
 
 import math
@@ -19,8 +18,8 @@ from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
 MAX_ANSWER_SAMPLES_IN_REPORT = 3
-MAX_EXAMPLE_TREE_NODES = 8  # the drawing of a tree with more nodes cannot be read
-MAX_EXAMPLE_TREE_LEAVES = 5  # the drawing of a tree with more leaves does not fit on a phone
+MAX_EXAMPLE_TREE_NODES = 8  # with more nodes, a drawn tree would be hard to read
+MAX_EXAMPLE_TREE_LEAVES = 5  # with more leaves, a drawn tree would not fit on a phone
 MAX_REJECTED_TOKENS_IN_SAMPLE = 3  # a sample shows at most this many rejected tokens of a round
 EXAMPLE_TREE_CONTEXT_CHARACTERS = 120
 
@@ -30,11 +29,12 @@ ReportSamples = tuple[list[TextSample], ExampleRound | None]
 def collect_samples(
     target: Target, drafter: Drafter, sequences: Sequence[DecodedSequence], options: DecodeOptions
 ) -> ReportSamples:
-    """Decode the first sequences again, with trees that are small enough to be drawn.
+    """Decode some sequences again, with trees that are small enough to be drawn.
 
-    sequences: finished sequences that were decoded with `options`
+    sequences: finished sequences that were decoded with `options`; the first ones are used
 
-    Returns the samples, and an example round or None.
+    Returns a text sample for each of these sequences, and the decoding round that a report shows as
+    an example. The round is None if no tree was verified.
     """
     if target.tokenizer is None:
         return [], None
@@ -62,11 +62,10 @@ def collect_samples(
 
 
 def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
-    """Cut the output of a sequence into pieces.
+    """Cut the output of a sequence into pieces of text, see `TextSample`.
 
-    The first piece is the token of the prefill. Each round then has up to three pieces: the
-    accepted draft tokens, the rejected draft tokens, and the token that the target added. The added
-    token is marked as a correction if a draft token was rejected, else as a bonus.
+    The first piece is the token that the prefill generated. Each round then has up to three pieces:
+    the accepted draft tokens, the rejected draft tokens, and the token that the target added.
     """
     tokenizer: Any = target.tokenizer
     decode_prompts = tokenizer.decode
@@ -89,7 +88,7 @@ def build_sample(target: Target, sequence: DecodedSequence) -> TextSample:
 
 
 def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequence) -> ExampleRound:
-    """Return the last round of a sequence as an example.
+    """Return the round that a sequence has just finished, in the form in which reports show it.
 
     tree: the draft tree that the round verified
     """
@@ -98,7 +97,7 @@ def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequen
     log_probs = tree.log_probs[0].tolist()
     committed = sequence.ids[-sequence.commits[-1] :]
 
-    # Follow the committed tokens down the tree.
+    # Find the accepted nodes by following the committed tokens from the root.
     node = 0
     accepted = {0}
     for token in committed[:-1]:
@@ -120,7 +119,7 @@ def build_example_round(target: Target, tree: DraftTree, sequence: DecodedSequen
 
 
 def rank_example_round(example: ExampleRound) -> tuple[bool, int]:
-    """Return a sort key for example rounds; the best example has the highest key.
+    """Return a sort key for rounds. The round with the highest key is the best example.
 
     The key is (whether the tree has few enough leaves to be drawn, number of accepted nodes).
     """

@@ -4,8 +4,8 @@ The result of each finished set is written to a file. If the command is repeated
 not decoded again.
 
 Chats of several turns are answered turn by turn. The prompt of a later turn contains the answers
-that baseline decoding gave to the earlier turns. The other methods give the same answers, because
-they use the same seed.
+that baseline decoding gave to the earlier turns. The other methods would give the same answers,
+because decoding is lossless and they use the same seed.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class LoadedQuestionSet(Protocol):
 
     @property
     def chats(self) -> Sequence[Sequence[list[dict[str, str]]]]:
-        """The chats of the set. A chat is a list of turns, and a turn a list of new messages."""
+        """The chats of the set. A chat is a list of turns. A turn is a list of new messages."""
         ...
 
 
@@ -78,15 +78,16 @@ def evaluate_suite(
     log: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback = lambda done, total: None,
 ) -> SuiteResult:
-    """Decode every question set at every temperature.
+    """Decode every question set at every temperature, with every decoding method.
 
-    The result of each set is written to out/sets as soon as it is finished, and the results of all
-    sets to out/suite.json. The sets share the time limit `evaluation.max_minutes` equally.
+    The result of each set is written to the folder out/sets as soon as it is finished, and the
+    results of all sets to out/suite.json. The sets share the time limit `evaluation.max_minutes`
+    equally.
 
     checkpoint: folder or name from which the drafter was loaded
     log: called with a line of text for each set
 
-    Raises ValueError if `out` contains a set that was measured with other settings, and if all
+    Raises ValueError if `out` contains a set that was measured with other settings, or if all
     questions of a set are too long for the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
@@ -135,10 +136,10 @@ def evaluate_question_set(
 ) -> SetResult:
     """Decode one question set at one temperature, and return the results.
 
-    For every method, the result includes the number of answers that equal those of baseline
+    For every method, the results include the number of answers that equal those of baseline
     decoding, and the speedup as publications compute it, see `seconds_per_token`.
 
-    settings: everything that determines the results
+    settings: the result of `collect_settings`, which is stored with the results
     deadline: a value of time.monotonic(), after which no more questions are started
     """
     variants = list_variants(drafter, config)
@@ -184,8 +185,9 @@ def answer_questions(
     progress: ProgressCallback,
     deadline: float = math.inf,
 ) -> tuple[list[VariantMeasurement], int]:
-    """Answer every turn of the chats with every variant, turn by turn.
+    """Answer the questions of all chats with every decoding variant, turn by turn.
 
+    thinking: value of the chat template variable enable_thinking
     deadline: a value of time.monotonic(), after which no more questions are started
 
     Returns the measurement of each variant, and the number of turns that were left out because they
@@ -225,8 +227,8 @@ def answer_questions(
         measurements_by_turn.append(measurements)
     if not measurements_by_turn:
         raise ValueError(
-            f"{question_set.title}: no question together with {max_new_tokens} new tokens fits "
-            f"into the target's {max_positions(target)} positions: reduce "
+            f"{question_set.title}: every question is too long for the target, which supports "
+            f"{max_positions(target)} tokens including {max_new_tokens} new ones: reduce "
             "evaluation.max_new_tokens"
         )
     return merge_measurements(measurements_by_turn), left_out
@@ -250,13 +252,13 @@ def encode_chat(target: Target, messages: list[dict[str, str]], thinking: bool) 
 
 
 def seconds_per_token(measurement: VariantMeasurement) -> float:
-    """Return the mean over answers of the time per token without the prefill, in seconds.
+    """Return the decoding time per token without the prefill, in seconds, averaged over answers.
 
-    Published speedups are ratios of two such times.
+    The speedup that publications report is the ratio of two such times.
     """
     stats = measurement.stats
     total = sum((each.seconds - each.stage_seconds["prefill"]) / each.tokens for each in stats)
-    # If all answers have one token, which comes from the prefill, the time is 0.
+    # The time is 0 if every answer has only the token that the prefill generates.
     return max(total / len(stats), SECONDS_PER_TOKEN_FLOOR)
 
 
@@ -267,7 +269,10 @@ def collect_settings(
     thinking: bool,
     config: EvaluationConfig,
 ) -> dict[str, object]:
-    """Return everything that determines the results of a question set."""
+    """Return all settings that determine the results of a question set, by name.
+
+    weights_digest: digest of the drafter's weights
+    """
     unused = ("prompts", "external_prompts", "max_prompt_tokens", "sampling_temperature")
     options = {name: value for name, value in asdict(config).items() if name not in unused}
     return {
@@ -281,10 +286,11 @@ def collect_settings(
 
 
 def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return the result of a question set that an earlier run wrote, or None if there is none.
+    """Return the result of a question set that an earlier run wrote to `file`.
 
-    Raises ValueError if the earlier run had other settings. Saved settings that no longer exist are
-    ignored. The time limit is ignored if the earlier run decoded all questions.
+    Returns None if the file does not exist. Raises ValueError if the earlier run had other
+    settings. Saved settings that no longer exist are ignored. The time limit may differ if the
+    earlier run decoded all questions.
     """
     if not file.exists():
         return None
@@ -300,15 +306,18 @@ def read_finished_set(file: Path, settings: dict[str, object]) -> SetResult | No
 def drafter_digest(checkpoint: str) -> str:
     """Return the SHA-256 digest of a drafter's weights, in hexadecimal.
 
-    For prompt lookup, which has no weights, the name is returned. Raises FileNotFoundError if the
-    checkpoint has no weights.
+    checkpoint: a checkpoint folder, or the name of prompt lookup. Prompt lookup has no weights, so
+        its name is returned
+
+    Raises FileNotFoundError if the folder contains no weights.
     """
     if checkpoint == PROMPT_LOOKUP_FAMILY.name:
         return checkpoint
     files = sorted(find_drafter_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"checkpoint={checkpoint}: the folder contains no weights of a drafter (*.safetensors)"
+            f"checkpoint={checkpoint}: the folder contains no drafter weights (*.safetensors): "
+            "give the folder of a drafter"
         )
     digests = b"".join(bytes.fromhex(file_digest(file)) for file in files)
     return hashlib.sha256(digests).hexdigest()

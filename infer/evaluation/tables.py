@@ -1,6 +1,6 @@
-"""Formats the results of evaluations as tables and as sentences, for terminals, Markdown and HTML.
+"""Formats the results of evaluations as tables and sentences, for terminals, Markdown and HTML.
 
-The main table has the columns METHOD_COLUMNS and a row for each method.
+The main table has a row for each decoding method and the columns METHOD_COLUMNS.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ INSIGNIFICANT_LEGEND = (
 
 
 def format_method_row(method: MethodResult) -> list[str]:
-    """Return the cells of a method in the columns METHOD_COLUMNS."""
+    """Return the table cells of a method, one for each of METHOD_COLUMNS."""
     if method.identical is None:
         same_output = MISSING_CELL
     elif method.identical:
@@ -53,29 +53,33 @@ def format_method_row(method: MethodResult) -> list[str]:
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    """Return an interval in brackets after a space, or "" if there is no interval."""
+    """Return a confidence interval as text: a space and two numbers in brackets.
+
+    Returns "" if there is no interval or if both ends are equal.
+    """
     if interval is None or interval[0] == interval[1]:
         return ""
     return f" [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def significance_mark(method: MethodResult) -> str:
-    """Return INSIGNIFICANT_MARK for a speedup that is not significant, else ""."""
+    """Return INSIGNIFICANT_MARK if the speedup of a method is not significant, else ""."""
     is_undecided = method.tree_method.needs_drafter and method.significance == "undecided"
     return INSIGNIFICANT_MARK if is_undecided else ""
 
 
 def explain_marks(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
-    """Return a list with the explanation of INSIGNIFICANT_MARK, or an empty list.
+    """Return [INSIGNIFICANT_LEGEND] if INSIGNIFICANT_MARK is used, else an empty list.
 
-    The list is empty if neither the methods nor the table cells have the mark.
+    methods: methods whose speedups are shown with their marks
+    cells: further texts of table cells that may contain the mark
     """
     texts = [*map(significance_mark, methods), *cells]
     return [INSIGNIFICANT_LEGEND] if any(INSIGNIFICANT_MARK in text for text in texts) else []
 
 
 def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are padded with spaces.
+    """Return a Markdown table whose cells are padded to the width of their column.
 
     The first column is aligned left, and the others are aligned right.
     """
@@ -92,7 +96,7 @@ def format_markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def format_method_table(evaluation: Evaluation) -> str:
-    """Return a Markdown table of the methods, followed by an explanation of its marks."""
+    """Return a Markdown table of the methods, followed by the explanation of its marks."""
     rows = [format_method_row(method) for method in evaluation.methods]
     table = format_markdown_table(METHOD_COLUMNS, rows)
     return "\n\n".join([table, *explain_marks(evaluation.methods)])
@@ -101,8 +105,8 @@ def format_method_table(evaluation: Evaluation) -> str:
 def format_evaluation(evaluation: Evaluation) -> str:
     """Return the text that a terminal shows for an evaluation.
 
-    It consists of a table of methods, a table of groups of prompts, a table of replayed trees, and
-    notes.
+    It has a table of methods, a table of the results on each group of prompts, a table of replayed
+    trees (see infer/evaluation/replay.py), and notes.
     """
     paragraphs = [format_method_table(evaluation)]
 
@@ -122,10 +126,11 @@ def format_evaluation(evaluation: Evaluation) -> str:
 
 
 def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
-    """Return the results of the replayed chain and DDTrees.
+    """Return a table of the replayed chain and DDTrees, and a sentence about them.
 
-    Returns (rows, sentence), or None if nothing was replayed. The first row is
-    REPLAY_TABLE_COLUMNS. The sentence compares the trees with the chain.
+    A replay computes without decoding how many tokens each round would commit. The first row of the
+    table has the column names, REPLAY_TABLE_COLUMNS. The sentence compares trees with the chain,
+    which is a draft without branches. Returns None if nothing was replayed.
     """
     study = evaluation.tree_study
     if study is None:
@@ -170,7 +175,7 @@ def build_study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str]
 def format_comparison(evaluations: Mapping[str, Evaluation]) -> str:
     """Return a Markdown table with τ, tokens per second and speedup of several drafters.
 
-    evaluations: the evaluation of each drafter, with the drafter's name as the key
+    evaluations: keys are names of drafters, values are their evaluations
     """
     rows: dict[str, list[str]] = {}
     for i, evaluation in enumerate(evaluations.values()):
@@ -197,9 +202,9 @@ def format_headline(evaluation: Evaluation) -> str:
 def list_findings(evaluation: Evaluation) -> list[str]:
     """Return sentences that summarise an evaluation.
 
-    They say which τ the chain has, how fast other engines that verify chains can be with this
-    drafter, and which speedups were measured on this machine. The last sentence always says whether
-    the outputs equal those of baseline decoding.
+    They say which τ (tokens per round) the chain has, how fast other engines can be with this
+    drafter if they verify only chains (drafts without branches), and which speedups were measured
+    on this machine. The last sentence says whether the outputs equal those of baseline decoding.
     """
     sentences = []
     for chain in evaluation.drafter_methods:
@@ -222,8 +227,8 @@ def list_findings(evaluation: Evaluation) -> list[str]:
 def describe_speedups(evaluation: Evaluation) -> str | None:
     """Return a sentence with the speedups that were measured on this machine.
 
-    It names the chain, the best tree with and without n-grams, and n-grams without the drafter.
-    Returns None if none of these was measured.
+    It names the chain, the best tree without n-grams, the best tree with n-grams, and n-grams
+    without the drafter. Returns None if none of these was measured.
     """
     drafter_methods = evaluation.drafter_methods
     chains = [method for method in drafter_methods if method.name == "chain"]
@@ -279,8 +284,8 @@ def describe_speedup(method: MethodResult) -> str:
 def list_notes(evaluation: Evaluation) -> list[str]:
     """Return the notes below the tables.
 
-    They say what was left out because of the time limit, how many prompts were measured again, and
-    how many outputs ended because they repeated themselves.
+    They say what the time limit left out, how many prompts were measured again, and how many
+    outputs were ended because they repeated themselves.
     """
     notes = []
     for each in evaluation.with_others:
@@ -311,9 +316,10 @@ def list_notes(evaluation: Evaluation) -> list[str]:
 
 
 def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
-    """Return the evaluation of each group of prompts, with the name of the group as the key.
+    """Return the evaluation of each group of prompts. Keys are the names of the groups.
 
-    If the prompts have several kinds, each kind is a group. Every other prompt set is a group, too.
+    Each prompt set except the first one is a group. If the prompts of the first set have several
+    kinds, each kind is a group, too.
     """
     groups = {}
     kinds = dict.fromkeys(result.kind for result in evaluation.methods[0].prompts or ())
@@ -328,9 +334,9 @@ def group_by_prompt_kind(evaluation: Evaluation) -> dict[str, Evaluation]:
 
 
 def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) -> MethodResult:
-    """Return the results of a method on the prompts of one kind.
+    """Return the results of a method on the prompts of one kind, such as "functions".
 
-    baseline: the results of the fastest baseline decoder, to which speedups refer
+    baseline: the results of the fastest baseline decoder; speedups are relative to it
     """
     prompts = [result for result in method.prompts or () if result.kind == kind]
     baseline_prompts = [result for result in baseline.prompts or () if result.kind == kind]
@@ -339,10 +345,12 @@ def restrict_to_kind(method: MethodResult, baseline: MethodResult, kind: str) ->
 
 
 def build_group_rows(evaluation: Evaluation, groups: Mapping[str, Evaluation]) -> list[list[str]]:
-    """Return the rows of a table with τ and speedup of each method on each group of prompts.
+    """Return a table with τ and speedup of each method on each group of prompts.
 
-    The first cell of a row is the label of the method. A cell ends with INSIGNIFICANT_MARK if the
-    speedup is not significant.
+    It has a row for each method, which begins with the method's label. A cell ends with
+    INSIGNIFICANT_MARK if the speedup is not significant.
+
+    groups: keys are names of groups, values are the evaluations on their prompts
     """
     rows = []
     for method in evaluation.methods:

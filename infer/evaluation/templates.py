@@ -1,4 +1,4 @@
-"""Render pages, cards and drawings from the Jinja templates in this folder."""
+"""Renders reports, model cards and drawings from the Jinja templates in this folder."""
 
 from pathlib import Path
 
@@ -6,9 +6,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def needs_escaping(template: str | None) -> bool:
-    """Return whether values that are inserted into a template must be escaped.
+    """Return whether a template needs HTML escaping of the values that are inserted into it.
 
-    This is so for HTML and SVG, but not for Markdown.
+    HTML and SVG need it, Markdown does not.
+
+    template: file name of the template
     """
     return template is not None and not template.endswith(".md.j2")
 
@@ -24,7 +26,7 @@ REPORT_JINJA_ENVIRONMENT = Environment(
 
 
 def render_template(template: str, **values: object) -> str:
-    """Return the text of a template in which `values` are inserted.
+    """Return the text of a template after `values` were inserted.
 
     template: file name of the template in this folder
     """

@@ -1,4 +1,6 @@
-"""The OpenAI-compatible server, decoding by Hugging Face's `generate`, and new answers for data.
-This package may import infer.api and every package except cli and the optional packages. server.py
-is the entry point. protocol.py defines requests, responses.py responses, and guard.py the limits on
-requests."""
+"""The OpenAI-compatible server, decoding inside Hugging Face's `generate`, and new training data.
+
+server.py starts the server. protocol.py defines its requests, responses.py its responses, and
+guard.py limits on requests. The package may import infer.api and every package except cli and the
+optional packages.
+"""

@@ -1,10 +1,12 @@
 """Separates an answer into reasoning, content and tool calls.
 
-A model generates all three as one text. It puts marks such as "<think>" around reasoning and tool
-calls, and the marks differ between model families. The response parser of transformers separates
-the parts. The parser needs a response template, which comes from the tokenizer or, if the tokenizer
-has none, from `TOOL_CALL_FORMATS`. If a request requires a tool call, a grammar that is built from
-the same entry of `TOOL_CALL_FORMATS` constrains the answer.
+A model generates all three as one text, with marks such as "<think>" around reasoning and tool
+calls. The marks differ between model families. The response parser of transformers separates the
+text. The parser needs a response template, which describes the marks. It comes from the tokenizer
+or, if the tokenizer has none, from `TOOL_CALL_FORMATS`.
+
+If a request requires a tool call, a grammar constrains the answer. The grammar is built from an
+entry of `TOOL_CALL_FORMATS`.
 """
 
 import json
@@ -20,9 +22,9 @@ from infer.serving.messages import Tool
 from infer.serving.regeneration_task import opens_reasoning
 from infer.utils.chat_template import tool_arguments_to_json
 
-# Names of the reasoning field in response templates.
+# Names that response templates of transformers use for the reasoning
 REASONING_FIELDS_OF_RESPONSE_TEMPLATES = ("reasoning_content", "thinking")
-# Marks of reasoning and tool calls, which may be special tokens.
+# Marks of reasoning and tool calls. Some tokenizers have them as special tokens.
 REASONING_AND_TOOL_CALL_MARKS = {
     "<think>",
     "</think>",
@@ -30,9 +32,9 @@ REASONING_AND_TOOL_CALL_MARKS = {
     "</tool_call>",
     "<|python_tag|>",
 }
-# Options of llguidance: JSON has the white space that models have learnt to generate.
+# Options of llguidance that allow only the white space which models usually generate in JSON
 JSON_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keys of a JSON schema whose values are definitions that other parts of the schema refer to.
+# Keys of a JSON schema that contain the definitions to which "$ref" refers
 JSON_SCHEMA_DEFINITION_KEYS = ("$defs", "definitions")
 ANGLE_BRACKET_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|?\w+\|?>")
 PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
@@ -42,13 +44,12 @@ PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG = (
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a family of models marks reasoning and tool calls.
+    """How a family of models marks reasoning and tool calls in the text of an answer.
 
     template_marker: a text that all chat templates of the family contain
-    call_field: the value of the field "tool_calls" in a response template; None means that the
+    call_field: entry "tool_calls" of the fields in a response template of transformers; None if the
         family does not call tools
-    arguments_key: the key of the arguments in a tool call that is JSON; None means that calls are
-        not JSON
+    arguments_key: key of the arguments, if a tool call is a JSON object; None if it is not JSON
     call_delimiters: the text before a call and the text after a call
     allows_several: whether an answer may contain several calls
     """
@@ -61,10 +62,10 @@ class ToolCallFormat:
 
     @property
     def template_fields(self) -> dict:
-        """The fields of the response template of this family.
+        """The entry "fields" of a response template of transformers for this family.
 
-        The response parser returns a call as text and does not parse it as JSON. A call that is not
-        valid JSON is therefore not lost.
+        The response parser is told to return a tool call as text instead of parsing it as JSON. A
+        call that is not valid JSON is therefore not lost.
         """
         fields: dict[str, dict] = {
             "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -76,8 +77,8 @@ class ToolCallFormat:
         return fields
 
 
-# Key: a name of the format. Value: the format. The first entry whose `template_marker` is in the
-# chat template is used.
+# Keys are names of formats. The first format whose `template_marker` is in the chat template of a
+# model is used.
 TOOL_CALL_FORMATS = {
     # The format of Qwen3-Coder and Qwen3.5
     "tags": ToolCallFormat(
@@ -116,7 +117,8 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
     """Return the JSON schema of a call of the tool.
 
     The call has the form {"name": tool.name, arguments_key: arguments}. The schema of the arguments
-    may refer to definitions by their path from the top level, so its definitions are copied there.
+    may refer to its definitions by a path such as "#/$defs/Item". The definitions are copied to the
+    top level of the returned schema, so that these paths stay valid.
     """
     schema = {
         "type": "object",
@@ -132,10 +134,10 @@ def build_call_schema(tool: Tool, arguments_key: str) -> dict:
 
 
 def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
-    """Return a text as literals of a Lark grammar.
+    """Return a text as an expression of a Lark grammar that matches exactly this text.
 
-    Ordinary text becomes a quoted string. A special token is written without quotes, as llguidance
-    requires.
+    special_tokens: special tokens of the tokenizer. They are not quoted, as llguidance requires;
+        all other text becomes quoted strings
     """
     if not special_tokens:
         return json.dumps(text) if text else ""
@@ -148,7 +150,7 @@ def to_lark_literal(text: str, special_tokens: Sequence[str] = ()) -> str:
 
 
 def parse_json_calls(body: str) -> list[dict]:
-    """Parse a text that contains one tool call after another, each as JSON.
+    """Parse a text that contains one or more tool calls in JSON, one after another.
 
     Returns a dictionary with the keys "name" and "arguments" for each call. Raises ValueError,
     KeyError or TypeError if the text is not a sequence of calls.
@@ -168,7 +170,7 @@ def parse_json_calls(body: str) -> list[dict]:
 class AnswerFormat:
     """How the answers of one model are parsed, and how its tool calls are constrained.
 
-    call_format: the tool call format of the model's family; None if the family is unknown
+    call_format: the format of the model's family; None if the family is unknown
     response_template: the response template of the tokenizer; None if the tokenizer has none
     """
 
@@ -178,25 +180,27 @@ class AnswerFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text of an answer must include special tokens.
-
-        This is so if marks of reasoning or tool calls are special tokens.
-        """
+        """Whether answers must be decoded with special tokens, because these mark their parts."""
         if self.response_template is not None:
             return True
         return not REASONING_AND_TOOL_CALL_MARKS.isdisjoint(self.tokenizer.all_special_tokens)
 
     def prompt_opens_reasoning(self, prompt: list[int]) -> bool:
-        """Return whether a prompt ends with "<think>"."""
+        """Return whether a prompt ends with "<think>", so that the answer begins with reasoning.
+
+        prompt: token ids
+        """
         return opens_reasoning(
             self.tokenizer.decode(prompt[-PROMPT_TOKENS_SEARCHED_FOR_REASONING_TAG:])
         )
 
     def parser_prefix(self, prompt: list[int]) -> str:
-        """Return the text that the parser must read before the answer.
+        """Return the text that the response parser must read before the answer.
 
-        With a response template of the tokenizer, it is the whole prompt. Otherwise it is "<think>"
+        If the tokenizer has a response template, it is the whole prompt. Otherwise it is "<think>"
         if the prompt ends with "<think>", else an empty string.
+
+        prompt: token ids
         """
         if self.response_template is not None:
             return self.tokenizer.decode(prompt)
@@ -206,13 +210,15 @@ class AnswerFormat:
         """Return a parser for one answer to a prompt.
 
         tools: the tools that the answer may call
+        prompt: token ids
         """
         return AnswerParser(self, tools, self.parser_prefix(prompt))
 
     def parser_template(self, includes_calls: bool) -> dict:
-        """Return the response template with which an answer is parsed.
+        """Return the response template with which transformers parses an answer.
 
-        includes_calls: whether tool calls are separated; if false, their text is content
+        includes_calls: whether tool calls are separated from the content; if false, they are left
+            in the content as text
         """
         template: dict[str, Any] | None = self.response_template
         if template is None:
@@ -230,10 +236,10 @@ class AnswerFormat:
 
         If the chat template supports reasoning, the answer may contain reasoning before the call.
 
-        allows_several: whether more calls may follow the first one
+        allows_several: whether the answer may contain several calls
         reasoning_is_open: whether the prompt ends with "<think>"
 
-        Raises ValueError if the format of the model's calls is unknown.
+        Raises ValueError if the format of the model's tool calls is unknown.
         """
         call_format = self.call_format
         if call_format is None or call_format.arguments_key is None:
@@ -270,10 +276,11 @@ class AnswerFormat:
 
 
 def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
-    """Return the format of a model's answers.
+    """Return how the answers of a model are parsed.
 
-    Returns None if the tokenizer has no chat template, or if nothing in it shows how the model
-    marks reasoning or tool calls. The answers of such a model are treated as text.
+    Returns None if the tokenizer has no chat template, or if neither the chat template nor a
+    response template shows how the model marks reasoning or tool calls. The answers of such a model
+    are not separated into parts.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -292,15 +299,16 @@ def find_answer_format(tokenizer: Any) -> AnswerFormat | None:
 
 @dataclass
 class AnswerParser:
-    """Parses one answer piece by piece.
+    """Parses one answer piece by piece while it is generated.
 
-    `parse` takes new text of the answer and returns a message delta in the form of OpenAI's API.
+    `parse` takes the next piece of text and returns what it adds to the message, as a "delta" of
+    OpenAI's API.
 
     prefix: the text that the parser reads before the answer, see `AnswerFormat.parser_prefix`
     call_count: number of tool calls that were parsed so far
-    call_body: text of the tool call that is being parsed
-    trailing_spaces: white space at the end of the fields "content" and "reasoning_content" that was
-        not returned yet. It is returned only if more text follows
+    call_body: text so far of the tool call that is being parsed
+    trailing_spaces: keys are "content" and "reasoning_content". Values are white space at the end
+        of these fields that was not returned yet. It is returned only if more text follows
     started_fields: names of the fields that already have text
     is_broken: whether the parser has failed on the answer; all further text is then content
     """
@@ -324,7 +332,7 @@ class AnswerParser:
         )
 
     def parse(self, text: str, is_final: bool) -> dict:
-        """Return the message delta for new text of the answer.
+        """Return what the next piece of text adds to the message, as a delta of OpenAI's API.
 
         is_final: whether the answer ends after this text
         """
@@ -335,7 +343,8 @@ class AnswerParser:
                 if is_final:
                     events += self.parser.finalize()[1]
             except (ValueError, KeyError, TypeError):
-                # The tokenizer's response template could not parse the text as a call.
+                # The text does not have the form of a tool call in the tokenizer's response
+                # template. It becomes content.
                 self.is_broken = True
                 text = self.call_body + text
                 self.call_body = ""
@@ -353,7 +362,7 @@ class AnswerParser:
         return delta
 
     def _parse_text(self, field: str, text: str, delta: dict) -> None:
-        """Add text to the reasoning or to the content of the delta.
+        """Append text of the field `field` to the reasoning or to the content of the delta.
 
         White space before and after the reasoning, and between the content and tool calls, is
         dropped.
@@ -371,7 +380,7 @@ class AnswerParser:
             append_text(delta, name, stripped_text)
 
     def _parse_call(self, event: dict, delta: dict) -> None:
-        """Handle a parser event of a tool call.
+        """Handle an event of the response parser that belongs to a tool call.
 
         When the text of the call is complete, the call is added to the delta. Text that is not a
         valid call is added as content.
@@ -404,5 +413,8 @@ class AnswerParser:
 
 
 def append_text(delta: dict, field: str, text: str) -> None:
-    """Append text to a field of a message delta, and create the field if it is missing."""
+    """Append text to a field of a delta, and create the field if it is missing.
+
+    A delta is what a piece of text adds to a message.
+    """
     delta[field] = delta.get(field, "") + text

@@ -1,5 +1,7 @@
-"""Generates answers with a server that has OpenAI's API (vLLM, SGLang or the server of this
-project), with many concurrent requests."""
+"""Generates answers with a server that has OpenAI's API, with many concurrent requests.
+
+The server may be vLLM, SGLang or the server of this project.
+"""
 
 import asyncio
 import json
@@ -22,24 +24,26 @@ from infer.serving.regeneration_task import (
 )
 
 MAX_REQUEST_ATTEMPTS = 3  # after this many failed requests for one example, the example fails
-RETRY_DELAY_SECONDS = 1.0  # delay before the second attempt; the next one is four times as long
-MAX_OUTAGE_SECONDS = 60.0  # if no connection is possible for so long, the run ends
+RETRY_DELAY_SECONDS = 1.0  # delay after the first failed request; after the second, four times it
+MAX_OUTAGE_SECONDS = 60.0  # the run ends if the server accepts no connection for this time
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 600.0
-# Number of examples that are started for each concurrent request. Records are yielded in the order
-# of the examples, so that one slow example must not prevent the next ones from starting.
+# Number of examples that may be in progress or wait to be yielded, for each concurrent request.
+# Records are yielded in the order of the examples. With a larger number, requests continue longer
+# while one slow example holds back the records after it.
 MAX_STARTED_TASKS_PER_CONCURRENT_REQUEST = 4
-RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP status codes
-# Values of the field `owned_by` that vLLM and our server report for their models. Both servers
-# support the request field return_token_ids.
+RETRYABLE_CLIENT_ERRORS = (408, 429)  # HTTP statuses 4xx after which a request is sent again
+# The field `owned_by` of a model shows which server it is: "vllm", or "local" for our server. Only
+# these two support the request field return_token_ids.
 MODEL_OWNERS_RETURNING_TOKEN_IDS = ("vllm", "local")
-# Sampling options that OpenAI's API does not have. They are sent only if they have an effect.
+# Sampling options that OpenAI's API does not have. They are sent only if they are not the default.
 EXTRA_SAMPLING_OPTIONS = ("top_k", "min_p", "repetition_penalty", "ignore_eos")
 
 
 def build_request_body(task: RegenerationTask, model: str, options: DecodeOptions) -> dict:
-    """Return the body of the HTTP request for the next output of a task.
+    """Return the body of the HTTP request for the next output of an example.
 
+    task: the example and the outputs that were generated for it so far
     model: name of the model on the server
     """
     example = task.example
@@ -86,9 +90,9 @@ def to_openai_messages(messages: list[dict]) -> list[dict]:
 def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> TargetOutput:
     """Return the output that a server's response contains.
 
-    is_chat: whether it is a response of /chat/completions, not of /completions
-    prompt_end: the text at the end of the prompt. If it ends with "<think>", the output begins with
-        reasoning
+    is_chat: true for a response of /chat/completions, false for one of /completions
+    prompt_end: the text at the end of the prompt. If it ends with "<think>" and the response has no
+        separate reasoning, "<think>" is added in front of the output
 
     Raises LookupError, TypeError or AttributeError for a malformed response.
     """
@@ -97,8 +101,8 @@ def parse_response(response: dict, is_chat: bool, prompt_end: str = "") -> Targe
     text = str(message["content"] or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     finish_reason = choice["finish_reason"] or "stop"
-    # In vLLM's responses, stop_reason is the stop string that ended the output. The model has then
-    # not generated an end token.
+    # vLLM reports the stop string that ended the output as stop_reason. Such an output has no end
+    # token.
     if isinstance(choice.get("stop_reason"), str):
         finish_reason = "stop string"
     if is_chat and not reasoning:
@@ -112,8 +116,9 @@ class OpenAIClient:
     """Generates answers with a server that has OpenAI's API.
 
     url: address of the API, such as http://host:8000/v1
+    options: sampling options and the maximum number of generated tokens
     max_concurrent_requests: maximum number of requests that run at the same time
-    prompt_end: returns the text at the end of an example's prompts
+    prompt_end: takes an example and returns the text at the end of its prompts
 
     If the environment variable OPENAI_API_KEY is set, its value is sent as the API key. The
     constructor raises ValueError if there is no server at the address, or if the server has no
@@ -142,20 +147,20 @@ class OpenAIClient:
             self.reports_token_ids = model.get("owned_by") in MODEL_OWNERS_RETURNING_TOKEN_IDS
         except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"server={url}: no server with a model answers at this address ({error}). The "
-                "address usually ends in /v1. To use several servers, start one run for each of "
-                "them with another shard="
+                f"server={url}: no server with a model answers at this address ({error}): start "
+                "the server, or correct the address, which usually ends in /v1. To use several "
+                "servers, start one run for each of them with another shard="
             ) from error
 
     def answer_examples(
         self, examples: Iterable[PromptExample], on_finished: Callable[[], None] = lambda: None
     ) -> Iterator[dict]:
-        """Answer the examples, and yield their records in the order of the examples.
+        """Answer the examples, and yield a record for each, in the order of the examples.
 
-        Closing the generator cancels running requests.
+        Closing the generator cancels running requests. `RegenerationTask` describes the records.
 
-        on_finished: called as soon as an example is finished, which may be before its record can be
-            yielded
+        on_finished: called as soon as an example is finished. Its record is yielded later if
+            earlier examples are not finished
         """
         started: deque[asyncio.Task] = deque()
         timeout = httpx.Timeout(CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS)
@@ -184,6 +189,8 @@ class OpenAIClient:
     ) -> dict:
         """Send requests until the example is finished, and return its record.
 
+        request_slots: limits the number of concurrent requests
+
         Raises ValueError if the server accepts no connection for MAX_OUTAGE_SECONDS.
         """
         task = RegenerationTask(example)
@@ -194,7 +201,7 @@ class OpenAIClient:
                 try:
                     error = await self._request_output(http, task)
                 except httpx.ConnectError as connect_error:
-                    # A missing connection is not caused by the example, and does not count as a
+                    # A failed connection is not the example's fault, so it does not count as a
                     # failed attempt.
                     if time.monotonic() - last_response_time > MAX_OUTAGE_SECONDS:
                         raise ValueError(
@@ -216,11 +223,11 @@ class OpenAIClient:
         return task.record
 
     async def _request_output(self, http: httpx.AsyncClient, task: RegenerationTask) -> str | None:
-        """Request the next output of a task from the server, and add the output to the task.
+        """Request the next output of a task from the server, and add it to the task.
 
-        Returns an error message if the request failed and another attempt may succeed. Otherwise
-        returns None: the task then has the output, or it has failed. Raises ConnectError if the
-        server accepts no connection.
+        Returns an error message if the request failed and may be sent again. Returns None if the
+        output was added, and also if the task failed for good. Raises ConnectError if the server
+        accepts no connection.
         """
         body = build_request_body(task, self.model, self.options)
         if self.reports_token_ids and task.is_chat:
@@ -249,7 +256,7 @@ class OpenAIClient:
         is_client_error = 400 <= status < 500 and status not in RETRYABLE_CLIENT_ERRORS
         if not is_client_error:
             return message
-        # Another attempt would fail, too. Status 400 may mean that the chat has become too long, so
-        # the answers that were generated before are kept.
+        # Sending the request again would not help. Status 400 may mean that the chat has become too
+        # long, so the answers to its earlier turns are kept.
         task.fail(message, keep_answers=status == 400)
         return None

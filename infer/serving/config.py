@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from infer.utils.checks import require_at_least
 
-# Environment variable that contains the API key. The server requires it, and `chat` sends it.
+# Environment variable with the API key that the server requires and `./launch.sh chat` sends
 API_KEY_ENVIRONMENT_VARIABLE = "BLOCKDRAFT_API_KEY"
 MIN_API_KEY_CHARACTERS = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or IP address can be reached from this machine only."""
+    """Return whether a host name or IP address can be reached only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -53,13 +53,13 @@ class ServerConfig:
     allow_unauthenticated: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for values out of range.
+        """Raise ValueError for an option that is out of range, and for a server without protection.
 
-        Also raise ValueError if other machines can reach the server, no key is set, and
+        A server is without protection if other machines can reach it, no key is set, and
         `allow_unauthenticated` is false.
         """
         if not 1 <= self.port < 65536:
-            raise ValueError(f"server.port={self.port}: must be a number from 1 to 65535")
+            raise ValueError(f"server.port={self.port}: give a port number from 1 to 65535")
         require_at_least(
             self, "server.", max_length=2, max_requests=1, max_body_bytes=1, memory_limit_mib=1024
         )
@@ -86,7 +86,7 @@ class ServerConfig:
         is_ascii_word = key.isascii() and len(key.split()) == 1
         if key and (len(key) < MIN_API_KEY_CHARACTERS or not is_ascii_word):
             raise ValueError(
-                f"the environment variable {API_KEY_ENVIRONMENT_VARIABLE} is not a valid key: a "
-                f"key is one word of at least {MIN_API_KEY_CHARACTERS} ASCII characters"
+                f"the environment variable {API_KEY_ENVIRONMENT_VARIABLE} is not a valid key: set "
+                f"it to one word of at least {MIN_API_KEY_CHARACTERS} ASCII characters"
             )
         return key.encode() or None

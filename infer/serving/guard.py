@@ -1,4 +1,4 @@
-"""Checks that decide who may send HTTP requests to the server, and how large requests may be."""
+"""Checks who may send HTTP requests to the server, and limits how large requests may be."""
 
 import asyncio
 import hmac
@@ -16,31 +16,31 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from infer.serving.config import ServerConfig, is_loopback
 from infer.serving.responses import make_error_response
 
-MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of all header names and values together
-MAX_CONNECTIONS = 1024  # limit of open connections; further connections get status 503
-# Framing is everything in a chunked request after its headers that is not the body: chunk sizes,
-# chunk extensions and trailers. It may have as many bytes as the body, and this many more.
+MAX_HTTP_HEADERS_BYTES = 16 * 1024  # limit of a request's header names and values together
+MAX_CONNECTIONS = 1024  # if more connections are open, requests get status 503
+# Framing bytes of a chunked request are chunk sizes, chunk extensions and trailers, but neither
+# headers nor body. A request may have this many more framing bytes than body bytes.
 MAX_HTTP_BODY_FRAMING_BYTES = 64 * 1024
 HTTP_BYTES_BETWEEN_LIMIT_CHECKS = (
     16 * 1024
-)  # after this many bytes of a request, the limits are checked again
+)  # the size limits are checked after each piece of this many received bytes
 MAX_PAUSE_IN_REQUEST_BODY_SECONDS = 60  # limit of the time between two parts of a request body
-# When the server stops, `ApiServer` ends running answers after one second. After this time,
-# connections that are still open are closed.
+# When the server stops, connections that are still open after this time are closed. `ApiServer`
+# ends running answers earlier, after SECONDS_TO_FINISH_ANSWERS.
 SHUTDOWN_TIMEOUT_SECONDS = 2
-MAX_QUOTED_HOST_CHARACTERS = 100  # an error message quotes this much of the Host header
-# Header of a response that is sent although the rest of the request is not read.
+MAX_QUOTED_HOST_CHARACTERS = 100  # error messages cut a longer Host header
+# Header of an error response after which the rest of the request is not read
 CLOSE_CONNECTION = {"Connection": "close"}
-# `LimitedH11Protocol` sets this key in the state of a request that is too large.
+# Key that `LimitedH11Protocol` sets in the ASGI state of a request that is too large
 TOO_LARGE_REQUEST_STATE_KEY = "too_large"
 
 
 class RequestGuard:
     """Middleware that requires the API key (except for /health) and limits the size of requests.
 
-    A server that listens on loopback without a key accepts only "localhost" and loopback addresses
-    in the Host header. Without this check, a web page could make its domain name resolve to
-    127.0.0.1 (DNS rebinding) and read the answers of the server.
+    A server that listens on a loopback address without a key accepts only "localhost" and loopback
+    addresses in the Host header. Without this check, a web page could make its domain name resolve
+    to 127.0.0.1 (DNS rebinding) and read the answers of the server.
     """
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
@@ -57,9 +57,9 @@ class RequestGuard:
         )
 
     def refuse(self, scope: Scope) -> Response | None:
-        """Check a request before its body is read.
+        """Check the headers of a request before its body is read.
 
-        Returns None if the request is accepted, else the response with which it is refused.
+        Returns None if the request is accepted, else the error response to send.
         """
         headers = dict(scope["headers"])
         if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
@@ -119,17 +119,18 @@ class RequestGuard:
 
 
 class LimitedH11Protocol(H11Protocol):
-    """An implementation of HTTP/1.1 that stops reading a request that is too large.
+    """An HTTP/1.1 protocol for uvicorn that stops reading a request that is too large.
 
-    A request is too large if a chunk of its body is announced with more than `max_body` bytes, or
-    if it has too many framing bytes, see MAX_HTTP_BODY_FRAMING_BYTES. `RequestGuard` then sends the
-    response.
+    A request is too large if one chunk of its body announces more than `max_body` bytes, or if it
+    has too many bytes that are not body, see MAX_HTTP_BODY_FRAMING_BYTES. `RequestGuard` then sends
+    the error response.
     """
 
     def __init__(self, *args: Any, max_body: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.max_body = max_body
-        # Framing bytes of the current request, minus the number of bytes of its body.
+        # Number of framing bytes of the current request (see MAX_HTTP_BODY_FRAMING_BYTES), minus
+        # the number of its body bytes; at least 0
         self.framing_bytes = 0
         self.is_too_large = False
 
@@ -140,7 +141,7 @@ class LimitedH11Protocol(H11Protocol):
             self.process_bytes(data[start : start + HTTP_BYTES_BETWEEN_LIMIT_CHECKS])
 
     def process_bytes(self, data: bytes) -> None:
-        """Process bytes that were received, then check whether the request is too large."""
+        """Pass received bytes to uvicorn, then check whether the request is too large."""
         cycle = self.cycle
         previous_body_bytes = 0 if cycle is None else len(cycle.body)
         super().data_received(data)
@@ -152,11 +153,11 @@ class LimitedH11Protocol(H11Protocol):
             self.framing_bytes = max(0, self.framing_bytes + len(data) - 2 * body_bytes)
         else:
             self.framing_bytes = 0
-        # After the response was sent, the rest of the body is received but not processed. It then
-        # counts as framing.
+        # After the response was sent, uvicorn discards the rest of the body. Discarded bytes count
+        # as framing bytes, so the limit is larger by the maximum size of a body.
         is_answered = self.cycle.response_complete
         max_framing_bytes = MAX_HTTP_BODY_FRAMING_BYTES + (self.max_body if is_answered else 0)
-        # h11 has no public name for the size of a chunk whose bytes have not arrived.
+        # Number of bytes that the current chunk announces. h11 has no public attribute for it.
         reader = getattr(self.conn, "_reader", None)
         chunk_bytes = getattr(reader, "_bytes_in_chunk", 0)
         if chunk_bytes <= self.max_body and self.framing_bytes <= max_framing_bytes:
@@ -174,9 +175,9 @@ class LimitedH11Protocol(H11Protocol):
 
 
 def parse_hostname(host: str) -> str:
-    """Return the host name in a Host header, without the port.
+    """Return the host name in the value of a Host header, without the port.
 
-    Returns an empty string if the header is malformed.
+    Returns an empty string if the value is malformed.
     """
     try:
         return urlsplit(f"//{host}").hostname or ""
@@ -185,13 +186,13 @@ def parse_hostname(host: str) -> str:
 
 
 def build_uvicorn_config(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's settings for an application."""
+    """Return uvicorn's settings for the server: address, limits and timeouts."""
     protocol_class = partial(LimitedH11Protocol, max_body=options.max_body_bytes)
     return uvicorn.Config(
         app,
         host=options.host,
         port=options.port,
-        # uvicorn declares the type of a class here, but it only calls the object.
+        # uvicorn's annotation asks for a class, but any callable that returns a protocol works.
         http=cast(Any, protocol_class),
         ws="none",
         log_level="warning",

@@ -1,8 +1,8 @@
-"""A decoding loop for the method `generate` of Hugging Face models:
-`model.generate(..., custom_generate=speculative(target, drafter))`.
+"""Speculative decoding inside the method `generate` of Hugging Face models.
 
-Generation configs, logits processors and stopping criteria of `generate` work as usual. A streamer
-is given to `speculative`. Only the decoding loop is replaced.
+Call `model.generate(..., custom_generate=speculative(target, drafter))`. Only the decoding loop is
+replaced, so generation configs, logits processors and stopping criteria work as usual. A streamer
+must be given to `speculative`.
 """
 
 from collections import abc
@@ -29,9 +29,9 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import LogitsProcessor, Sequence
 from infer.targets.target import Target
 
-# Logits processors that need not be called, because the engine applies an equivalent option to all
-# sequences and tree nodes at once, in this order.
-# Key: class of the processor. Value: (attribute of the processor, option of `TextOptions`).
+# Logits processors that options of the engine can replace. Keys are classes of processors. Values
+# are (attribute of the processor, option of `TextOptions` with the same value). The engine applies
+# the options in this order.
 SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -39,12 +39,12 @@ SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR: dict[type, tuple[str, str]] = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# Logits processors that store the prompts of the whole batch.
+# Logits processors that store the prompts of the whole batch, so they cannot be called with one row
 LOGITS_PROCESSORS_STORING_BATCH_PROMPTS = (
     EncoderRepetitionPenaltyLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
 )
-# Arguments that `generate` prepares for the decoding loops of transformers. They are ignored here.
+# Arguments that `generate` prepares for its own decoding loops. They are not needed here.
 IGNORED_GENERATE_ARGUMENTS = {
     "past_key_values",
     "use_cache",
@@ -53,7 +53,7 @@ IGNORED_GENERATE_ARGUMENTS = {
     "logits_to_keep",
     "token_type_ids",
 }
-# Options of a generation config that ask for outputs that this loop does not return.
+# Options of a generation config that request outputs which this loop does not return
 UNSUPPORTED_OUTPUTS = (
     "output_scores",
     "output_logits",
@@ -65,11 +65,11 @@ StoppingCriteria = abc.Callable[..., Any]
 
 
 def _refuse_another_model(model: Any, target: Target) -> None:
-    """Raise ValueError if the loop was created for another model than the one that calls it."""
+    """Raise ValueError if `generate` is called on another model than `target`."""
     if model is not target.model:
         raise ValueError(
-            "custom_generate was created for another model: create it for this model with "
-            "speculative(Target(model), drafter)"
+            "custom_generate was created for another model: pass "
+            "custom_generate=speculative(Target(model), drafter) with this model"
         )
 
 
@@ -83,13 +83,14 @@ def speculative(
 ) -> abc.Callable:
     """Return a speculative decoding loop for `target.model.generate(..., custom_generate=...)`.
 
+    drafter: None if the method needs no drafter
     method, budget, ngrams: see EngineConfig
-    streamer: a streamer that receives the tokens. `generate` of transformers 5.23 does not pass a
-        streamer to custom loops, so it must be given here
+    streamer: a streamer of transformers that receives the tokens. `generate` of transformers 5.23
+        does not pass its streamer to custom loops, so it must be given here
 
     Greedy output is the same as with the loop of transformers. Sampled output has the same
-    distribution. The seeds of sampling come from torch's random generator, so that
-    `torch.manual_seed` makes the output reproducible, with every method.
+    distribution. The seeds of sampling come from torch's random generator, so `torch.manual_seed`
+    makes the output reproducible.
 
     The loop raises ValueError for arguments of `generate` that it does not support: beam search,
     prompts as embeddings, and scores, attentions or hidden states as output.
@@ -117,7 +118,7 @@ def speculative(
         engine = Engine(
             target, drafter, replace(engine_options, max_num_seqs=len(prompts)), capacity
         )
-        # The engine itself stops at the maximum number of tokens, so this criterion is not needed.
+        # The engine enforces max_new_tokens, so MaxLengthCriteria is not needed.
         criteria = [item for item in stopping_criteria if not isinstance(item, MaxLengthCriteria)]
         sequences = _submit_prompts(
             engine, input_ids, prompts, logits_processor, criteria, generation_config
@@ -136,9 +137,10 @@ def speculative(
 def _remove_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None
 ) -> list[list[int]]:
-    """Return the token ids of every batch row without padding.
+    """Return the token ids of each prompt without padding.
 
-    attention_mask: None means that there is no padding
+    input_ids: padded token ids, of shape (batch, tokens)
+    attention_mask: 0 at padding, of the same shape; None means that there is no padding
     """
     if attention_mask is None:
         return input_ids.tolist()
@@ -156,10 +158,10 @@ def _submit_prompts(
     criteria: list[StoppingCriteria],
     generation_config: Any,
 ) -> list[Sequence]:
-    """Submit every row of a batch to the engine, and return the sequences of the engine.
+    """Submit the prompts of a batch to the engine, and return a sequence for each.
 
     input_ids: token ids with padding on the left, of shape (batch, tokens)
-    prompts: token ids of every row without padding
+    prompts: token ids of each prompt without padding
     processors: the logits processors of `generate`
     criteria: the stopping criteria of `generate`, without the one for the maximum length
     """
@@ -181,7 +183,7 @@ def _submit_prompts(
         options = TextOptions(
             max_new_tokens=max_new_tokens,
             seed=seed,
-            # `generate` has a stopping criterion for end tokens.
+            # EosTokenCriteria, one of the stopping criteria of `generate`, handles end tokens.
             ignore_eos=True,
             temperature=temperature if do_sample else 0.0,
             **sampling_options,
@@ -197,10 +199,10 @@ def _submit_prompts(
 def _adapt_processor_to_row(
     processor: LogitsProcessor, row: int, batch_size: int
 ) -> LogitsProcessor:
-    """Return a logits processor that can be called with a single row of the batch.
+    """Return a logits processor that can be called with a single batch row.
 
     processor: a logits processor that expects all rows of the batch
-    row: index of the row
+    row: index of the batch row
 
     Raises ValueError for a processor that stores the prompts of a batch with several rows.
     """
@@ -217,7 +219,7 @@ def _adapt_processor_to_row(
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         penalty: Any = copy(processor)
         if penalty.prompt_ignore_length is not None:
-            # There is either one length for all rows, or one length for each row.
+            # `lengths` has one entry for all batch rows, or one for each batch row.
             lengths = torch.as_tensor(penalty.prompt_ignore_length).flatten()
             penalty.prompt_ignore_length = int(lengths[row % len(lengths)])
         return penalty
@@ -230,15 +232,15 @@ def _pad_processor_input(
     prompt_length: int,
     end_tokens: abc.Sequence[torch.Tensor],
 ) -> LogitsProcessor:
-    """Return a logits processor that passes padding and token ids of a row to `processor`.
+    """Return a logits processor that calls `processor` with the padding in front of the token ids.
 
-    The engine calls processors with the token ids of a row without padding. A processor that counts
-    positions needs the padding, too. After an end token the scores are returned unchanged, because
-    tokens after it are not part of the output.
+    The engine calls logits processors with the token ids of one batch row without padding. A
+    processor that counts positions needs the padding, too. After an end token, the scores are
+    returned unchanged, because tokens after it are not part of the output.
 
-    padding: the padding before the row's prompt, of shape (1, padding tokens)
-    prompt_length: number of prompt tokens of the row
-    end_tokens: tensors of end token ids
+    padding: the padding in front of the prompt, of shape (1, number of padding tokens)
+    prompt_length: number of prompt tokens without padding
+    end_tokens: tensors that contain the ids of end tokens
     """
 
     def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -257,13 +259,15 @@ def _decode(
     criteria: abc.Sequence[StoppingCriteria],
     streamer: Any,
 ) -> list[list[int]]:
-    """Decode until every sequence has ended, by a stopping criterion or at its maximum length.
+    """Run the engine until every sequence has ended, by a stopping criterion or at its maximum
+    length.
 
     input_ids: padding and prompt of each sequence, of shape (batch, tokens)
 
     Returns the generated tokens of each sequence.
     """
-    # Number of generated tokens of each sequence that the criteria and the streamer have seen.
+    # Keys are sequences. Values are numbers of generated tokens that were checked against the
+    # stopping criteria so far.
     lengths = dict.fromkeys(sequences, 0)
     prompts = dict(zip(sequences, input_ids, strict=True))
     while engine.busy:
@@ -283,7 +287,7 @@ def _decode(
 
 
 def _is_met(criterion: StoppingCriteria, ids: torch.Tensor) -> bool:
-    """Return whether a stopping criterion ends a sequence.
+    """Return whether a stopping criterion of `generate` ends a sequence.
 
     ids: the token ids of the sequence, of shape (1, tokens)
     """
@@ -293,16 +297,17 @@ def _is_met(criterion: StoppingCriteria, ids: torch.Tensor) -> bool:
 def _extract_options(
     processors: abc.Sequence[LogitsProcessor], padding_length: int
 ) -> tuple[dict[str, Any], abc.Sequence[LogitsProcessor]]:
-    """Replace the logits processors of one row by options of `TextOptions` with the same effect.
+    """Replace logits processors by options of `TextOptions` that have the same effect.
 
-    Returns (options, processors). If all processors can be replaced, the options have their values,
-    and there are no processors. Otherwise there are no options, and all processors are returned;
-    the engine then calls them for each tree node with the token ids before the node.
+    processors: the logits processors for one batch row
+    padding_length: number of padding tokens in front of the row's prompt
+
+    Returns (options, processors). Either all processors are replaced: `options` then has their
+    values and `processors` is empty. Or none is replaced: `options` is then empty, and the engine
+    must call all processors for each tree node.
 
     The engine's repetition penalty applies to the whole prompt without padding. A processor for a
     repetition penalty can therefore be replaced only if it ignores exactly the padding.
-
-    padding_length: number of padding tokens before the row's prompt
     """
     order = list(SAMPLING_OPTIONS_BY_LOGITS_PROCESSOR)
     positions = []
@@ -331,7 +336,7 @@ def _refuse_unsupported(
     """Raise ValueError for arguments of `generate` that this decoding loop does not support.
 
     config: the generation config
-    arguments: further arguments for the model
+    arguments: the other arguments of `generate`, which are meant for the model
     """
     unsupported = []
     if config.return_dict_in_generate:
@@ -371,7 +376,8 @@ def _join_outputs(input_ids: torch.Tensor, outputs: list[list[int]], config: Any
     Outputs that are shorter than the longest one are padded at the end.
 
     input_ids: the prompts, of shape (batch, prompt tokens)
-    outputs: generated token ids of each row
+    outputs: generated token ids of each sequence
+    config: the generation config, which has the padding token
     """
     longest = max(map(len, outputs))
     pad_token = vars(config).get("_pad_token_tensor")

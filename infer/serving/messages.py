@@ -1,4 +1,4 @@
-"""Chat messages and tools of OpenAI's HTTP API, as pydantic models."""
+"""Chat messages and tools in requests of OpenAI's HTTP API, as pydantic models."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infer.serving.regeneration_task import parse_call_arguments
 
-# This field setting makes pydantic stop at the first invalid element of a list. A list may have
-# 100,000 elements, and an error for each would be too much.
+# Makes pydantic stop at the first invalid element of a list. Otherwise it would report an error for
+# each invalid element, of which a request may contain 100,000.
 FAIL_FAST_LIST_FIELD = Field(fail_fast=True)
 MAX_TOOL_CALLS_PER_REQUEST_MESSAGE = 128  # maximum number of tool calls in one message
 
@@ -25,11 +25,11 @@ class Tool:
 
 
 class StrictModel(BaseModel):
-    """Base class for objects of a request in which an unknown field is an error.
+    """Base class for parts of a request in which an unknown field is an error.
 
-    An error is better than an option that is ignored silently. A field with the value null counts
-    as missing. An unknown field is accepted if its value has no effect, which means null, false, 0
-    or an empty value. Values are not converted, so that true, for example, is not a number.
+    An unknown field would otherwise be an option that is silently ignored. It is accepted only if
+    its value has no effect: null, false, 0 or an empty value. A known field with the value null
+    counts as missing. Values are not converted: true, for example, is not accepted as a number.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,7 +60,7 @@ class StrictModel(BaseModel):
 class LenientModel(StrictModel):
     """Base class for parts of a chat message, in which unknown fields are ignored, as in vLLM.
 
-    Clients send earlier answers back as they received them. Answers of other servers may contain
+    Clients send earlier answers back in their next request. Answers of other servers may contain
     additional fields, such as annotations.
     """
 
@@ -68,14 +68,14 @@ class LenientModel(StrictModel):
 
 
 class TextPart(LenientModel):
-    """A part of a message that is text."""
+    """A text in a message whose content is a list of parts."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(LenientModel):
-    """A part of an answer that explains why the model does not answer."""
+    """The text of a refusal, in a message whose content is a list of parts."""
 
     type: Literal["refusal"]
     refusal: str
@@ -103,7 +103,7 @@ class ToolCall(LenientModel):
     function: FunctionCall
 
     def to_template_call(self) -> dict[str, Any]:
-        """Return the call as chat templates read it, with the arguments as a Python object."""
+        """Return the call in the form of chat templates, with the arguments as a Python object."""
         arguments = parse_call_arguments(self.function.model_dump())
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -112,21 +112,22 @@ class ToolCall(LenientModel):
 class Message(LenientModel):
     """A message of a chat.
 
-    An answer that this server or another one has sent is accepted unchanged as a message.
+    An answer of this server or of another one can be sent back unchanged as a message.
     """
 
     role: str
     content: str | Annotated[list[ContentPart], FAIL_FAST_LIST_FIELD] = ""
-    refusal: str | None = None  # OpenAI sends this instead of the content
-    reasoning_content: str | None = None  # the reasoning, as this server names it
-    reasoning: str | None = None  # the reasoning, as vLLM names it
-    thinking: str | None = None  # the reasoning, as Ollama names it
+    refusal: str | None = None  # in answers of OpenAI's models: why the model did not answer
+    reasoning_content: str | None = None  # the reasoning in answers of this server
+    reasoning: str | None = None  # the reasoning in answers of vLLM
+    thinking: str | None = None  # the reasoning in answers of Ollama
     name: str | None = None  # the name of the chat participant
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS_PER_REQUEST_MESSAGE)
-    tool_call_id: str | None = None  # id of the call whose result a message with role "tool" has
-    # A spoken answer has no text that the chat template could use, so it is refused.
+    tool_call_id: str | None = None  # if the role is "tool": id of the call that has this result
+    # Only null is accepted: audio has no text that the chat template could use.
     audio: None = None
-    function_call: None = None  # the predecessor of tool_calls in OpenAI's API; it is refused
+    # Only null is accepted: tool_calls has replaced this field in OpenAI's API.
+    function_call: None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -138,19 +139,21 @@ class Message(LenientModel):
         if not isinstance(fields, dict):
             return fields
         if "content" not in fields and fields.get("role") != "assistant":
-            raise ValueError('the message has no field "content": add it')
+            raise ValueError(
+                'the message has no field "content", which only role "assistant" may omit: add it'
+            )
         return fields
 
     @property
     def any_reasoning(self) -> str | None:
-        """The reasoning, from whichever of the three fields for reasoning is set."""
+        """The reasoning, from the first of the three fields for reasoning that is set."""
         return self.reasoning_content or self.reasoning or self.thinking
 
     def to_template_message(self) -> dict[str, Any]:
         """Return the message as a dictionary for the chat template.
 
-        The reasoning has the key "reasoning_content". If the template reads reasoning from another
-        place, `place_reasoning` moves it there later.
+        The reasoning has the key "reasoning_content". `place_reasoning` moves it later if the
+        template expects it elsewhere.
         """
         content = self.content
         if not isinstance(content, str):
@@ -173,41 +176,41 @@ def make_empty_parameters_schema() -> dict[str, Any]:
 
 
 class FunctionDefinition(StrictModel):
-    """A function that the model may call."""
+    """A function that the model may call, as the request defines it."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=make_empty_parameters_schema)
-    # This field has no effect. Calls that tool_choice requires always follow the schema of the
-    # parameters, and other calls are generated without a schema.
+    # This field has no effect. If tool_choice requires a call, its arguments always follow the
+    # schema `parameters`. Other calls are never constrained by the schema.
     strict: bool = False
 
 
 class ToolDefinition(StrictModel):
-    """A tool that the model may call. Functions are the only supported type of tool."""
+    """An entry of the request field `tools`. Functions are the only supported type of tool."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(StrictModel):
-    """An object that contains only the name of a function."""
+    """The field `function` of `NamedTool`, which contains only a name."""
 
     name: str
 
 
 class NamedTool(StrictModel):
-    """A value of the field `tool_choice` that names the tool which the answer must call."""
+    """A value of the request field `tool_choice`. It names the tool that the answer must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class ResponseFormat(StrictModel):
-    """The required form of an answer.
+    """The request field `response_format`, which constrains the content of an answer.
 
-    json_schema: an object whose key "schema" is the JSON schema of the answer; other keys have no
-        effect
+    json_schema: an object whose key "schema" is the JSON schema of the answer; its other keys have
+        no effect
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -215,10 +218,13 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def check_schema_and_type(self) -> "ResponseFormat":
-        """Raise ValueError unless type is "json_schema" exactly if a schema is given."""
+        """Raise ValueError if the type and the schema do not fit together.
+
+        The type "json_schema" needs a schema. The other types must not have one.
+        """
         if (self.type == "json_schema") != ("schema" in self.json_schema):
             raise ValueError(
-                'response_format: type "json_schema" and json_schema.schema must be given '
-                f"together (type is {self.type!r})"
+                'response_format: type "json_schema" requires json_schema.schema, and other types '
+                f"do not allow it; the type is {self.type!r}: change the type or the schema"
             )
         return self

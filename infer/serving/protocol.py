@@ -1,4 +1,4 @@
-"""Requests of OpenAI's HTTP API, as pydantic models."""
+"""Bodies of requests of OpenAI's HTTP API, as pydantic models."""
 
 import json
 import random
@@ -19,12 +19,10 @@ from infer.serving.messages import (
 )
 from infer.utils.chat_template import tool_arguments_to_json
 
-MAX_PROMPTS_PER_REQUEST = (
-    4096  # maximum number of prompts in one request; it is checked before the prompts
-)
+MAX_PROMPTS_PER_REQUEST = 4096  # maximum number of prompts in one request
 MAX_METADATA_PAIRS = 64  # maximum number of entries of the field "metadata"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# Fields of a request that have the same name and meaning in `TextOptions`.
+# Fields that are copied to options of `TextOptions` with the same name
 REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
     "temperature",
     "top_p",
@@ -36,18 +34,18 @@ REQUEST_FIELDS_COPIED_TO_TEXT_OPTIONS = {
 
 
 def as_list(value: Any) -> Any:
-    """Return a list that contains the value if the value is a string, else the value unchanged."""
+    """Return [value] if the value is a string, else the value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 def check_prompt_count(value: Any) -> Any:
-    """Return the prompts of a request as a list.
+    """Return the field "prompt" of a request, with a single string put into a list.
 
     Raises ValueError if there are more than MAX_PROMPTS_PER_REQUEST prompts.
     """
     prompts = as_list(value)
     is_list_of_prompts = isinstance(prompts, list) and len(prompts) > 0
-    # A list of integers is the token ids of one prompt.
+    # A list of integers is a single prompt, given as token ids.
     if (
         is_list_of_prompts
         and len(prompts) > MAX_PROMPTS_PER_REQUEST
@@ -61,13 +59,14 @@ def check_prompt_count(value: Any) -> Any:
 
 
 def check_metadata_count(value: Any) -> Any:
-    """Return the field "metadata" unchanged.
+    """Return the request field "metadata" unchanged.
 
     Raises ValueError if it has more than MAX_METADATA_PAIRS entries.
     """
     if isinstance(value, dict) and len(value) > MAX_METADATA_PAIRS:
         raise ValueError(
-            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed"
+            f"metadata has {len(value)} entries, at most {MAX_METADATA_PAIRS} are allowed: send "
+            "fewer entries"
         )
     return value
 
@@ -77,7 +76,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class StreamOptions(StrictModel):
-    """Options of a streamed response."""
+    """The request field `stream_options`."""
 
     include_usage: bool = False  # whether the last chunk contains token counts
 
@@ -85,15 +84,15 @@ class StreamOptions(StrictModel):
 class CompletionRequest(StrictModel):
     """Base class with the fields that completion requests and chat requests have in common.
 
-    These are fields of OpenAI's API, extra sampling fields of vLLM, and one field of this server.
-    The properties about chat templates, tools and response formats return empty values here, and
-    the class of chat requests overrides them.
+    The fields are those of OpenAI's API, extra fields of vLLM, and `trace` of this server. The
+    properties about chat templates, tools and response formats return empty values. `ChatRequest`
+    overrides them.
     """
 
     is_chat: ClassVar[bool] = False
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10)  # as in OpenAI's API, the default is sampling
+    temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default is 1, which means sampling
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -104,21 +103,21 @@ class CompletionRequest(StrictModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # A field of this server only: streamed chunks also say which tokens were drafted and rejected.
+    # Field of this server: each streamed chunk also reports the drafted and rejected tokens.
     trace: bool = False
-    return_token_ids: bool = False  # a field of vLLM: choices contain token ids
-    # The next four fields are fields of vLLM that constrain the output.
+    return_token_ids: bool = False  # field of vLLM: the response also contains token ids
+    # The four guided_* fields are from vLLM. Each constrains the output.
     guided_json: Annotated[str, BeforeValidator(tool_arguments_to_json)] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
     guided_grammar: str | None = None  # in Lark's syntax
-    # The next two fields are accepted and have no effect on the output.
+    # `user` and `metadata` are accepted and ignored.
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(check_metadata_count)] | None = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "CompletionRequest":
-        """Raise ValueError for options of streamed responses without stream=true."""
+        """Raise ValueError if `stream_options` or `trace` is given without stream=true."""
         if (self.stream_options or self.trace) and not self.stream:
             raise ValueError(
                 "stream_options and trace work with stream=true only: add stream=true, or remove "
@@ -128,12 +127,12 @@ class CompletionRequest(StrictModel):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Variables of the chat template, by name."""
+        """Variables of the chat template. Keys are their names."""
         return {}
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        """Tool definitions that the chat template reads."""
+        """Tool definitions for the chat template, which puts them into the prompt."""
         return []
 
     @property
@@ -143,12 +142,12 @@ class CompletionRequest(StrictModel):
 
     @property
     def required_tools(self) -> list[Tool] | None:
-        """The tools of which the answer must call one; None if the answer need not call a tool."""
+        """The tools of which the answer must call at least one; None if it need not call a tool."""
         return None
 
     @property
     def allows_several_calls(self) -> bool:
-        """Whether an answer that must call a tool may make several calls."""
+        """Whether an answer that must call a tool may contain several calls."""
         return False
 
     @property
@@ -158,15 +157,15 @@ class CompletionRequest(StrictModel):
 
     @property
     def output_token_limit(self) -> int | None:
-        """The maximum number of generated tokens; None means as many as the server allows."""
+        """The maximum number of generated tokens; None means up to the server's limit."""
         raise NotImplementedError
 
     @property
     def logprob_alternatives(self) -> int | None:
-        """For how many alternatives of each token the response has log-probabilities.
+        """Number of most likely tokens per position whose log-probabilities are returned.
 
-        None means that the response has no log-probabilities. 0 means that it has only those of the
-        generated tokens.
+        None means that no log-probabilities are returned. 0 means that only those of the generated
+        tokens are returned.
         """
         raise NotImplementedError
 
@@ -180,13 +179,13 @@ class CompletionRequest(StrictModel):
     def grammar_options(self) -> dict[str, str]:
         """Return the option of `TextOptions` that constrains the output, as {name: value}.
 
-        Returns an empty dictionary if the request has no constraint. Raises ValueError for more
-        than one constraint.
+        Returns an empty dictionary if the request has no constraint. Raises ValueError if it has
+        more than one.
         """
         choice_grammar = None
         if self.guided_choice:
             choice_grammar = "start: " + " | ".join(map(json.dumps, self.guided_choice))
-        # Key: field of the request. Value: (option in `TextOptions`, value of the option).
+        # Keys are fields of the request. Values are (option of `TextOptions`, its value).
         constraints = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
@@ -208,10 +207,12 @@ class CompletionRequest(StrictModel):
         return options
 
     def to_text_options(self, max_new_tokens: int, index: int) -> TextOptions:
-        """Return the options with which sequence number `index` of the request is generated.
+        """Return the options with which the engine generates one answer to the request.
 
-        Without the field `seed`, the seed is random. With it, every sequence has a different seed
-        that is derived from the field.
+        If the field `seed` is null, the seed is random. Otherwise it is derived from the field and
+        the index, so that every answer has another seed.
+
+        index: number of the answer in the request
         """
         seed = random.getrandbits(62) if self.seed is None else derive_seed(self.seed, index)
         shared_options: dict[str, Any] = self.model_dump(
@@ -261,16 +262,16 @@ class ChatRequest(CompletionRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    # A field of vLLM: variables of the chat template
+    # Field of vLLM: keys are names of chat template variables, values are their values
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
     response_format: ResponseFormat | None = None
     tools: list[ToolDefinition] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True  # whether an answer may call more tools after a required call
+    parallel_tool_calls: bool = True  # whether an answer may contain several required tool calls
 
     @model_validator(mode="after")
     def check_combinations(self) -> "ChatRequest":
-        """Raise ValueError for fields that contradict each other or have no effect."""
+        """Raise ValueError for fields that contradict each other, or that would have no effect."""
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 "top_logprobs works with logprobs=true only: add logprobs=true, or remove "

@@ -1,8 +1,8 @@
-"""Generate the target's answers to the examples of a data set, as training data for drafters.
+"""Generates the target's answers to the examples of a data set, as training data for drafters.
 
-Our engine generates the answers, or a server with OpenAI's API (infer/serving/clients.py). They are
-written in the order of the examples, one JSON line for each example. If a run is stopped, the next
-run continues after the last complete line.
+Either our engine generates the answers, or a server with OpenAI's API (infer/serving/clients.py).
+They are written in the order of the examples, one JSON line for each example. If a run is stopped,
+the next run continues after the last complete line.
 """
 
 import hashlib
@@ -29,11 +29,12 @@ from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 from infer.utils.renamed_options import translate_saved_config
 
-# Settings that may differ between the runs that write one file, because they change no answer.
-# data.bad_rows was written by earlier versions.
+# Settings that do not change answers. They may differ when a run continues the file of an earlier
+# run. Earlier versions wrote data.bad_rows.
 SETTINGS_NOT_CHANGING_REGENERATED_ANSWERS = ("data.bad_rows", "data.max_invalid_fraction")
-# Number of examples that are started for each batch row of the engine. Records are yielded in the
-# order of the examples, so that one slow example must not prevent the next ones from starting.
+# Number of examples that may be in progress or wait to be yielded, for each batch row of the
+# engine. Records are yielded in the order of the examples. With a larger number, the batch stays
+# full longer while one slow example holds back the records after it.
 STARTED_TASKS_PER_ENGINE_BATCH_ROW = 4
 REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
     8  # "<think>" is searched in this many last tokens of a prompt
@@ -42,9 +43,9 @@ REGENERATION_PROMPT_END_TOKENS_SEARCHED = (
 
 @dataclass
 class EngineTask:
-    """A task, and the engine's sequence that generates the task's next output.
+    """A regeneration task, and the engine's sequence that decodes its next output.
 
-    The sequence is None if the task is finished.
+    sequence: None if the task is finished
     """
 
     task: RegenerationTask
@@ -54,9 +55,9 @@ class EngineTask:
 def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int) -> AnswerExamples:
     """Return a function that generates the answers to examples with our engine.
 
-    options: how answers are generated; `options.max_num_seqs` is the batch size
-    capacity: number of positions in the KV cache for each batch row, which a prompt and its output
-        share
+    options: decoding and sampling options; `options.max_num_seqs` is the batch size
+    capacity: maximum number of tokens of a prompt and its output together, for which the KV cache
+        has room in each batch row
     """
     from infer.api import encode_prompt, open_engine
 
@@ -66,7 +67,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
     def submit(task: RegenerationTask) -> Sequence | None:
         """Submit the next prompt of a task to the engine, and return the engine's sequence.
 
-        If the prompt is invalid or too long, the task ends and None is returned.
+        If the prompt is invalid or too long, the task is finished early and None is returned.
         """
         example = task.example
         try:
@@ -80,7 +81,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
         examples: Iterable[PromptExample], on_finished: Callable[[], None] = lambda: None
     ) -> Iterator[dict]:
         remaining_examples = iter(examples)
-        engine_tasks: list[EngineTask] = []  # in the order of the examples
+        engine_tasks: list[EngineTask] = []  # started examples, in their order in the data set
         while True:
             for example in islice(remaining_examples, max_tasks - len(engine_tasks)):
                 task = RegenerationTask(example)
@@ -115,7 +116,7 @@ def build_engine_answerer(target: Any, drafter: Any, options: Any, capacity: int
 def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> TargetOutput:
     """Return the output of a finished sequence of our engine.
 
-    is_chat: whether the prompt is a chat. The text of a chat output includes special tokens, which
+    is_chat: whether the prompt is a chat. If true, the text includes special tokens, because they
         may mark reasoning or a tool call
     """
     from infer.api import decode_output
@@ -139,8 +140,10 @@ def output_from_sequence(target: Any, sequence: Sequence, is_chat: bool) -> Targ
 
 
 def write_failure(failed_path: Path, record: dict) -> None:
-    """Append the record of a failed example to the file of failures, without secrets in its error.
-    The file exists only if an example failed."""
+    """Append the record of a failed example to a file, which is created if necessary.
+
+    Secrets in the error message are removed.
+    """
     with failed_path.open("a", encoding="utf-8") as failed_file:
         write_json_line(failed_file, record | {"error": redact_text(record["error"])})
 
@@ -153,7 +156,7 @@ def regenerate_answers(
     max_failures: int,
     total: int | None = None,
 ) -> dict[str, int]:
-    """Answer the examples, and write their records to `out`, one JSON line for each example.
+    """Answer the examples, and write a JSON line with the record of each to `out`, in order.
 
     Records of failed examples, {"index", "error"}, are written to the file `out`.failed. If `out`
     exists, only the examples after its last record are answered.
@@ -163,7 +166,7 @@ def regenerate_answers(
     total: number of examples; None means `len(examples)`
 
     Returns the numbers of "answers" and of "failed" examples. Raises ValueError for other settings
-    than those of `out` and for too many failures, and RunAborted if the disk is full.
+    than those of `out` or too many failures, and RunAborted if the disk is full.
     """
     failed_path = Path(f"{out}.failed")
     total = len(cast(Sized, examples)) if total is None else total
@@ -173,14 +176,14 @@ def regenerate_answers(
 
     answers, last_answer = repair_and_count_lines(out)
     failures, last_failure = repair_and_count_lines(failed_path)
-    # Records are written in order, so all examples up to this index are finished.
+    # Records are written in the order of the examples, so all examples up to this one are finished.
     last_index = max(last_answer, last_failure)
     remaining_examples = (example for example in examples if example.index > last_index)
     finished = answers + failures
     progress = Progress("regenerating", "examples", finished)
 
     def count_finished() -> None:
-        """Report progress for a finished example, whose record may be written later, in order."""
+        """Report progress. The record may be written later, after those of earlier examples."""
         nonlocal finished
         finished += 1
         progress(finished, total, f"{failures} failed" if failures else "")
@@ -201,22 +204,22 @@ def regenerate_answers(
             if failures > max_failures:
                 raise ValueError(
                     f"{failures} examples failed, at most {max_failures} may fail. The last error "
-                    f"was {error!r}; {failed_path} contains all errors"
+                    f"was {error!r}. Remove the causes, see {failed_path}; then give another out="
                 )
     return {"answers": answers, "failed": failures}
 
 
 def check_and_save_settings(out: Path, settings: dict) -> None:
-    """Compare the settings with those of an earlier run, and write them to `out`.settings.json.
+    """Write the settings to `out`.settings.json, after comparing them with those of an earlier run.
 
     Raises ValueError if `out` was started with other settings, or was not written by this command.
     """
     settings_path = Path(f"{out}.settings.json")
     if settings_path.exists():
         saved = translate_saved_config(json.loads(settings_path.read_text()))
-        # Saved options that no longer exist are ignored.
+        # Ignore saved settings that this version does not have.
         saved = {key: value for key, value in saved.items() if key in settings}
-        # Earlier versions did not write the entry "content".
+        # Files of earlier versions have no setting "content".
         if "content" not in saved:
             saved["content"] = settings.get("content")
         message = (
@@ -257,9 +260,9 @@ def digest_examples(examples: Iterable[PromptExample]) -> tuple[int, str]:
 def repair_and_count_lines(path: Path) -> tuple[int, int]:
     """Check a file of records, and cut off an incomplete last line.
 
-    Returns the number of records, and the example index of the last one, which is -1 if there are
-    no records. Raises ValueError for a line that is not a record, and if the indices do not
-    increase, which happens if two runs write to the file at the same time.
+    Returns (number of records, example index of the last record). Without records, the index is -1.
+    Raises ValueError for a line that is not a record, and for indices that do not increase, which
+    happens if two runs write to the file at the same time.
     """
     count = 0
     last_index = -1
@@ -290,7 +293,7 @@ def repair_and_count_lines(path: Path) -> tuple[int, int]:
 
 
 def select_output_options(options: TextOptions) -> dict:
-    """Return the options that determine an output, by name.
+    """Return {name: value} of the options that determine an output.
 
     Options that change only the speed are left out.
     """

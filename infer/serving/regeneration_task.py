@@ -1,8 +1,8 @@
-"""Examples of a data set, and the tasks of generating new answers for them.
+"""Examples of a data set that need new answers, and the state of generating them.
 
-For an example that is a text, the target generates one output. In an example that is a chat, the
-target generates every assistant message again. The prompt of each contains the messages that were
-generated before it.
+For an example that is a text, the target generates one output. For an example that is a chat, it
+generates every assistant message again. The prompt of an assistant message contains all messages
+before it, with newly generated assistant messages in place of the old ones.
 """
 
 import json
@@ -15,9 +15,10 @@ from typing import Any, TypeVar, cast
 from infer.config import TextOptions
 from infer.engine.sampling import derive_seed
 
-# Finish reasons of complete outputs. Other outputs were cut off, for example by a token limit.
+# Finish reasons of complete outputs. An output with another reason was cut off, for example by a
+# token limit.
 COMPLETE_FINISH_REASONS = ("stop", "tool_calls")
-# A tool call in the text of an answer, as the templates of Qwen and Hermes write it.
+# Matches a tool call in the text of an answer, in the format of Qwen and Hermes models
 TOOL_CALL_PATTERN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 AnyTextOptions = TypeVar("AnyTextOptions", bound=TextOptions)
 
@@ -27,9 +28,9 @@ class PromptExample:
     """An example of the data set that needs new answers.
 
     index: position of the example in the data set
-    prompt: a text, or the messages of a chat. The assistant messages of a chat are generated again
+    prompt: a text, or the messages of a chat, whose assistant messages are generated again
     tools: tool definitions of a chat
-    template_options: variables of the chat template, by name
+    template_options: keys are names of chat template variables, values are their values
     """
 
     index: int
@@ -51,9 +52,12 @@ class PromptExample:
 class TargetOutput:
     """The output of the target for one prompt.
 
-    token_ids: ids of the generated tokens; None if a server does not report them
-    reasoning: the reasoning, if a server separates it from the text; else None
-    tool_calls: the tool calls, if a server separates them from the text; else None
+    text: the output; without reasoning and tool calls if a server has separated them
+    finish_reason: "stop" or "tool_calls" for a complete output; other values for an output that was
+        cut off
+    token_ids: ids of the generated tokens; None if a server does not return them
+    reasoning: the reasoning; None if it was not separated from the text
+    tool_calls: the tool calls; None if they were not separated from the text
     """
 
     text: str
@@ -63,7 +67,7 @@ class TargetOutput:
     tool_calls: list[dict] | None = None
 
     def to_message(self) -> dict:
-        """Return the output as an assistant message."""
+        """Return the output as an assistant message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -75,9 +79,9 @@ class TargetOutput:
         return message
 
 
-# A function that generates the answers to examples. Its second argument is a function that it calls
-# whenever an example is finished, in any order. It yields the `RegenerationTask.record` of every
-# example, in the order of the examples.
+# Type of functions that generate the answers to examples, (examples, on_finished) -> records. The
+# function yields the `RegenerationTask.record` of every example, in the order of the examples. It
+# calls on_finished whenever an example is finished, in any order.
 AnswerExamples = Callable[[Iterable[PromptExample], Callable[[], None]], Iterator[dict]]
 
 
@@ -86,8 +90,9 @@ def seed_options_for_turn(
 ) -> AnyTextOptions:
     """Return a copy of the options with the sampling seed for one output of an example.
 
-    The seed depends only on `options.seed`, the index of the example and the turn. It is therefore
-    the same with our engine and with a server, and in a run that continues another one.
+    The seed depends only on `options.seed`, the index of the example and the turn. It does not
+    depend on whether our engine or a server generates the output, or on whether the run was
+    interrupted.
 
     turn: number of outputs that were generated for the example before
     """
@@ -98,13 +103,14 @@ def seed_options_for_turn(
 class RegenerationTask:
     """An example whose answers are being generated.
 
-    `prompt` is the next prompt for the target, and `add_output` takes the output. `record` is None
-    until the example is finished. Then it is an example of training data, which is {"index",
-    "prompt", "response", "finish"} for a text and {"index", "messages", ...} for a chat. For a
-    failed example it is {"index", "error"}.
+    `prompt` is the next prompt for the target. `add_output` takes the output and sets the next
+    prompt. `record` is None until the example is finished, and then one of these dictionaries:
+    - {"index", "prompt", "response", "finish"} for a text
+    - {"index", "messages", ...} for a chat
+    - {"index", "error"} for an example that has failed
 
     A chat ends early after an answer that was cut off. It also ends early if the next messages of
-    the data are results of tool calls, but the target has made other calls than the data.
+    the data are results of tool calls, but the target's calls differ from those in the data.
     """
 
     def __init__(self, example: PromptExample) -> None:
@@ -119,13 +125,13 @@ class RegenerationTask:
 
     @property
     def prompt(self) -> str | list[dict]:
-        """The next prompt: a text, or a list of chat messages."""
+        """The prompt for the next output: a text, or a list of chat messages."""
         if not self.is_chat:
             return self.example.prompt
         return [to_prompt_message(message) for message in self.messages]
 
     def add_output(self, output: TargetOutput) -> None:
-        """Add the target's output for the current `prompt`, and move on to the next prompt."""
+        """Add the target's output for `prompt`, and set the next prompt or finish the example."""
         self.turn += 1
         if not self.is_chat:
             self.record = {
@@ -152,8 +158,9 @@ class RegenerationTask:
     def fail(self, error: str, keep_answers: bool = False) -> None:
         """Finish the example because an output could not be generated.
 
-        keep_answers: if true and the chat has answers already, the example counts as finished, and
-            the chat ends after the last answer. Otherwise the example fails with the error
+        error: error message for the record of a failed example
+        keep_answers: if true and the chat already has new answers, the example does not fail. The
+            chat ends after the last of these answers
         """
         if keep_answers and self.turn:
             while self.messages[-1]["role"] != "assistant":
@@ -163,7 +170,10 @@ class RegenerationTask:
             self.record = {"index": self.example.index, "error": error}
 
     def _add_messages_until_assistant(self) -> None:
-        """Add the messages before the next assistant message. Finish the chat if there are none."""
+        """Move the example's messages before its next assistant message to `messages`.
+
+        If there are none, finish the chat.
+        """
         previous_count = len(self.messages)
         while self._remaining and self._remaining[0]["role"] != "assistant":
             self.messages.append(self._remaining.popleft())
@@ -179,9 +189,9 @@ class RegenerationTask:
 
 
 def to_prompt_message(message: dict) -> dict:
-    """Return a message as part of a prompt.
+    """Return a message in the form that prompts contain.
 
-    The reasoning of an assistant message is put in front of the content, between "<think>" and
+    The reasoning of an assistant message is put in front of its content, between "<think>" and
     "</think>".
     """
     keys = ("role", "content", "name", "tool_call_id")
@@ -197,8 +207,8 @@ def to_prompt_message(message: dict) -> dict:
 def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
     """Return (name, arguments) of every tool call of an assistant message.
 
-    If the message has no entry "tool_calls", the calls are parsed from the content. Content with a
-    malformed call gives a single entry with an empty name, which no valid call has.
+    If the message has no entry "tool_calls", the calls are parsed from its content. If a call in
+    the content is malformed, [("", content)] is returned, which equals no list of valid calls.
     """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     if not functions:
@@ -212,7 +222,9 @@ def extract_tool_calls(message: dict) -> list[tuple[str, object]]:
 def parse_call_arguments(function: dict) -> object:
     """Return the arguments of a called function as a Python object.
 
-    If they are text that is not valid JSON, the text is returned.
+    Arguments that are not valid JSON are returned as text.
+
+    function: has the key "arguments", whose value is JSON text or already a Python object
     """
     arguments = function.get("arguments") or {}
     if not isinstance(arguments, str):
@@ -224,12 +236,18 @@ def parse_call_arguments(function: dict) -> object:
 
 
 def opens_reasoning(prompt_end: str) -> bool:
-    """Return whether a prompt ends with "<think>". The output then begins with reasoning."""
+    """Return whether a prompt ends with "<think>", so that the output begins with reasoning.
+
+    prompt_end: the last characters of the prompt
+    """
     return prompt_end.rstrip().endswith("<think>")
 
 
 def restore_reasoning_tag(text: str, prompt_end: str) -> str:
-    """Return the text of an output, with "<think>" in front if the prompt ended with "<think>"."""
+    """Return an output with "<think>" in front if its prompt ended with "<think>".
+
+    prompt_end: the last characters of the prompt
+    """
     if opens_reasoning(prompt_end) and not text.lstrip().startswith("<think>"):
         return f"<think>\n{text}"
     return text

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's HTTP API."""
+"""Builds the responses of OpenAI's HTTP API."""
 
 import json
 import time
@@ -22,15 +22,15 @@ OPENAI_ERROR_TYPE_BY_STATUS = {
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """The tokens that one decoding round added to a sequence.
+    """The tokens that were added to a sequence since its previous delta.
 
     text: text of the added tokens
     ids: ids of the added tokens
-    logprobs: log-probabilities of the added tokens, if requested
+    logprobs: log-probabilities of the added tokens; empty if they were not requested
     finish_reason: "stop", "length", "cancelled" or "error" if the sequence has ended, else None
-    drafted: number of draft tokens that the round verified
+    drafted: number of draft tokens that were verified
     rejected_ids: the most likely path of rejected draft tokens; None if it was not requested
-    error: HTTP status and message for a sequence that failed, else None
+    error: (HTTP status, message) if the sequence has failed, else None
     """
 
     text: str
@@ -43,9 +43,10 @@ class SequenceDelta:
 
 
 def make_failure_delta(status: int, message: str) -> SequenceDelta:
-    """Return the last delta of a sequence that failed.
+    """Return the last delta of a sequence that has failed.
 
-    status, message: HTTP status and message for the client
+    status: HTTP status for the client
+    message: error message for the client
     """
     return SequenceDelta("", [], [], "error", error=(status, message))
 
@@ -59,7 +60,7 @@ class DeltaParser(Protocol):
     call_count: int  # number of tool calls that were parsed so far
 
     def parse(self, text: str, is_final: bool) -> dict:
-        """Return the message delta for new text of the answer, in the form of OpenAI's API.
+        """Return what the next piece of text adds to the message, as a delta of OpenAI's API.
 
         is_final: whether the answer ends after this text
         """
@@ -67,13 +68,13 @@ class DeltaParser(Protocol):
 
 
 def format_server_sent_event(payload: dict) -> str:
-    """Return a server-sent event whose data is the payload as JSON."""
+    """Return a server-sent event whose data is `payload` as JSON."""
     return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
 def make_error_response(status: int, message: str) -> JSONResponse:
-    """Return an error in the form that OpenAI's clients expect."""
-    # The message may quote half of a surrogate pair from the request.
+    """Return an error response in the form of OpenAI's API."""
+    # The message may quote a lone surrogate from the request, which cannot be encoded as UTF-8.
     message = message.encode(errors="replace").decode()
     error_type = OPENAI_ERROR_TYPE_BY_STATUS.get(status, "invalid_request_error")
     if status >= 500:
@@ -83,10 +84,11 @@ def make_error_response(status: int, message: str) -> JSONResponse:
 
 
 class ResponseBuilder:
-    """Builds the response to one request, complete or as streamed chunks.
+    """Builds the response to one request, either complete or as chunks of a stream.
 
     prompts: token ids of every prompt of the request
-    parsers: a parser for each answer; empty if answers are not separated into parts
+    parsers: a parser for each answer, which separates reasoning, content and tool calls; empty if
+        answers are not separated
     """
 
     id_prefix: str
@@ -111,9 +113,9 @@ class ResponseBuilder:
         self.parsers = parsers
 
     def build_response(self, answers: list[SequenceDelta], cached_tokens: int) -> dict:
-        """Return the complete response.
+        """Return the response of a request that is not streamed.
 
-        answers: a delta for each answer, which contains the complete answer
+        answers: the text and tokens of each answer, as one delta
         cached_tokens: number of prompt tokens that were found in the prefix cache
         """
         choices = []
@@ -124,7 +126,7 @@ class ResponseBuilder:
         return self.build_envelope(self.object_type, choices) | {"usage": usage}
 
     def build_first_chunk(self, index: int) -> dict | None:
-        """Return the chunk that is sent before the first delta of an answer; None if none is.
+        """Return the chunk that is sent before the text of an answer, or None if the API has none.
 
         index: number of the answer in the response
         """
@@ -133,8 +135,8 @@ class ResponseBuilder:
     def build_chunk(self, index: int, delta: SequenceDelta) -> dict:
         """Return the streamed chunk for one delta of an answer.
 
-        For requests with `trace`, it has the key "round" with the draft tokens of the round, which
-        is an extension of OpenAI's API.
+        If the request has `trace`, the chunk has the additional key "round" with the number of
+        draft tokens and the text of the rejected ones. OpenAI's API does not have this key.
 
         index: number of the answer in the response
         """
@@ -150,12 +152,22 @@ class ResponseBuilder:
         return chunk
 
     def build_usage_chunk(self, completion_tokens: int, cached_tokens: int) -> dict:
-        """Return the last chunk of a stream, which contains token counts and no text."""
+        """Return the last chunk of a stream, which contains token counts and no text.
+
+        completion_tokens: number of generated tokens of all answers
+        cached_tokens: number of prompt tokens that were found in the prefix cache
+        """
         usage = self.build_usage(completion_tokens, cached_tokens)
         return self.build_envelope(self.chunk_object_type, []) | {"usage": usage}
 
     def build_usage(self, completion_tokens: int, cached_tokens: int) -> dict:
-        """Return the token counts of the response. A prompt with several answers counts once."""
+        """Return the field "usage" of a response, which has token counts.
+
+        A prompt with several answers is counted once.
+
+        completion_tokens: number of generated tokens of all answers
+        cached_tokens: number of prompt tokens that were found in the prefix cache
+        """
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -164,7 +176,10 @@ class ResponseBuilder:
         }
 
     def build_envelope(self, object_type: str, choices: list[dict]) -> dict:
-        """Return a response or a chunk: the choices and the fields that all of them have."""
+        """Return a response or a chunk with the given choices and with id, time and model name.
+
+        object_type: value of the field "object"
+        """
         return {
             "id": self.id,
             "object": object_type,
@@ -176,6 +191,7 @@ class ResponseBuilder:
     def build_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
         """Return the entry of "choices" for an answer, with token ids if they were requested.
 
+        index: number of the answer in the response
         is_chunk: whether the entry is part of a streamed chunk
         """
         choice = self.build_text_choice(index, delta, is_chunk)
@@ -184,7 +200,10 @@ class ResponseBuilder:
         return choice
 
     def build_text_choice(self, index: int, delta: SequenceDelta, is_chunk: bool) -> dict:
-        """Return the entry of "choices" for an answer, in the form of the requested API."""
+        """Return the entry of "choices" for an answer, without token ids.
+
+        Its form differs between the two APIs, so each subclass overrides this method.
+        """
         raise NotImplementedError
 
     def decode_token(self, token_id: int) -> str:
@@ -208,7 +227,10 @@ class CompletionBuilder(ResponseBuilder):
         }
 
     def build_logprobs(self, delta: SequenceDelta) -> dict:
-        """Return the log-probabilities of the tokens and of their alternatives."""
+        """Return the field "logprobs" of a choice.
+
+        It has the log-probability of each token, and those of its most likely alternatives.
+        """
         top_logprobs = []
         for entry in delta.logprobs:
             top_logprobs.append({self.decode_token(token): value for token, value in entry.top})
@@ -253,9 +275,9 @@ class ChatBuilder(ResponseBuilder):
         return choice | {"logprobs": logprobs, "finish_reason": finish_reason}
 
     def complete_message(self, delta: dict) -> dict:
-        """Return the complete message of an answer.
+        """Return the message of an answer, for a response that is not streamed.
 
-        delta: a message delta that contains the complete answer
+        delta: a message delta of OpenAI's API that contains the whole answer
         """
         delta = dict(delta)
         calls = []
@@ -267,7 +289,10 @@ class ChatBuilder(ResponseBuilder):
         return message
 
     def build_logprobs(self, delta: SequenceDelta) -> dict:
-        """Return the log-probabilities of the tokens and of their alternatives."""
+        """Return the field "logprobs" of a choice.
+
+        It has the log-probability of each token, and those of its most likely alternatives.
+        """
         tokens = []
         for token_id, entry in zip(delta.ids, delta.logprobs, strict=True):
             token = self.build_logprob(token_id, entry.logprob)
@@ -276,7 +301,10 @@ class ChatBuilder(ResponseBuilder):
         return {"content": tokens}
 
     def build_logprob(self, token_id: int, logprob: float) -> dict:
-        """Return the log-probability of one token, with its text and its UTF-8 bytes."""
+        """Return the log-probability of one token, with its text and its UTF-8 bytes.
+
+        The bytes are None if the token is an incomplete UTF-8 character.
+        """
         text = self.decode_token(token_id)
         is_incomplete = REPLACEMENT_CHARACTER in text
         text_bytes = None if is_incomplete else list(text.encode())

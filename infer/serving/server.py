@@ -1,7 +1,8 @@
-"""The server: the OpenAI-compatible HTTP application in front of one engine.
+"""The OpenAI-compatible HTTP server for one engine.
 
-All requests share the engine's batch rows. service.py answers requests, worker.py has the engine's
-thread, guard.py limits requests.
+All requests share the batch of the engine. service.py checks and answers requests, worker.py has
+the thread that runs the engine, and guard.py limits who may send requests and how large they may
+be.
 """
 
 import asyncio
@@ -27,24 +28,24 @@ from infer.serving.worker import OUT_OF_MEMORY_DELTA
 from infer.utils.errors import RunAborted
 
 SECONDS_TO_FINISH_ANSWERS = 1.0  # when the server stops, running answers have this time to end
-MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # an error message quotes this much of a header
+MAX_QUOTED_CONTENT_TYPE_CHARACTERS = 100  # error messages cut a longer Content-Type header
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> Response:
-    """Return the response to a request that was refused."""
+    """Return the error response for an exception that was raised while answering a request."""
     response = make_error_response(error.status_code, error.detail)
     response.headers.update(error.headers or {})
     return response
 
 
 async def handle_memory_error(request: Request, error: MemoryError) -> Response:
-    """Return the response to a request that needs too much memory."""
+    """Return the error response to a request that needs too much memory."""
     assert OUT_OF_MEMORY_DELTA.error is not None
     return make_error_response(*OUT_OF_MEMORY_DELTA.error)
 
 
 async def handle_validation_error(request: Request, error: RequestValidationError) -> Response:
-    """Return the response to a request with invalid fields, which names the first of them."""
+    """Return the error response to a request with invalid fields. It names the first of them."""
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         return make_error_response(
@@ -68,7 +69,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     """Return the HTTP application that answers requests with an engine.
 
-    The thread of the engine starts and ends together with the application.
+    The thread that runs the engine starts and ends together with the application.
     """
     service = CompletionService(engine, options)
     created = int(time.time())
@@ -124,11 +125,10 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
 class ApiServer(uvicorn.Server):
     """The HTTP server of a `CompletionService`.
 
-    When the server is stopped, running answers have SECONDS_TO_FINISH_ANSWERS to end.
+    When the server is stopped, running answers have SECONDS_TO_FINISH_ANSWERS seconds to finish.
+    `run` raises RunAborted if the server cannot listen at the configured address.
 
     on_listening: called when the server accepts connections
-
-    `run` raises RunAborted if the server cannot listen at the configured address.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class ApiServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit as exit_error:
-            # uvicorn exits after an OSError, which is then the context of SystemExit. It also exits
-            # after an error in the startup of the application, and has then printed that error.
+            # uvicorn raises SystemExit in two cases. If it cannot listen, the context of SystemExit
+            # is an OSError. If the application could not start, uvicorn has printed the error.
             error = exit_error.__context__
             if error is None:
                 reason = "the server could not be started, see the error above"
@@ -163,8 +163,8 @@ def make_server(
 ) -> ApiServer:
     """Return an HTTP server that answers requests with an engine.
 
-    The method `run` of the server starts it. `run` returns after `should_exit` was set to true, or
-    when the engine cannot continue.
+    Its method `run` starts it, and returns after `should_exit` was set to true or the engine has
+    failed for good.
 
     on_listening: called when the server accepts connections
     """
@@ -182,8 +182,8 @@ def serve(
 
     on_listening: called when the server accepts connections
 
-    Raises RunAborted if the engine cannot continue. The process then ends with an error code, and a
-    supervisor can restart it.
+    Raises RunAborted if the engine has failed for good. The process then ends with an error code,
+    so that a supervisor can restart it.
     """
     server = make_server(engine, options, on_listening)
     server.run()

@@ -1,6 +1,6 @@
 """Checks and answers the requests to the server, with complete or streamed responses.
 
-The code runs in the event loop, except that prompts and grammars are prepared in other threads.
+Most code runs in the event loop. Prompts are tokenised and grammars compiled in other threads.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ from infer.serving.worker import EngineThread, SequenceRequest, ServerMetrics
 from infer.utils.chat_template import place_reasoning
 from infer.utils.optional import is_installed, require_installed
 
-# A function of an optional module. It takes a tokenizer and returns an `AnswerFormat`, with which
-# answers are separated into reasoning, content and tool calls.
+# Function of an optional module that returns the `AnswerFormat` of a tokenizer. An `AnswerFormat`
+# separates answers into reasoning, content and tool calls.
 ANSWER_FORMAT_ENTRY_POINT = "infer.serving.calls:find_answer_format"
 SERVER_STOPPED_DELTA = make_failure_delta(503, "the server was stopped")
-ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # options of the engine that /metrics shows
+ENGINE_OPTIONS_IN_METRICS_LABELS = ("method", "budget")  # engine options that /metrics shows
 DISCONNECT_POLL_SECONDS = 0.1
-# The HTTP status that nginx uses if the client closes the connection before the response
+# Status that nginx logs if the client closes the connection before the response
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -59,7 +59,8 @@ class CompletionService:
     A request is admitted if it is valid and the server is not overloaded. An admitted request has
     one `SequenceRequest` for each answer.
 
-    active_requests: all `SequenceRequest`s whose HTTP request has not ended
+    active_requests: the `SequenceRequest`s of all admitted requests that still have an open
+        connection
     preparing_sequences: number of sequences that are being tokenised or checked
     """
 
@@ -73,7 +74,7 @@ class CompletionService:
             find_answer_format = resolve_name(ANSWER_FORMAT_ENTRY_POINT)
             self.answer_format = find_answer_format(self.target.tokenizer)
         engine_options = vars(engine.options)
-        # The engine options of a masked diffusion model have no entry "budget".
+        # An engine of a masked diffusion model has no option "budget".
         labels = {
             name: str(engine_options[name])
             for name in ENGINE_OPTIONS_IN_METRICS_LABELS
@@ -90,12 +91,13 @@ class CompletionService:
         self.grammar_pool = ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> None:
-        """Start all threads. When memory is short, a thread could not be started later.
+        """Start all threads now, because starting one later could fail if memory is short.
 
-        llguidance's tokenizer is built here, too, because that blocks all threads: for a second if
-        the vocabulary is large.
+        The tokenizer of llguidance is also built now. For a large vocabulary, this takes a second
+        and blocks all threads.
         """
-        with suppress(ValueError):  # the target cannot follow grammars
+        # A ValueError means that llguidance is missing or does not support the tokenizer.
+        with suppress(ValueError):
             get_grammar_tokenizer(self.target)
         self.worker.start()
         for pool in (self.prompt_pool, self.grammar_pool):
@@ -110,9 +112,10 @@ class CompletionService:
         self.worker.join()
 
     async def admit(self, request: CompletionRequest) -> list[SequenceRequest]:
-        """Check a request and queue its sequences, all or none.
+        """Check a request, and queue all of its sequences for the engine.
 
-        Prompts are tokenised and grammars compiled outside the event loop. Raises HTTPException.
+        Prompts are tokenised and grammars compiled outside the event loop. Raises HTTPException if
+        the request is refused; then no sequence is queued.
         """
         prompts = self._check_load(request)
         sequence_count = len(prompts) * request.n
@@ -136,8 +139,8 @@ class CompletionService:
     def _check_load(self, request: CompletionRequest) -> list[Any]:
         """Check that the server can take a request, and return the prompts of the request.
 
-        Raises HTTPException if the engine has failed, if the request names another model, or if it
-        asks for more sequences than the server allows.
+        Raises HTTPException if the engine has failed, if the request names another model, or if the
+        request would exceed the maximum number of sequences.
         """
         if self.worker.failure is not None:
             raise HTTPException(503, self.worker.failure)
@@ -145,7 +148,7 @@ class CompletionService:
             raise HTTPException(
                 404,
                 f"this server has no model {request.model!r}: use {self.model_name!r}, or leave "
-                "out model",
+                "out the field model",
             )
         prompts = request.prompts()
         sequence_count = len(prompts) * request.n
@@ -169,6 +172,8 @@ class CompletionService:
         self, request: CompletionRequest, prompts: list[Any], loop: asyncio.AbstractEventLoop
     ) -> list[SequenceRequest]:
         """Tokenise the prompts of a request and check its options.
+
+        loop: the event loop of the HTTP server
 
         Returns a `SequenceRequest` for each answer. Raises ValueError for an invalid request.
         """
@@ -205,9 +210,12 @@ class CompletionService:
     def _check_options(
         self, request: CompletionRequest, prompt_ids: list[int], index: int
     ) -> TextOptions:
-        """Return the options with which sequence number `index` of a request is generated.
+        """Return the options with which the engine generates one answer to a request.
 
-        Raises ValueError for invalid options, prompts that are too long, and unsuitable grammars.
+        index: number of the answer in the request
+
+        Raises ValueError for invalid options, prompts that are too long, and grammars that are
+        invalid or too expensive.
         """
         max_new_tokens = request.output_token_limit
         if max_new_tokens is None:
@@ -239,13 +247,13 @@ class CompletionService:
         return options
 
     def end_running_answers(self) -> None:
-        """End all running answers with an error, because the server stops."""
+        """End all running answers with an error. It is called when the server stops."""
         for sequence_request in self.active_requests:
             sequence_request.cancelled = True
             sequence_request.deltas.put_nowait((sequence_request.index, SERVER_STOPPED_DELTA))
 
     def release(self, sequence_requests: list[SequenceRequest]) -> None:
-        """Remove the sequences of an HTTP request that has ended, and cancel unfinished ones."""
+        """Remove the sequences of a finished HTTP request, and cancel those that still run."""
         for sequence_request in self.active_requests.intersection(sequence_requests):
             self.active_requests.discard(sequence_request)
             sequence_request.cancelled = True
@@ -256,9 +264,12 @@ class CompletionService:
         http_request: Request,
         builder_class: type[ResponseBuilder],
     ) -> Response:
-        """Return the response to a request, complete or streamed."""
+        """Generate the answers to a request, and return the HTTP response, complete or streamed.
+
+        builder_class: builds the response in the form of the requested API
+        """
         sequence_requests = await self.admit(request)
-        # The `n` sequences of one prompt are neighbours in the list.
+        # The list has request.n sequences for the first prompt, then those for the next prompt.
         first_of_prompts = sequence_requests[:: request.n]
         prompts = [sequence_request.prompt for sequence_request in first_of_prompts]
         parsers: list[DeltaParser] = []
@@ -292,9 +303,9 @@ class CompletionService:
         builder: ResponseBuilder,
         request: CompletionRequest,
     ) -> AsyncIterator[str]:
-        """Yield server-sent events as rounds commit tokens.
+        """Yield the chunks of the response as server-sent events, as soon as tokens are decoded.
 
-        Chunks of different sequences are interleaved; their index tells them apart.
+        Chunks of different answers are interleaved. Each chunk contains the index of its answer.
         """
         for index in range(len(sequence_requests)):
             first_chunk = builder.build_first_chunk(index)
@@ -320,7 +331,10 @@ class CompletionService:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Server-sent events. `on_close` is called at the end, even if the client never read any."""
+    """A response of server-sent events.
+
+    on_close: called when the response has ended, even if the client has not read any event
+    """
 
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
         super().__init__(
@@ -336,7 +350,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 def count_cached_tokens(sequence_requests: list[SequenceRequest]) -> int:
-    """Return how many prompt tokens of finished sequences were found in the prefix cache."""
+    """Return how many prompt tokens of these sequences were found in the prefix cache."""
     sequences = [sequence_request.sequence for sequence_request in sequence_requests]
     return sum(sequence.stats.cached_tokens for sequence in sequences if sequence is not None)
 
@@ -344,9 +358,9 @@ def count_cached_tokens(sequence_requests: list[SequenceRequest]) -> int:
 async def iterate_deltas(
     sequence_requests: list[SequenceRequest],
 ) -> AsyncIterator[tuple[int, SequenceDelta]]:
-    """Yield (index, delta) of a request's sequences as they come, until all have finished.
+    """Yield (index of the sequence, delta) for a request as soon as tokens are decoded.
 
-    Raises HTTPException if one failed.
+    Ends when all sequences have finished. Raises HTTPException if a sequence has failed.
     """
     unfinished_count = len(sequence_requests)
     while unfinished_count:
@@ -359,9 +373,9 @@ async def iterate_deltas(
 
 
 async def collect_answers(sequence_requests: list[SequenceRequest]) -> list[SequenceDelta]:
-    """Wait for complete answers, and return each as one delta with everything.
+    """Wait until all sequences have finished, and return each answer as a single delta.
 
-    Raises HTTPException if one failed.
+    Raises HTTPException if a sequence has failed.
     """
     answers = [SequenceDelta("", [], [], None) for _ in sequence_requests]
     async for index, delta in iterate_deltas(sequence_requests):
@@ -376,6 +390,6 @@ async def collect_answers(sequence_requests: list[SequenceRequest]) -> list[Sequ
 
 
 async def wait_for_disconnect(http_request: Request) -> None:
-    """Return when the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     while not await http_request.is_disconnected():
         await asyncio.sleep(DISCONNECT_POLL_SECONDS)

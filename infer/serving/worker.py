@@ -1,7 +1,7 @@
 """The thread that runs the engine of a server.
 
-The thread receives `SequenceRequest`s through a queue, and sends `SequenceDelta`s back to the event
-loop of the HTTP server. It knows nothing about HTTP.
+The thread receives `SequenceRequest`s through a queue, and sends the decoded tokens back to the
+event loop of the HTTP server as `SequenceDelta`s. It contains no HTTP code.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ ENGINE_FAILURE_DELTA = make_failure_delta(500, "the engine failed on this reques
 
 @dataclass(eq=False)
 class SequenceRequest:
-    """A sequence of an HTTP request that the engine has to decode.
+    """A sequence that the engine decodes for an HTTP request.
 
     prompt: token ids of the prompt
     loop: the event loop of the HTTP server
-    deltas: queue of (index, delta), which all sequences of a request share. Only the event loop
-        uses it
-    index: number of the sequence in the request
+    deltas: queue of (index, delta), which all sequences of an HTTP request share. Only the event
+        loop uses it
+    index: number of the sequence in the HTTP request
     keep_special_tokens: whether the text of the deltas includes special tokens
     trace: whether the deltas include rejected draft tokens
-    sequence: the sequence in the engine; None until the thread has submitted the request
+    sequence: the engine's sequence; None until the thread has submitted the request
     sent_tokens: number of tokens that were sent to the event loop
-    sent_rounds: number of rounds whose tokens were sent to the event loop
+    sent_rounds: number of decoding rounds whose tokens were sent to the event loop
     cancelled: whether the engine should stop decoding the sequence
     """
 
@@ -65,15 +65,15 @@ class SequenceRequest:
     cancelled: bool = False
 
     def send(self, delta: SequenceDelta) -> None:
-        """Put a delta into the queue `deltas`. The thread of the engine calls this method."""
+        """Put a delta into the queue `deltas`. The engine's thread calls this method."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.deltas.put_nowait, (self.index, delta))
 
 
 class ServerMetrics:
-    """The Prometheus counters and gauges that the server returns at /metrics.
+    """The Prometheus metrics of the server, which it returns at /metrics.
 
-    decoding: names and values of engine options, which are returned as labels
+    decoding: names and values of the engine options that are shown as labels
     """
 
     def __init__(self, decoding: dict[str, str]) -> None:
@@ -101,16 +101,16 @@ class ServerMetrics:
 class EngineThread(threading.Thread):
     """Runs the engine while there are sequences to decode, and sleeps otherwise.
 
-    If a round fails, its sequences are decoded again in smaller batches, until a sequence fails
-    alone. Only this sequence is given up. If the engine cannot be reset, the thread ends. `failure`
-    is then an error message, and `on_failure` is called, which stops the server.
+    If a round fails, its sequences are decoded again in smaller batches. A sequence that fails
+    alone is given up. If the engine cannot be reset, the thread stores an error message in
+    `failure`, calls `on_failure` (which stops the server), and ends.
     """
 
     def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self.metrics = metrics
-        # Requests from the event loop. The value None ends the thread.
+        # Queue of requests from the event loop. The value None ends the thread.
         self.inbox: queue.SimpleQueue[SequenceRequest | None] = queue.SimpleQueue()
         self.open_requests: dict[Sequence, tuple[SequenceRequest, IncrementalDetokenizer]] = {}
         self.failure: str | None = None
@@ -125,9 +125,9 @@ class EngineThread(threading.Thread):
             self.on_failure()
 
     def _run_engine(self) -> None:
-        """Decode requests until the value None arrives in the inbox.
+        """Decode requests until the value None arrives in the queue `inbox`.
 
-        If the engine cannot be reset after an error, the exception of the engine is raised.
+        Raises the exception of the engine if the engine cannot be reset after an error.
         """
         while True:
             requests = []
@@ -161,7 +161,10 @@ class EngineThread(threading.Thread):
             self._give_up(request, make_exception_delta(error))
 
     def _give_up(self, request: SequenceRequest, failure: SequenceDelta) -> None:
-        """Cancel the sequence of a request, and send the failure to the client."""
+        """Cancel the sequence of a request, and send the error to the client.
+
+        failure: the delta that contains the error
+        """
         if request.sequence is not None:
             request.sequence.cancelled = True
             self.open_requests.pop(request.sequence, None)
@@ -170,7 +173,7 @@ class EngineThread(threading.Thread):
     def _run_round(self) -> SequenceDelta | None:
         """Run a decoding round, and send the tokens that the round committed.
 
-        Returns None, or the delta for the client if the round failed.
+        Returns None, or a delta with the error for the client if the round has failed.
         """
         for sequence, (request, _) in self.open_requests.items():
             sequence.cancelled = request.cancelled
@@ -178,8 +181,8 @@ class EngineThread(threading.Thread):
         try:
             self.engine.step()
         except Exception as error:
-            # The traceback keeps tensors alive until the end of this block. Recovery needs their
-            # memory, so it starts after this block.
+            # The traceback of `error` keeps tensors alive until this except block ends. Recovery
+            # needs their memory, so it must start later.
             log.exception("a round failed")
             failure = make_exception_delta(error)
         for sequence, (request, _) in list(self.open_requests.items()):
@@ -196,9 +199,12 @@ class EngineThread(threading.Thread):
         return failure
 
     def _recover(self, failure: SequenceDelta) -> None:
-        """Queue the sequences of a failed round again, and create new caches for the engine.
+        """Queue the sequences of a failed round again, and allocate new caches for the engine.
 
-        A sequence that failed alone is given up: the client receives the failure.
+        If the round had only one sequence, it is given up instead, and the client receives the
+        error.
+
+        failure: the delta that contains the error
         """
         failed_sequence = self.engine.scheduler.recover_from_error()
         if failed_sequence in self.open_requests:
@@ -208,7 +214,7 @@ class EngineThread(threading.Thread):
         self.engine.reset()
 
     def _send_new_tokens(self, sequence: Sequence) -> None:
-        """Send the tokens that were added to a sequence since the last call, and update metrics."""
+        """Send the tokens that a sequence has gained since the last call, and update metrics."""
         request, detokenizer = self.open_requests[sequence]
         new_ids = sequence.ids[request.sent_tokens :]
         drafted_per_round = sequence.drafted[request.sent_rounds :]
@@ -231,16 +237,16 @@ class EngineThread(threading.Thread):
                 self.metrics.accepted.labels(position).inc()
         request.sent_tokens = len(sequence.ids)
         request.sent_rounds = len(sequence.drafted)
-        # The delta is sent after the metrics were updated, so that a client that has received its
-        # answer finds the answer counted in /metrics.
+        # Update metrics before sending, so that a client that has received its answer finds it
+        # counted in /metrics.
         request.send(delta)
         if sequence.finish_reason is not None:
             del self.open_requests[sequence]
 
 
 def make_exception_delta(error: Exception) -> SequenceDelta:
-    """Return the delta that tells a client about an exception of the engine."""
-    # On a CPU, torch raises a RuntimeError if memory is short, so the message is checked, too.
+    """Return the delta that reports an exception of the engine to a client."""
+    # If memory is short on a CPU, torch raises a RuntimeError with this message.
     is_out_of_memory = isinstance(
         error, MemoryError | torch.OutOfMemoryError
     ) or "can't allocate memory" in str(error)

@@ -327,7 +327,7 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
     (tmp_path / "evaluation.json").write_text("{}")
     with pytest.raises(
         ValueError,
-        match=r"evaluation\.json does not contain a result of the type Evaluation: .*target",
+        match=r"evaluation\.json does not contain a result of the type Evaluation \(.*target",
     ):
         read_result(tmp_path / "evaluation.json", Evaluation)
 

@@ -257,7 +257,7 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(suite_folder):
     assert left_out == 3 and len(results[0].sequences) == 1 + 3
     with pytest.raises(
         ValueError,
-        match=r"Long: no question together with 6 new tokens fits into the target's 512 positions",
+        match=r"Long: every question is too long for the target, which supports 512 tokens",
     ):
         evaluate_suite(
             target,

@@ -347,7 +347,7 @@ def test_every_malformed_field_is_refused_with_a_message(load_program):
         ({"guided_regex": "("}, "regex"),
         ({"guided_json": {"type": "nonsense"}}, "json_schema"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be given together"),
+        ({"response_format": {"type": "json_schema"}}, "requires json_schema.schema"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a{3000000}"}, "forces more than 2048 bytes"),
         (
