@@ -190,11 +190,9 @@ def compute_loss_from_states(
     target's hidden states of the batch. A conditional head gets the true previous tokens (teacher
     forcing).
 
-    If the drafter has a reduced vocabulary, it learns the target's distribution renormalised over
-    this vocabulary. It learns only at positions whose true token belongs to the vocabulary
-    (EAGLE-3's mask). All other positions have weight 0, but the divisor of the loss includes them.
-    On average over text of the target, each divergence is therefore multiplied by the probability
-    that the target's token belongs to the vocabulary.
+    A drafter with a reduced vocabulary learns the target's distribution renormalised over this
+    vocabulary, and only at positions whose true token belongs to it (EAGLE-3's mask). All other
+    positions have weight 0, but the divisor of the loss still counts them.
     """
     num_drafted = blocks.supervised.shape[-1]  # number of drafted positions of a block
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)
