@@ -18,7 +18,8 @@ class Blocks(NamedTuple):
 
     # (B, num_slots) the blocks' start positions in the packed sequence, sorted
     anchors: torch.Tensor
-    valid: torch.Tensor  # (B, num_slots) bool: whether the slot has a block
+    # (B, num_slots) bool: whether the slot has a block; a sequence can have fewer blocks than slots
+    valid: torch.Tensor
     # (B, num_slots, block_size - 1) the true tokens after the anchor
     labels: torch.Tensor
     # Whether the label has a loss: bool, same shape as `labels`. Only labels in the anchor's
@@ -57,7 +58,7 @@ def count_available_anchors(
     candidates = find_anchor_candidates(loss, documents)
     if max_per_document is None:
         return candidates.sum(1)
-    document_index = documents + 1  # padding (document -1) gets the index 0
+    document_index = documents + 1  # padding has the document number -1 and gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
     return counts.clamp(max=max_per_document).sum(1)
 
@@ -94,8 +95,7 @@ def draw_anchors(
     else:
         ranks = _draw_ranks_by_document(candidates, documents, slots + jitter, max_per_document)
 
-    # Make each slot's rank larger than the rank of the slot before it, so that no candidate is
-    # drawn twice.
+    # Make the ranks strictly increasing over the slots, so that no candidate is drawn twice.
     ranks = (ranks - slots).cummax(1).values + slots
     valid = ranks < counts
     ranks = torch.minimum(ranks, (counts - 1).clamp(min=0))
@@ -119,7 +119,7 @@ def _draw_ranks_by_document(
     Returns the rank of each slot's candidate among the candidates of its sequence, (B, num_slots).
     A slot that stays empty gets the number of candidates instead of a rank.
     """
-    document_index = documents + 1  # padding (document -1) gets the index 0
+    document_index = documents + 1  # padding has the document number -1 and gets the index 0
     counts = torch.zeros_like(document_index).scatter_add(1, document_index, candidates.long())
     # (B, T) number of candidates in the token's document
     document_sizes = counts.gather(1, document_index)

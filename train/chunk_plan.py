@@ -12,9 +12,9 @@ import torch
 class ChunkBounds(NamedTuple):
     """The two index ranges of a `ChunkPlan` that one chunk covers; the ends are exclusive."""
 
-    row_start: int  # the chunk's rows are ChunkPlan.rows[row_start:row_end]
+    row_start: int  # the chunk's drafted positions are ChunkPlan.rows[row_start:row_end]
     row_end: int
-    # the chunk's teacher rows are ChunkPlan.teacher_rows[teacher_start:teacher_end]
+    # the target's hidden states for the chunk are ChunkPlan.teacher_rows[teacher_start:teacher_end]
     teacher_start: int
     teacher_end: int
 
@@ -28,9 +28,11 @@ class ChunkPlan(NamedTuple):
     chunks therefore need not be copied from the device.
     """
 
-    rows: torch.Tensor  # (num_rows,) int64 indices of the rows of positive weight
-    teacher_rows: torch.Tensor  # int64, the teacher rows of all `rows`, without duplicates
-    # (num_rows,) int64: for each row, the index of its teacher row in `teacher_rows`
+    # (num_rows,) int64 indices of the drafted positions that have a positive weight in the loss
+    rows: torch.Tensor
+    # int64 indices of the target's hidden states that `rows` are compared with, without duplicates
+    teacher_rows: torch.Tensor
+    # (num_rows,) int64: for each entry of `rows`, the index of its hidden state in `teacher_rows`
     teacher_indices: torch.Tensor
     chunks: list[ChunkBounds]
 
@@ -41,8 +43,10 @@ def plan_chunks(
     """Divide the rows (drafted positions) of a batch into chunks of at most `max_chunk_rows` rows.
 
     teacher_rows: for each row, the index of the target's hidden state that the row is compared
-    with. position_weights: the weight of each row in the loss; rows of weight 0 are left out. Both
-    have the same shape, which can be any. If they are on a GPU, the host waits for the GPU twice.
+    with. position_weights: the weight of each row in the loss; rows of weight 0 are left out.
+
+    Both tensors have the same shape, with one entry per row. If they are on a GPU, the host waits
+    for the GPU twice.
     """
     flat_teacher_rows = teacher_rows.flatten()
     rows = position_weights.flatten().nonzero()[:, 0]
@@ -52,7 +56,7 @@ def plan_chunks(
     )
 
     ranges = []
-    boundary_rows = []  # for every chunk, the index of its first row and the index of its last row
+    boundary_rows = []  # for every chunk, the index of its first row and that of its last row
     for start in range(0, len(rows), max_chunk_rows):
         end = min(start + max_chunk_rows, len(rows))
         ranges.append((start, end))

@@ -14,8 +14,8 @@ from train.divergences import SMALLEST_NORMAL_FLOAT32, Divergence, DivergenceChu
 
 # number of logits that are processed together on a CPU; they fit into the CPU's caches
 LOGITS_PER_CPU_LOSS_SLICE = 1 << 18
-# The logit that tokens get which a conditional head excludes. After softmax, the probability of
-# such a token is rounded to 0, but its log-probability is finite.
+# The logit of tokens that are left out of the comparison of drafter and target. After softmax,
+# their probability is rounded to 0, and their log-probability is finite.
 LOGIT_OF_NON_CANDIDATE_TOKENS = -1e4
 
 
@@ -53,7 +53,7 @@ def _softmax_in_place_with_negative_entropy(logits: torch.Tensor) -> torch.Tenso
     over the vocabulary, (num_rows,)."""
     logits -= logits.amax(-1, keepdim=True)
     p = logits.softmax(-1)
-    # the largest logit is 0 now, so log p = logit + log(largest p)
+    # The largest logit is 0 now. Therefore log p = logit + log(largest p).
     negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()
     logits.copy_(p)
     return negative_entropy
@@ -130,7 +130,7 @@ def _compare_slice(
     needs_overlap: bool,
 ) -> ComparedRows:
     """Compare the drafter's distributions with the target's at some of the rows. The arguments are
-    those of `compare_rows`, cut to these rows."""
+    those of `compare_rows`, for these rows."""
     if excluded is not None:
         student.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)
     max_logits = student.amax(-1, keepdim=True)
@@ -158,7 +158,7 @@ def _compare_slice(
         expected_logit = torch.linalg.vecdot(p, student)
     label_logits = student.gather(1, labels[:, None])[:, 0]
     q = torch.softmax(student, -1, out=student)
-    # the largest logit is 0 now, so log q = logit + log(largest q)
+    # The largest logit is 0 now. Therefore log q = logit + log(largest q).
     log_max_q = q.amax(-1).log()
     label_log_probs = label_logits + log_max_q
     expected_log_q = None if expected_logit is None else expected_logit + log_max_q

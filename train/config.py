@@ -36,8 +36,8 @@ class ObjectiveConfig:
     gamma: the number gamma in position_weights=gamma (DART's table 4 uses 0.6) and
         position_weights=exponential (DFlash uses 7 for block size 16 and 4 for block size 8)
     marginal_weight: weight of an additional loss term, for a drafter with a conditional head (the
-        part that corrects the logits of a token for the token before it). The term is the
-        divergence between the target and the drafter's logits before this correction
+        part that conditions a token on the one before it). The term is the divergence between the
+        target and the drafter's logits without the head's correction
     chunk_rows: number of drafted positions whose logits are in memory at the same time. Up to four
         tensors of this size exist; each needs 150 MB for 256 positions and 151,936 tokens
     """
@@ -79,12 +79,12 @@ class OptimConfig:
     micro_batch_size: packed sequences per forward pass of a process. Gradients are accumulated over
         the forward passes of a step. null means one forward pass per step
     epochs: length of the run in epochs, used if steps and max_minutes are null
-    steps: length of the run in steps. null means that epochs decides
+    steps: length of the run in steps. null means that the option epochs decides
     max_minutes: length of the run in minutes, used instead of steps and epochs. Only the time of
-        training steps counts, not that of preparation, evaluations and saves
+        training steps counts. Preparation, evaluations and saves do not count
     clock: how max_minutes is measured. 'wall' is wall-clock time. 'processor' is the CPU time of
-        the main thread, on which other programs have no influence; on a GPU it means the same as
-        'wall'
+        the main thread, on which other programs have no influence. On a GPU, 'processor' means the
+        same as 'wall'
     precision: dtype of matmuls, 'float32', 'bfloat16' or 'auto'. 'auto' means bfloat16 on a GPU and
         on CPUs with AMX, else float32. On a CPU, the target also uses this dtype in training steps.
         The drafter's weights are always float32. Evaluations on a CPU always use float32
@@ -141,7 +141,7 @@ class DeepSpeedConfig:
         if self.offload and self.stage == 0:
             raise ValueError(
                 "deepspeed.offload=true needs deepspeed.stage=1, 2 or 3, and deepspeed.stage=0 is "
-                "given"
+                "given. Use one of these stages, or deepspeed.offload=false"
             )
 
 
@@ -179,8 +179,8 @@ class TrainConfig:
     runs_dir: folder of all runs
     seed: seed of the initial weights, the order of the data, and the anchors
     trainable: 'all' trains every parameter of the drafter. 'head' trains only the conditional head
-        (the part that corrects the logits of a token for the token before it). The rest of the
-        drafter, which drafter.init names, is frozen
+        (the part that conditions a token on the one before it) of the existing drafter that
+        drafter.init names, and freezes the rest of this drafter
     features: a folder written by `./launch.sh features`. Training then reads stored hidden states
         and does not keep the target's layers in memory. null means that the target computes the
         hidden states in every step
@@ -192,8 +192,8 @@ class TrainConfig:
         drafter's weights, for draft trees that use n-grams
     checkpoints: number of checkpoints, evenly spaced over the run. The last one is saved at the end
         of the run. Each checkpoint is evaluated
-    save_interval_minutes: minutes between additional saves of the training state. null means that
-        only checkpoints are saved
+    save_interval_minutes: minutes between saves of the training state, in addition to the
+        checkpoints. null means that only checkpoints are saved
     compile: whether the drafter's training step runs under torch.compile. null means true on a GPU
         unless deepspeed.stage=3, and false elsewhere
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
@@ -274,7 +274,7 @@ class TrainConfig:
             )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
-                f"drafter.block_size={self.drafter.block_size} must be below "
+                f"drafter.block_size={self.drafter.block_size} is too large: it must be below "
                 f"data.length={self.data.length}"
             )
 

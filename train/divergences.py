@@ -13,8 +13,6 @@ torch is loaded. The formulas only call methods of their tensor arguments.
 p is the target's distribution, q the drafter's. The overlap a = sum_v min(p, q), where v runs over
 the vocabulary, is the probability that speculative sampling accepts a draft. A row is one drafted
 position.
-
-Shapes: V vocabulary.
 """
 
 from collections.abc import Callable
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
 DPACE_MIN_ACCEPTANCE_PROBABILITY = (
     0.5  # lower bound of a draft's estimated acceptance probability in D-PACE
 )
-# Lower bound for a number whose logarithm is taken or that divides another number. It prevents
-# infinite results.
+# Numbers are clamped to this minimum before their logarithm is taken or they are used as divisors.
+# This prevents infinite results.
 SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
@@ -135,8 +133,8 @@ def total_variation(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tens
 
 
 def negative_log_overlap(log_p: "Tensor", log_q: "Tensor", labels: "Tensor") -> "Tensor":
-    """Return the negative logarithm of the probability that speculative sampling accepts a
-    draft."""
+    """Return the negative logarithm of the probability that speculative sampling with target p
+    accepts a draft from q."""
     return -overlap(log_p, log_q).log()
 
 
@@ -185,7 +183,7 @@ def cross_entropy_l1_mix_with_gradient(chunk: DivergenceChunk) -> "tuple[Tensor,
 
 
 def dpace_weights(label_probs: "Tensor", has_loss: "Tensor") -> "Tensor":
-    """Return D-PACE's weights of the drafted positions, (num_blocks, num_drafted).
+    """Return D-PACE's loss weights of the drafted positions, (num_blocks, num_drafted).
 
     The weight of position t of a block is sum_{j >= t} prod_{i <= j} s_i. Here,
     s_i = (1 - c) q(label_i) + c estimates the probability that draft i is accepted, and the
@@ -209,7 +207,7 @@ DIVERGENCE_TABLE = {
     "lk": Divergence(
         kl_total_variation_mix, kl_total_variation_mix_with_gradient, needs_expected_log_q=True
     ),
-    # `ends_at_gap` is set, because DeepSpec and SpecForge do the same with this loss.
+    # Like DeepSpec and SpecForge, a block ends at its first label without loss.
     "ce_l1": Divergence(cross_entropy_l1_mix, cross_entropy_l1_mix_with_gradient, ends_at_gap=True),
 }
 

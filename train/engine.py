@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the drafter's matmuls in training. The drafter's weights, gradients and
-    optimiser moments are always float32."""
+    """Return the dtype of the drafter's matmuls in training. The drafter's weights, their gradients
+    and the optimiser's moments are always float32."""
     name = config.optim.precision
     if name == "auto":
         has_bfloat16 = device.type == "cuda" or has_fast_bfloat16()
@@ -128,7 +128,7 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
         return no_norm
 
     if engine.zero_optimization_stage() > 0:
-        # if the optimiser's state is sharded, DeepSpeed skips the update for a non-finite norm
+        # With ZeRO stages 1 to 3, DeepSpeed itself skips the update if the norm is not finite.
         engine.step()
         norm = engine.get_global_grad_norm()
         zero_optimizer: Any = engine.optimizer
@@ -243,7 +243,7 @@ def gather_training_state(drafter: Drafter, engine: "DeepSpeedEngine") -> dict[s
         return collect_unsharded_state(drafter, moments) if is_first else {}
 
     _map_moments_to_parameters(engine)
-    # The keys of the moments and the step count are the same in every shard.
+    # The keys of the optimiser's state and its step count are the same in every shard.
     shard_state = moments[_flat_parameters(engine)[0]]
     state = copy_to_host(dict(drafter.named_buffers())) if is_first else {}
     for name, parameter in drafter.named_parameters():

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FEATURES_MANIFEST_FILE = "manifest.json"
-# options that have no influence on the packed sequences and may therefore differ
+# Options that may differ between stored features and the training run that uses them, because they
+# do not change the packed sequences.
 OPTIONS_NOT_CHANGING_STORED_FEATURES = ("data.max_invalid_fraction",)
 # Size of a shard. A shard can be larger, because it has at least one packed sequence.
 APPROXIMATE_FEATURE_SHARD_BYTES = 512 * 10**6
@@ -63,7 +64,7 @@ STORED_FEATURE_INPUT_COLUMN_DTYPES = {
     "loss": torch.bool,
 }
 STORED_INPUT_COLUMN_BYTES_PER_TOKEN = 13  # three int32 columns and one bool column
-BYTES_PER_FEATURE_VECTOR_SCALE = 4  # size of the float32 scale of an int8 vector
+BYTES_PER_FEATURE_VECTOR_SCALE = 4  # a float32 scale for each int8 vector
 # Lower bound for the largest absolute entry of a vector in int8 quantization. It prevents a scale
 # of 0.
 MIN_INT8_FEATURE_VECTOR_RANGE = 1e-12
@@ -73,8 +74,7 @@ def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise hidden states (..., hidden_size) to int8, with one float32 scale per vector. Return
     the int8 vectors and the scales (...,).
 
-    A vector is approximately its int8 vector times its scale. Its largest absolute entry becomes
-    127.
+    The scale is chosen so that the largest absolute entry of a vector becomes 127.
     """
     scale = states.abs().amax(-1).float().clamp(min=MIN_INT8_FEATURE_VECTOR_RANGE) / 127
     return (states.float() / scale[..., None]).round_().to(torch.int8), scale
@@ -83,9 +83,11 @@ def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
     """Convert the stored hidden states of the target to `dtype` and return them as Features.
 
-    batch: the columns of B stored sequences, from `StoredFeatures`. The returned hidden states of
-    the layers that the drafter reads are concatenated, (B, num_tokens, num_layers * hidden_size).
-    The returned last hidden states have the shape (B, num_tokens, hidden_size).
+    batch: the columns of B packed sequences, from `StoredFeatures`.
+
+    The hidden states of the layers that the drafter reads are concatenated,
+    (B, num_tokens, num_layers * hidden_size). The last hidden states have the shape
+    (B, num_tokens, hidden_size).
     """
 
     def dequantise_column(name: str) -> torch.Tensor:
@@ -100,11 +102,11 @@ def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> F
 def feature_dependencies(
     config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]
 ) -> dict:
-    """Return a JSON description of everything that stored features (hidden states of the target)
-    depend on: target weights, tokenizer, target layers and data options.
+    """Return a dictionary that describes what stored features (hidden states of the target) are
+    computed from: target weights, tokenizer, target layers and data options.
 
-    layers: numbers of the target layers whose hidden states are stored. The description is stored
-    in manifest.json. Training compares it with the description of the training run.
+    layers: numbers of the target layers whose hidden states are stored. The dictionary is saved in
+    manifest.json. Training compares it with the dictionary of the training run.
     """
     dependencies = {
         "target": {
@@ -147,8 +149,8 @@ def write_features(
     layers: numbers of the target layers whose hidden states are stored. report_progress: called
     after every shard with the number of stored sequences and the number of all sequences.
 
-    If the folder already has the first shards, only the others are computed. Raises ValueError if
-    the folder's shards were computed with another target, other layers or other data.
+    If the folder already has some of the shards, only the missing shards are computed. Raises
+    ValueError if the folder's shards were computed with another target, other layers or other data.
     """
     out = Path(config.out)
     dependencies = feature_dependencies(config, target, layers)
@@ -228,7 +230,8 @@ def compute_stored_row(
     positions = row["positions"][None].to(target.device)
     documents = row["documents"][None].to(target.device)
     features = target.compute_packed_features(ids, positions, documents, layers)
-    context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
+    # (num_tokens, num_layers, hidden_size)
+    context = features.context[0].unflatten(-1, (len(layers), -1))
 
     stored = {
         name: row[name].to(dtype) for name, dtype in STORED_FEATURE_INPUT_COLUMN_DTYPES.items()
@@ -388,7 +391,7 @@ class StoredFeatures:
             for name in opened.keys():  # noqa: SIM118
                 row[name] = opened.get_slice(name)[row_number]
             if not {*STORED_FEATURE_INPUT_COLUMN_DTYPES, "context", "last"} <= row.keys():
-                raise ValueError(f"it has only the columns {', '.join(row)}")
+                raise ValueError(f"columns are missing; it has only {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{file} is truncated or altered ({error}): restore it, or store the features "
@@ -397,7 +400,8 @@ class StoredFeatures:
         if compute_row_checksum(row) != shard["checksums"][row_number]:
             raise ValueError(
                 f"{file} is altered: the checksum of its packed sequence {row_number} differs "
-                "from the manifest"
+                "from the manifest. Restore the file, or store the features again with "
+                "./launch.sh features in a new folder"
             )
         return row
 

@@ -115,7 +115,7 @@ def run_steps(run: RunState) -> Path:
                 break
 
     finish_run(run, log)
-    if stop:  # exit the process, because a sweep must not start its next run
+    if stop:  # the process exits, so that a sweep of several runs ends, too
         raise SystemExit(EXIT_CODE_INTERRUPTED if stop_flag.signal_number == signal.SIGINT else 0)
     return run.folder
 
@@ -191,7 +191,7 @@ def count_consecutive_skips(run: RunState, metrics: dict, skipped_before: int, l
     skipped = skipped_before + 1
     if skipped == MAX_CONSECUTIVE_SKIPPED_STEPS:
         raise RunAborted(
-            f"{message}. This was skipped step {skipped} in a row, so the run ends. A skipped step "
+            f"{message}. {skipped} steps in a row were skipped, so the run ends. A skipped step "
             "does not change weights and optimiser state. Try optim.precision=float32, a lower "
             "optim.lr, or other data"
         )

@@ -17,8 +17,6 @@ trained head is a sum over rows. In this case an additional pass computes the we
 A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
 see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The
 gradients with respect to `out` and `vectors` are computed in the same pass.
-
-Shapes: V vocabulary, r rank of a conditional head's correction, rows = rows of one chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +49,7 @@ class LogitCorrection(NamedTuple):
     """The low-rank correction of the logits by a conditional head: `out @ vectors[i]` is added to
     the logits of row (drafted position) i."""
 
-    vectors: torch.Tensor  # (num_rows, rank) one vector per row
+    vectors: torch.Tensor  # (num_rows, rank) one vector per drafted position
     out: torch.Tensor  # (vocab_size, rank) weight matrix of the conditional head
 
 
@@ -235,8 +233,8 @@ class _ChunkedPass:
         self.overlap = torch.zeros_like(self.divergences)
         self.agrees = torch.zeros_like(self.divergences, dtype=torch.bool)
 
-        # The gradients of `head` and `out` are sums over rows. For precision, they are accumulated
-        # in the dtype of the logits. The other gradients have the dtype of their tensor.
+        # The gradients of `head` and `out` are sums over many rows and are computed in the dtype of
+        # the logits. The other gradients have the dtype of their tensor.
         gradient_dtypes = (None, dtype, None, dtype)
         gradients = []
         for tensor, needed, gradient_dtype in zip(
@@ -276,7 +274,7 @@ class _ChunkedPass:
 
         student = _compute_logits(
             drafted.hidden[rows], drafted.head, inputs.scale, self.student_buffer
-        )  # (rows, V)
+        )  # (num_rows, vocab_size)
         scale_slope = inputs.scale.derivative(student)
         teacher_rows = self.plan.teacher_rows[bounds.teacher_start : bounds.teacher_end]
         teacher_logits = _compute_logits(
@@ -295,7 +293,7 @@ class _ChunkedPass:
                 )
                 self.divergences.view(-1)[rows] = unary * uncorrected.divergences
                 unary_delta *= unary
-            vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (rows, r)
+            vectors = drafted.vectors[rows].to(drafted.out.dtype)  # (num_rows, rank)
             if drafted.out.dtype == student.dtype:  # add in place, without a temporary tensor
                 student.addmm_(vectors, drafted.out.T)
             else:
@@ -341,7 +339,7 @@ class _ChunkedPass:
         dtype = self.inputs.logits_dtype
         weights = None
         if self.row_weights is not None:
-            weights = self.row_weights.flatten()[rows, None].to(dtype)  # (rows, 1)
+            weights = self.row_weights.flatten()[rows, None].to(dtype)  # (num_rows, 1)
 
         # The conditional head's correction is added after the scaling of the logits. The gradients
         # of `vectors` and `out` therefore do not contain `scale_slope`.
@@ -394,7 +392,7 @@ def _find_excluded_tokens(
     The candidates of a row are the `top_k` likeliest tokens of these logits. If the label is not
     among these tokens, it replaces the least likely one.
     """
-    candidates = uncorrected.topk(top_k, dim=-1).indices  # (rows, top_k)
+    candidates = uncorrected.topk(top_k, dim=-1).indices  # (num_rows, top_k)
     label_missing = (candidates != labels[:, None]).all(-1)
     candidates[:, -1] = torch.where(label_missing, labels, candidates[:, -1])
     return torch.ones_like(uncorrected, dtype=torch.bool).scatter_(1, candidates, False)

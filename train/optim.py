@@ -11,8 +11,8 @@ from torch import nn
 from infer.drafters.heads import table as heads
 from train.config import OptimConfig
 
-# With optim.name=muon, AdamW trains the matrices whose names end in one of these. They are tables
-# with one vector per token or per layer.
+# With optim.name=muon, AdamW trains the matrices whose names end with one of these strings. Such a
+# matrix is a table with one vector per token or per layer.
 ADAMW_TOKEN_TABLE_NAMES = (
     "embed_tokens.weight",
     "lm_head.weight",

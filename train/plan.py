@@ -78,8 +78,9 @@ def load_target_config(config: TrainConfig) -> "PretrainedConfig":
 class RunEstimate:
     """The estimated memory of a training run, and the sizes that it was computed from."""
 
-    config: TrainConfig  # with `gradient_checkpointing` true or false instead of None
-    shape: StepShape  # the sizes of one process's micro-batch
+    # the run's configuration, in which `gradient_checkpointing` is True or False, not None
+    config: TrainConfig
+    shape: StepShape  # the sizes of target, drafter and a micro-batch
     world_size: int  # number of processes
     device: torch.device
     # bytes of memory that one process may use; None if the device is not on this machine
@@ -217,7 +218,8 @@ def print_plan(config: TrainConfig) -> None:
         tokenizer = load_tokenizer(
             config.target.path, config.target.trust_remote_code, config.target.chat_template_kwargs
         )
-    # The sizes of a model in conf/target/ are known even if the model itself cannot be downloaded.
+    # Continue without the tokenizer, because the memory can be estimated from the sizes in
+    # conf/target/.
     except FileNotFoundError:
         pass
     else:

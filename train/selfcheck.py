@@ -9,8 +9,6 @@ mask for all, in chunks, and under torch.compile if the option compile is true. 
 agree. The self-check costs one more forward pass of a batch, and a few forward passes of single
 documents.
 
-Shapes: L drafted positions of a block, W positions of a block in the drafter, T length of a
-document, D hidden size.
 """
 
 from dataclasses import dataclass
@@ -90,7 +88,7 @@ class TrainingLossCheck:
             self.checked_slots.append(valid_slots[index])
         plain = _PlainComputation(drafter, target, config, self.batch, self.blocks)
         expected = [plain.compute_block(row, slot) for row, slot in self.checked_slots]
-        self.expected = torch.stack(expected)  # (number of checked blocks, L)
+        self.expected = torch.stack(expected)  # (number of checked blocks, num_drafted)
 
     def compare(self, result: BlockLoss) -> str:
         """Compare the slow computation with the training step, and return a sentence for the user
@@ -102,7 +100,7 @@ class TrainingLossCheck:
         num_slots = self.blocks.anchors.shape[1]
         actual = torch.stack(
             [result.divergences[row * num_slots + slot] for row, slot in self.checked_slots]
-        )  # (number of checked blocks, L)
+        )  # (number of checked blocks, num_drafted)
         errors = (actual - self.expected).abs() / self.expected.abs().clamp(min=1)
         if self.is_exact:
             error = errors.max().item()
@@ -170,7 +168,8 @@ class _PlainComputation:
             masks.append(to_additive_mask(mask.to(target.device), dtype))
         anchors = torch.tensor([[anchor]], device=target.device)
         inputs = drafter.prepare_inputs(target, ids, positions, anchors)
-        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]  # (W, D)
+        # (num_queries, hidden_size)
+        states = drafter(features.context.to(dtype), positions, *inputs, *masks)[0]
         supervised = self.blocks.supervised[row, slot].tolist()
         return self.compute_divergences(
             states.to(target.dtype), features, ids[0], anchor, supervised
@@ -234,7 +233,7 @@ class _PlainComputation:
         config = self.config.objective
         formula = DIVERGENCE_TABLE[config.divergence].formula
         drafter_head = get_head_weight(drafter, target).to(target.dtype)
-        draft_states = states[drafter.first_draft_slot :]  # (L, D)
+        draft_states = states[drafter.first_draft_slot :]  # (num_drafted, hidden_size)
         num_drafted = len(draft_states)
 
         conditioned = HeadOutput(draft_states)
@@ -249,7 +248,7 @@ class _PlainComputation:
             if not supervised[t]:
                 continue
             label = drafter.vocabulary.ids_to_columns(ids[anchor + t + 1])
-            if label < 0:  # the label is not in the drafter's vocabulary
+            if label < 0:  # -1 means that the label is not in the drafter's vocabulary
                 continue
             log_p = self.compute_target_log_probs(features, anchor + t)
             products = F.linear(conditioned.head_input[t].to(target.dtype), drafter_head)
@@ -315,7 +314,7 @@ def build_block_mask(
     sees_block = torch.ones(width, width, dtype=torch.bool)
     if causal:
         sees_block = sees_block.tril()
-    mask = torch.cat([sees_context, sees_block], 1)  # (W, T + W)
+    mask = torch.cat([sees_context, sees_block], 1)  # (width, length + width)
     if window is not None:
         all_positions = torch.cat([context_positions, block_positions])
         mask = mask & ((block_positions[:, None] - all_positions).abs() < window)

@@ -9,8 +9,6 @@
 4. The loss is the weighted sum of these divergences. The optimiser takes one step with its
    gradient.
 
-Shapes: B packed sequences, N blocks in each, G = B * N blocks, L drafted positions of a block,
-W positions of a block in the drafter, D hidden size.
 """
 
 from collections.abc import Callable
@@ -103,14 +101,15 @@ def train_step(
         engine.backward(finite_or_nan * result.loss * gradient_scale)
         grad_norm = step_engine(engine)  # updates the weights only after the last micro-batch
 
-        agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
+        # (B, blocks per sequence, num_drafted)
+        agrees = result.agrees.view(blocks.supervised.shape) & blocks.supervised
         num_blocks = blocks.valid.sum()
         prefix_lengths = agrees.long().cumprod(-1).sum() + num_blocks
         loss_sum += result.loss.detach()
         agreement_sum += agrees.sum((0, 1))
         prefix_sum += torch.stack([prefix_lengths, num_blocks])
 
-    # all metrics are reduced in a single collective operation
+    # Reduce all metrics in a single collective operation.
     sums = torch.cat([loss_sum[None], agreement_sum, prefix_sum])
     dist.all_reduce(sums)
     return StepMetrics(
@@ -170,7 +169,7 @@ def compute_drafter_states(
     """
     states = compute_packed_block_states(
         drafter, target, batch, blocks.anchors, features.context, forward or drafter
-    )  # (B, N, W, D)
+    )  # (B, blocks per sequence, num_queries, hidden_size)
     return states.flatten(0, 1).to(target.dtype)
 
 
@@ -192,19 +191,20 @@ def compute_loss_from_states(
 
     A drafter with a reduced vocabulary learns the target's distribution renormalised over this
     vocabulary, and only at positions whose true token belongs to it (EAGLE-3's mask). All other
-    positions have weight 0, but the divisor of the loss still counts them.
+    positions have weight 0, but `train_step` counts them in the total weight that divides the loss.
     """
     num_drafted = blocks.supervised.shape[-1]  # number of drafted positions of a block
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)
-    weights = (weights * blocks.supervised).flatten(0, 1)  # (G, L)
+    weights = (weights * blocks.supervised).flatten(0, 1)  # (num_blocks, num_drafted)
     divergence_weights = weights
-    labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))  # (G, L)
+    labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        # Do not use the given plan: it was computed with the weights for the full vocabulary.
+        # The given chunk plan was computed with the weights for the full vocabulary.
         chunk_plan = None
 
-    draft_states = states[:, drafter.first_draft_slot :]  # (G, L, D)
+    # (num_blocks, num_drafted, hidden_size)
+    draft_states = states[:, drafter.first_draft_slot :]
     head_inputs = draft_states.flatten(0, 1)
     conditioned = correction = None
     head = drafter.conditional_head
@@ -231,7 +231,7 @@ def compute_loss_from_states(
         return result
 
     assert result.overlap is not None
-    logits = confidence_head(draft_states, conditioned)  # (G, L)
+    logits = confidence_head(draft_states, conditioned)  # (num_blocks, num_drafted)
     confidence_loss = compute_confidence_loss(logits, result.overlap, weights)
     return result._replace(loss=result.loss + confidence_loss)
 
@@ -277,6 +277,7 @@ def run_conditional_head(
     states: (num_blocks, num_queries, hidden_size) the drafter's hidden states. batch: the columns
     of the packed sequences.
     """
-    bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, N, 1)
-    previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)  # (B, N, L)
+    bonus_tokens = batch["ids"].gather(1, blocks.anchors)[..., None]  # (B, blocks per sequence, 1)
+    # (B, blocks per sequence, num_drafted)
+    previous_tokens = torch.cat([bonus_tokens, blocks.labels[..., :-1]], -1)
     return teacher_force_head(drafter, target, states, previous_tokens.flatten(0, 1))

@@ -44,15 +44,15 @@ class StepShape:
             drafter = create_drafter(config.drafter, None, text_config)
 
         num_blocks = batch_size * config.anchors_per_sequence
-        self.length = config.data.length  # tokens of a packed sequence
+        self.length = config.data.length  # number of tokens in a packed sequence
         self.block_size = config.drafter.block_size
         window = min(config.drafter.sliding_window or self.length, self.length)
         # number of context positions that a query of the drafter sees on average
         self.mean_visible_context = window - window**2 / (2 * self.length)
-        self.context_tokens = batch_size * self.length  # tokens of the micro-batch
-        # the drafter's attention queries of all blocks
+        self.context_tokens = batch_size * self.length  # number of tokens in a micro-batch
+        # number of the drafter's attention queries in all blocks of a micro-batch
         self.queries = num_blocks * drafter.num_queries
-        # drafted positions of all blocks
+        # number of drafted positions in all blocks of a micro-batch
         self.drafted_positions = num_blocks * (self.block_size - 1)
         self.chunk_rows = min(config.objective.chunk_rows, self.drafted_positions)
 

@@ -155,7 +155,7 @@ def train_in_subprocess(run: TrainConfig) -> None:
     context.set_forkserver_preload(["train.loop"])
     process = context.Process(target=train_and_exit, args=(run,))
     process.start()
-    HEARTBEAT.set_activity(None)  # report no progress here, because the new process reports it
+    HEARTBEAT.set_activity(None)  # only the new process reports its progress
     try:
         process.join()
     finally:

@@ -22,8 +22,7 @@ is multiplied by the number of blocks of the document. This estimate is unbiased
 
 A learned token is a token with loss: a token of a text or an answer, not of a prompt.
 
-Shapes: B packed sequences, T tokens each, N documents in each, V vocabulary. Packed sequences are
-those of `data.packing`.
+Shapes: B packed sequences (see `data.packing`), T tokens each.
 """
 
 from typing import NamedTuple
@@ -97,7 +96,8 @@ def mask_tokens(
     documents = batch["documents"]
     learned = batch["loss"].bool()
     document_index = documents.clamp(min=0)
-    zeros = torch.zeros(noise.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
+    # (B, num_documents)
+    zeros = torch.zeros(noise.levels.shape, dtype=torch.long, device=ids.device)
 
     # Count the learned tokens (tokens with loss) before each token: first those in its packed
     # sequence, then those in its document.
@@ -107,12 +107,12 @@ def mask_tokens(
 
     # Select the block that is masked in each document.
     learned_counts = zeros.scatter_add(1, document_index, learned.long())
-    # (B, N) rounded up, because a document's last block may be short
+    # (B, num_documents) rounded up, because a document's last block may be short
     num_blocks = -(-learned_counts // block_lengths[:, None])
-    masked_block = (noise.block_positions * num_blocks).long()  # (B, N)
+    masked_block = (noise.block_positions * num_blocks).long()  # (B, num_documents)
     masked_block_sizes = torch.minimum(
         learned_counts - masked_block * block_lengths[:, None], block_lengths[:, None]
-    )  # (B, N)
+    )  # (B, num_documents)
 
     token_block = learned_before // block_lengths[:, None]  # (B, T)
     token_masked_block = masked_block.gather(1, document_index)
@@ -121,7 +121,7 @@ def mask_tokens(
     masked = predicted | ((token_block > token_masked_block) & (documents >= 0))
 
     predicted_counts = zeros.scatter_add(1, document_index, predicted.long())
-    weights = num_blocks * (masked_block_sizes + 1) / predicted_counts  # (B, N)
+    weights = num_blocks * (masked_block_sizes + 1) / predicted_counts  # (B, num_documents)
     token_weights = torch.where(predicted, weights.gather(1, document_index), 0.0)
     return ids.masked_fill(masked, mask_token_id), token_weights
 
