@@ -74,15 +74,14 @@ def train_step(
     """
     device = target.device
     world_size = dist.get_world_size()
-    num_drafted = config.drafter.block_size - 1  # number of drafted positions of a block
+    num_drafted = config.drafter.block_size - 1  # drafted positions of a block
     micro_batches = [micro_batch.to_device(device) for micro_batch in micro_batches]
 
-    # Compute the total weight of all drafted positions with loss in this step.
     weights = position_weights(config.objective, num_drafted).to(device, non_blocking=True)
     supervised_counts = count_supervised_positions(micro_batches)
     total_weight = (supervised_counts * weights).sum().clamp(min=1e-6)
-    # DeepSpeed averages gradients over processes and micro-batches. With this factor, the result is
-    # their sum, divided by the total weight.
+    # DeepSpeed averages gradients over processes and micro-batches. This factor turns the average
+    # into the sum, divided by the total weight of all drafted positions.
     gradient_scale = world_size * len(micro_batches) / total_weight
 
     loss_sum = torch.zeros((), device=device)
@@ -203,7 +202,6 @@ def compute_loss_from_states(
         # The given chunk plan was computed with the weights for the full vocabulary.
         chunk_plan = None
 
-    # (num_blocks, num_drafted, hidden_size)
     draft_states = states[:, drafter.first_draft_slot :]
     head_inputs = draft_states.flatten(0, 1)
     conditioned = correction = None
