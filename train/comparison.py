@@ -188,7 +188,7 @@ def _compare_by_autograd(
     teacher_logits: (num_rows, vocab_size) the target's logits; overwritten.
     agrees: (num_rows,) bool, copied into the result.
 
-    The other arguments are those of `compare_rows`, whose results this function returns.
+    The other arguments and the result are those of `compare_rows`.
     """
     if excluded is not None:
         teacher_logits.masked_fill_(excluded, LOGIT_OF_NON_CANDIDATE_TOKENS)

@@ -81,7 +81,7 @@ def quantise_vectors(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise_features(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """Convert the stored hidden states of the target to `dtype` and return them as Features.
+    """Convert the stored hidden states of the target to `dtype` and return them as `Features`.
 
     batch: the columns of B packed sequences, from `StoredFeatures`.
 

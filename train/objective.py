@@ -112,11 +112,12 @@ def compute_divergence(
         `inputs.teacher_hidden` and `inputs.head`.
     drafter_head: (vocab_size, hidden_size) float32, weight of the drafter's own language model
         head. None means that the drafter uses the target's head.
-    correction: what a conditional head adds to the drafter's logits, after `inputs.scale`.
+    correction: what a conditional head adds to the drafter's logits, after `inputs.scale` is
+        applied. None without such a head.
 
-    `inputs.config` selects the divergence and the position weights. Its `marginal_weight` is the
-    weight of a second divergence, that of the logits before the correction. Logits are float32, or
-    float64 for float64 inputs. Drafted positions of weight 0 are not computed.
+    `inputs.config` selects the divergence and the position weights. If `marginal_weight` is not 0,
+    the divergence of the logits before the correction is added with this weight. Logits are
+    float32, or float64 for float64 inputs. Drafted positions of weight 0 are not computed.
     """
     chunk_plan = inputs.chunk_plan
     if chunk_plan is None:
@@ -207,8 +208,8 @@ class _ChunkedPass:
         `out` are those of the sum of the divergences, weighted by `row_weights`.
     row_weights: (num_blocks, num_drafted), needed for the gradients of `head` and `out`.
 
-    The results are the attributes `gradients`, `divergences`, `agrees` and `overlap` (as in
-    `BlockLoss`), and `label_probs`, the drafter's probability of each true token.
+    The results are the attributes `gradients`, `divergences`, `agrees`, `overlap` (as in
+    `BlockLoss`) and `label_probs` (the drafter's probability of each true token).
     """
 
     def __init__(

@@ -199,7 +199,7 @@ def compute_loss_from_states(
     labels = drafter.vocabulary.ids_to_columns(blocks.labels.flatten(0, 1))
     if drafter.d2t is not None:
         divergence_weights = weights * (labels >= 0)
-        # The given chunk plan was computed with the weights for the full vocabulary.
+        # The given chunk plan is not valid: it was computed with other weights.
         chunk_plan = None
 
     draft_states = states[:, drafter.first_draft_slot :]

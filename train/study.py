@@ -3,8 +3,8 @@ trained drafters on the same texts.
 
 A variant is the base configuration with some options changed. Each variant is trained once per
 seed, in an ordinary training run. The texts are the target's greedy answers to held-out prompts.
-A replay drafts the known texts again and computes exactly how many tokens a drafter commits per
-round (infer/evaluation/replay.py).
+A replay lets each drafter draft along these known texts and counts exactly how many tokens it
+commits per round (infer/evaluation/replay.py).
 """
 
 import json
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 STUDY_METHODS = ("chain", "ddtree")  # decoding methods, named as in infer.trees.methods
 STUDY_NODE_BUDGET = 16
-# τ is the acceptance length. The last column has the acceptance length with trees, divided by the
-# acceptance length with trees of the base configuration.
+# Column titles. τ is the acceptance length. The last column has the acceptance length with trees,
+# divided by the acceptance length with trees of the base configuration.
 STUDY_TABLE_COLUMNS = (
     "",
     "variant",
@@ -204,9 +204,11 @@ class DrafterComparer:
     def replay_run(self, run: Path) -> dict:
         """Compute how many tokens per round the drafter of a training run commits on the texts.
 
-        run: the folder of the run; its last checkpoint is used. The value of the key "steps" is the
-        number of training steps. The value of "commits" is a dictionary: keys are STUDY_METHODS,
-        values have, for each text, the numbers of tokens that the prefill and each round commit.
+        run: the folder of the run; its last checkpoint is used.
+
+        The returned dictionary has two keys. The value of "steps" is the number of training steps.
+        The value of "commits" is a dictionary: keys are STUDY_METHODS, values are lists with, for
+        each text, the numbers of tokens that the prefill and each round commit.
         """
         from infer.evaluation.replay import ReplayVariant, replay_sequences
         from infer.formats.checkpoint import load_drafter
@@ -271,7 +273,7 @@ def write_study_table(
     study.svg. The variant with the largest acceptance length with trees comes first.
 
     results: keys are variants, values are the results of their runs, from
-        `DrafterComparer.replay_run`. All variants are compared with the first key.
+        `DrafterComparer.replay_run`. All variants are compared with the first variant.
     round_seconds: the result of `DrafterComparer.time_rounds`.
     out: the folder to write to.
     """

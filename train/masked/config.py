@@ -9,8 +9,8 @@ from infer.utils.checks import require_at_least, require_one_of, require_positiv
 
 @dataclass
 class DiffusionConfig:
-    """Options for the training of a masked diffusion language model. With the defaults, the small
-    diffusion model is trained that benchmarks/embedded_model.py describes.
+    """Options for the training of a masked diffusion language model. The defaults train the small
+    diffusion model that benchmarks/embedded_model.py describes.
 
     out: the folder that the command writes
     seed: seed of the order of the data and of the masking
