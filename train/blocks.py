@@ -37,8 +37,8 @@ def find_anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch
     document number of each token, -1 for padding. Returns (B, num_tokens) bool.
 
     The block's first token (the anchor) and the token after it must be tokens to learn. The tokens
-    before and after the anchor must belong to the anchor's document. The token before it is
-    required because in decoding, too, a prompt precedes every block.
+    before and after the anchor must belong to the anchor's document. The token before the anchor is
+    required because a prompt precedes every block in decoding, too.
     """
     candidates = torch.zeros_like(loss)
     same_document = documents[:, :-1] == documents[:, 1:]

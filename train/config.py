@@ -199,8 +199,8 @@ class TrainConfig:
     gradient_checkpointing: whether the backward pass recomputes the drafter's layers, which needs
         less memory and a third more computation. null means true only if a step would not fit in
         the device's memory otherwise
-    self_check: before training, compare the loss of the first batch with a slow, independent
-        computation of it
+    self_check: before training, compute the loss of a few blocks of the first batch also in a
+        slow, independent way, and compare both results
     stall_timeout_minutes: end the run if no step or evaluation has made progress for this number
         of minutes
     wandb: also log to Weights & Biases. The environment variable WANDB_PROJECT names the project;

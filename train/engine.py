@@ -118,9 +118,9 @@ def step_engine(engine: "DeepSpeedEngine") -> torch.Tensor:
     """Update the weights after the backward pass of a step's last micro-batch, and return the
     gradient norm before clipping.
 
-    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. After all
-    micro-batches but the last one, it only counts the micro-batch and returns NaN. If the gradient
-    norm is not finite, all processes leave weights and optimiser moments unchanged.
+    Call this function after every micro-batch, in place of DeepSpeed's `engine.step()`. Before the
+    last micro-batch, the function only counts the micro-batch and returns NaN. If the gradient norm
+    is not finite, all processes leave weights and optimiser moments unchanged.
     """
     no_norm = torch.tensor(float("nan"))
     if not engine.is_gradient_accumulation_boundary():

@@ -15,8 +15,8 @@ A shard is written under a temporary name, renamed, and then listed in the manif
 is stopped, the same command continues after the last listed shard.
 
 The manifest contains a SHA-256 of its other content. When a folder is opened, the size of every
-shard is checked. When a packed sequence is read, its CRC-32 is checked. This takes about a second
-per gigabyte, in the background thread that prepares the next training step.
+shard is checked. When a packed sequence is read, its CRC-32 is checked. The CRC-32 takes about a
+second per gigabyte, in the background thread that prepares the next training step.
 """
 
 import json
@@ -298,7 +298,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 class StoredFeatures:
-    """A data set of packed sequences with stored hidden states of the target. Its files are read on
+    """A data set of packed sequences with stored hidden states of the target. They are read on
     demand from a folder that `./launch.sh features` wrote.
 
     `data.packing.read_batch` reads batches from this data set. The constructor raises ValueError

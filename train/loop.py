@@ -121,8 +121,8 @@ def run_steps(run: RunState) -> Path:
 
 
 def evaluate_interrupted_checkpoint(run: RunState, log: RunLog) -> None:
-    """Evaluate the checkpoint that a run resumes from, if it has no evaluation because the run was
-    stopped before the evaluation finished."""
+    """When a run is resumed, evaluate its newest checkpoint if the run was stopped before this
+    evaluation was finished."""
     folder = checkpoint_folder(run.folder, run.schedule.step)
     if folder.exists() and not (folder / "evaluation/evaluation.json").exists():
         evaluate_newest_checkpoint(run, log)

@@ -9,10 +9,10 @@ multiplied by the target's frozen language model head. The drafter's hidden stat
 the same head (DFlash), or by a trained head of the drafter (DART).
 
 Logits exist for one chunk of rows at a time. The forward pass already computes the gradients with
-respect to `hidden` and to a trained head, and saves only these for the backward pass. D-PACE's
-weights depend on how well a block was drafted, so they are known only after the last chunk. The
+respect to `hidden` and to a trained head, and saves only these gradients for the backward pass.
+D-PACE's weights depend on how well a block was drafted and are known only after the last chunk. The
 gradients of `hidden` can still be multiplied by these weights, row by row. The gradient of a
-trained head is a sum over rows. In this case an additional pass computes the weights first.
+trained head is a sum over rows. For a trained head, an additional pass computes the weights first.
 
 A conditional head adds the correction `out @ vectors[i]` to the logits of row i (`LogitCorrection`,
 see `infer/drafters/heads/base.py`). The divergence is then that of the corrected distribution. The

@@ -193,9 +193,9 @@ class StallWatchdog(threading.Thread):
     """A thread that prints an error and ends the process if the process has made no progress for
     `minutes`.
 
-    Without it, a process that hangs in a collective operation or in a read would let all other
-    processes wait forever. Time in which the process was suspended does not count. Set `stop_event`
-    to end the thread.
+    Without this thread, a process that hangs in a collective operation or in a read would let all
+    other processes wait forever. Time in which the process was suspended does not count. Set
+    `stop_event` to end the thread.
     """
 
     def __init__(self, minutes: float) -> None:

@@ -181,8 +181,8 @@ class _PlainComputation:
         """Return the target's features (the hidden states that the drafter reads, and the last
         hidden states) of one document.
 
-        They are read from the batch if it has stored features, and otherwise computed with Hugging
-        Face's layers.
+        If the batch has stored features, these are returned. Otherwise Hugging Face's layers
+        compute the features.
 
         row: index of the document's packed sequence in the batch. start, end: the document's range
         of tokens in this sequence. ids, positions: (1, num_tokens) the document's token ids and

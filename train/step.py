@@ -69,8 +69,8 @@ def train_step(
     engine: the DeepSpeed engine around `drafter`.
 
     The loss is divided by the total weight of all drafted positions in all micro-batches and
-    processes. It is therefore the same for every split into micro-batches and processes. If the
-    loss of any process is not finite, all processes skip the step.
+    processes. The loss therefore does not depend on the number of micro-batches and processes. If
+    the loss of any process is not finite, all processes skip the step.
     """
     device = target.device
     world_size = dist.get_world_size()
@@ -189,8 +189,8 @@ def compute_loss_from_states(
     forcing).
 
     A drafter with a reduced vocabulary learns the target's distribution renormalised over this
-    vocabulary, and only at positions whose true token belongs to it (EAGLE-3's mask). All other
-    positions have weight 0, but `train_step` counts them in the total weight that divides the loss.
+    vocabulary, and only at positions whose true token is in this vocabulary (EAGLE-3's mask). The
+    other positions have weight 0, but count in the total weight by which the loss is divided.
     """
     num_drafted = blocks.supervised.shape[-1]  # number of drafted positions of a block
     weights = position_weights(config.objective, num_drafted).to(states.device, non_blocking=True)

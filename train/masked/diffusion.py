@@ -153,7 +153,7 @@ def load_held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.T
 def measure_held_out_bound(
     model: PreTrainedModel, held_out: dict[str, torch.Tensor], config: DiffusionConfig
 ) -> float:
-    """Estimate the upper bound on the held-out text's negative log-likelihood, and return it in nats
+    """Return an estimate of the upper bound on the held-out text's negative log-likelihood, in nats
     per token.
 
     held_out: packed sequences, the result of `load_held_out_batch`. One random block of each
